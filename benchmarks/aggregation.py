@@ -1,0 +1,188 @@
+"""Aggregation of ResNet-18 models (11 M weights, 122 layers): time, and memory, against what memory bandwidth allows.
+
+    uv run python benchmarks/aggregation.py            # 10 and 100 clients; the latter take 5 GB and a minute
+    uv run python benchmarks/aggregation.py 10
+
+Prints, for each number of clients K:
+1. all updates at hand: times as multiples of one pass over memory (K clients and the global model read once, the
+   result written once, at the copy bandwidth measured in between), and how often they fit into the time of the form in
+   which L-DAWA's authors compute it. Targets: FedAvg at most 1.3 passes, L-DAWA and M-DAWA at most 4, and at least 3.5
+   times into the authors' form with 10 clients;
+2. updates that arrive as messages, one by one: time from the last one to the new model (target: at most 10 ms), and
+   the memory beyond the global model and the message at hand (target: two models).
+
+Repetitions of all candidates are interleaved; numbers are medians, with the least in brackets: on a machine that does
+other work as well, the least comes nearest to what the code takes.
+"""
+
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+import torch
+
+from fedssl.layers import GlobalLayers, Layers
+from fedssl.messages import ClientUpdate, from_record, to_record
+from fedssl.threads import set_threads, tune_allocator
+from strategies.fedavg import fedavg
+from strategies.l_dawa import l_dawa
+from strategies.m_dawa import m_dawa
+from strategies.weighted_sum import WeightedSum
+
+RULES = {
+    "FedAvg": WeightedSum(weighting="examples"),
+    "L-DAWA": WeightedSum(scale="layer"),
+    "M-DAWA": WeightedSum(scale="model"),
+}
+
+
+def resnet18() -> Layers:
+    """The layers of a ResNet-18 for small pictures with 128 outputs."""
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=128)
+    model.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    return {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def trained(layers: Layers, client: int) -> ClientUpdate:
+    """An update that differs from the global layers by noise of a tenth of their size."""
+    random = np.random.default_rng(client + 1)
+
+    def noisy(array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind != "f":
+            return array + client + 1
+        noise = random.standard_normal(array.shape, array.dtype)
+        noise *= 0.1 * (array.std() + 0.01)
+        return np.add(array, noise, out=noise)
+
+    return ClientUpdate(
+        layers={name: noisy(array) for name, array in layers.items()}, partition_id=client, num_examples=100 + client
+    )
+
+
+def authors(global_layers: list[np.ndarray], models: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """L-DAWA as its authors compute it: array by array, with norms, products and scaled copies as new arrays."""
+    scaled = []
+    for model in models:
+        scaled.append([])
+        for w, g in zip(model, global_layers, strict=True):
+            norm = np.linalg.norm(w)
+            if w.ndim == 0 or norm == 0:
+                scaled[-1].append(w)
+                continue
+            cosine = np.sum(w * g) / (norm * np.linalg.norm(g))
+            scaled[-1].append(min(cosine, 1.0) * w)
+    return [reduce(np.add, arrays) / len(models) for arrays in zip(*scaled, strict=True)]
+
+
+@dataclass
+class Seconds:
+    """Median and least of the repetitions."""
+
+    median: float
+    least: float
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e3:8.1f} {f'({self.least * 1e3:.1f})':>8}"
+
+
+def measure(candidates: dict[str, Callable[[], object]], repetitions: int) -> dict[str, Seconds]:
+    """Time each candidate; a first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(repetitions + 1):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Seconds(statistics.median(values[1:]), min(values[1:])) for name, values in seconds.items()}
+
+
+def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
+    """Print times with all updates in memory."""
+    flat = np.concatenate([array.reshape(-1) for array in layers.values() if array.dtype.kind == "f"])
+    copy, tensor = np.empty_like(flat), torch.from_numpy(flat)
+    arrays = list(layers.values())
+    models = [list(update.layers.values()) for update in updates]
+    seconds = measure(
+        {
+            "copy": lambda: np.copyto(copy, flat),
+            "copy, all threads": lambda: torch.from_numpy(copy).copy_(tensor),
+            "FedAvg": lambda: fedavg(layers, updates),
+            "L-DAWA": lambda: l_dawa(layers, updates),
+            "M-DAWA": lambda: m_dawa(layers, updates),
+            "L-DAWA, authors' form": lambda: authors(arrays, models),
+        },
+        repetitions,
+    )
+    passes = (len(updates) + 2) / 2
+    floor = Seconds(
+        passes * min(seconds["copy"].median, seconds["copy, all threads"].median),
+        passes * min(seconds["copy"].least, seconds["copy, all threads"].least),
+    )
+    print(f"\nK={len(updates)}, all at hand{'':18}ms {'passes':>18} {'authors/this':>18}")
+    print(f"{'one pass':24}{floor}")
+    slowest = seconds["L-DAWA, authors' form"]
+    for name in ("FedAvg", "L-DAWA", "M-DAWA", "L-DAWA, authors' form"):
+        own = seconds[name]
+        print(
+            f"{name:24}{own}"
+            f" {own.median / floor.median:9.2f} {f'({own.least / floor.least:.2f})':>8}"
+            f" {slowest.median / own.median:9.1f} {f'({slowest.least / own.least:.1f})':>8}"
+        )
+
+
+def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate]) -> float:
+    """Fold the updates in one by one, as a strategy does; seconds from the last one to the new layers."""
+    reference = GlobalLayers(global_layers)
+    rule.start(reference)
+    for update in updates:
+        start = time.perf_counter()
+        reference.check(update.layers)
+        rule.add(update, reference.align(update.layers))
+    rule.finish()
+    return time.perf_counter() - start
+
+
+def from_messages(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
+    """Print the time after the last message and the memory of the whole round."""
+    records = [to_record(update.layers) for update in updates]
+    model = sum(array.nbytes for array in layers.values())
+
+    def received() -> Iterator[ClientUpdate]:
+        for update, record in zip(updates, records, strict=True):
+            yield replace(update, layers=from_record(record))
+
+    after: dict[str, list[float]] = {name: [] for name in RULES}
+    for _ in range(repetitions):
+        for name, rule in RULES.items():
+            after[name].append(stream(rule, layers, received()))
+    print(f"\nK={len(updates)}, one by one{'':9}ms after the last     models of extra memory")
+    for name, rule in RULES.items():
+        tracemalloc.start()
+        stream(rule, layers, received())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        print(f"{name:24}{Seconds(statistics.median(after[name]), min(after[name]))} {peak / model:26.2f}")
+
+
+def main() -> None:
+    tune_allocator()
+    set_threads(None)
+    layers = trained(resnet18(), -1).layers  # fresh biases are zero, by which the authors' form divides
+    numbers = [int(word) for word in sys.argv[1:]] or [10, 100]
+    updates = [trained(layers, client) for client in range(max(numbers))]
+    print(f"{torch.get_num_threads()} threads")
+    for number in numbers:
+        repetitions = max(3, 200 // number)
+        at_hand(layers, updates[:number], repetitions)
+        from_messages(layers, updates[:number], repetitions)
+
+
+if __name__ == "__main__":
+    main()

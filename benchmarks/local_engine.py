@@ -1,0 +1,109 @@
+"""The local engine beside training: overhead of a client, a whole round against a bare loop, 100 clients in memory.
+
+    uv run python benchmarks/local_engine.py
+
+Prints, for ResNet-18 (11 M weights):
+1. overhead: time of a round without training, per client (target: at most 10 ms);
+2. a whole round against a bare PyTorch loop that does the same optimiser steps on the same pictures, without messages,
+   aggregation or client bookkeeping (target: at most 1.05x);
+3. a round of 100 clients without training, and the peak memory of the process (target: under 3 s and 1 GB).
+"""
+
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from omegaconf import OmegaConf
+
+from client_app.app import app as client_app
+from client_app.resident import resident
+from fedssl.config import compose, make
+from fedssl.exchange import travelling_layers
+from fedssl.methods import build
+from fedssl.threads import set_threads, tune_allocator
+from fedssl.training import batches
+from server_app.app import find_nodes, run_round
+from simulation.local_grid import LocalGrid
+
+COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
+
+
+class Federation:
+    """Rounds of one federation on the local engine, one at a time."""
+
+    def __init__(self, *overrides: str) -> None:
+        self.settings = compose([*COMMON, *overrides])
+        self.settings.output_dir = tempfile.mkdtemp()
+        set_threads(self.settings.threads)
+        tune_allocator()
+        self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients)
+        self.nodes = find_nodes(self.grid, self.settings.num_clients)
+        self.strategy = make(self.settings.strategy)
+        self.layers = travelling_layers(build(self.settings))
+        self.round = 0
+
+    def __call__(self) -> float:
+        """Run a round; its seconds."""
+        self.round += 1
+        start = time.perf_counter()
+        self.layers = run_round(
+            self.grid, self.settings, self.strategy, self.round, self.layers, nodes=self.nodes, keep_from=0
+        )
+        return time.perf_counter() - start
+
+    def bare(self) -> float:
+        """The same optimiser steps in a bare loop on the resident model; its seconds."""
+        client = resident(OmegaConf.to_yaml(self.settings))
+        generator = torch.Generator().manual_seed(0)
+        client.method.train()
+        start = time.perf_counter()
+        for indices in client.parts:
+            for batch in batches(torch.as_tensor(indices), self.settings.batch_size, generator=generator):
+                views = client.augment(client.images[batch], generator)
+                view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
+                client.optimizer.zero_grad(set_to_none=True)
+                client.method.loss(view1, view2).backward()
+                client.optimizer.step()
+        return time.perf_counter() - start
+
+
+def overhead(repeats: int = 15) -> None:
+    """Part 1."""
+    federation = Federation("local_epochs=0")
+    federation()
+    times = [federation() / federation.settings.num_clients for _ in range(repeats)]
+    weights = sum(array.size for array in federation.layers.values())
+    print(f"overhead, {weights / 1e6:.1f} M weights, 10 clients: {1e3 * statistics.median(times):.1f} ms per client")
+
+
+def whole_round(repeats: int = 5) -> None:
+    """Part 2."""
+    federation = Federation("local_epochs=1", "num_clients=4", "batch_size=64")
+    federation(), federation.bare()
+    pairs = [(federation(), federation.bare()) for _ in range(repeats)]
+    ratio = statistics.median(ours / bare for ours, bare in pairs)
+    ours, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"whole round, 4 clients: {ours:.2f} s, bare loop {bare:.2f} s, ratio {ratio:.3f}x")
+
+
+def hundred(repeats: int = 3) -> None:
+    """Part 3, in a process of its own, so that the peak memory is its own."""
+    federation = Federation("local_epochs=0", "num_clients=100", "allocator=false")
+    federation()
+    seconds = statistics.median(federation() for _ in range(repeats))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"100 clients: {seconds:.2f} s per round, peak memory {peak:.2f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    if "hundred" in sys.argv:
+        hundred()
+    else:
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+        overhead()
+        whole_round()
+        subprocess.run([sys.executable, __file__, "hundred"], check=True)

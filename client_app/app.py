@@ -1,0 +1,35 @@
+"""The ClientApp: unpacks a `TrainPlan`, lets the resident client train, packs its `ClientUpdate`.
+
+The same on every engine. Which client this is comes from the node's own configuration: ``partition-id`` and
+``num-partitions``; ``state-path`` may name the folder for what the client keeps between rounds.
+"""
+
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from client_app.resident import resident
+from fedssl.fingerprint import code_fingerprint
+from fedssl.messages import TrainPlan, who_reply
+
+app = ClientApp()
+
+
+@app.query("who")
+def who(message: Message, context: Context) -> Message:
+    """Tell which partition this node holds."""
+    return who_reply(message, int(context.node_config["partition-id"]), int(context.node_config["num-partitions"]))
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train one round on this node's partition."""
+    plan = TrainPlan.from_content(message.content)
+    if plan.code != code_fingerprint():
+        raise RuntimeError(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
+    client = resident(plan.settings)
+    partition_id = int(context.node_config["partition-id"])
+    states = Path(str(context.node_config.get("state-path", Path(client.settings.output_dir) / "clients")))
+    update = client.train(plan, partition_id, states / str(partition_id))
+    return Message(update.to_content(plan.metrics), reply_to=message)

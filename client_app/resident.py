@@ -1,0 +1,77 @@
+"""The resident client: model, pictures and optimiser that one process keeps and all its clients use in turn."""
+
+import functools
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from client_app.state import load_state, save_state
+from fedssl.config import make
+from fedssl.datasets.base import load
+from fedssl.devices import pick_device
+from fedssl.exchange import travelling_layers
+from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.methods import build
+from fedssl.partition import split
+from fedssl.seeding import derive, torch_generator
+from fedssl.threads import set_threads, tune_allocator
+from fedssl.training import train
+
+
+class Resident:
+    """Everything of a run that does not differ between the clients of a process."""
+
+    def __init__(self, settings: DictConfig) -> None:
+        set_threads(settings.threads)
+        if settings.allocator:
+            tune_allocator()
+        self.settings = settings
+        self.device = pick_device(settings.device)
+        pictures = load(settings.dataset, "federated")
+        self.images = pictures.images.to(self.device)
+        self.parts = split(settings, pictures)
+        self.augment = make(settings.augmentation)
+        self.strategy = make(settings.strategy)
+        self.method = build(settings).to(self.device)
+        trained = [parameter for parameter in self.method.parameters() if parameter.requires_grad]
+        self.optimizer = make(settings.optimizer, trained)
+
+    def train(self, plan: TrainPlan, partition_id: int, state_folder: Path) -> ClientUpdate:
+        """One client's part in a round; the returned layers are its own copy."""
+        start = time.perf_counter()
+        indices = self.parts[partition_id]
+        place = (self.settings.seed, "train", plan.round, partition_id)
+        torch.manual_seed(derive(*place))  # for layers that draw themselves, such as dropout
+        state = load_state(state_folder, before=plan.round) if self.method.kept else None
+        self.strategy.load_global(self.method, plan.layers, state)
+        self.optimizer.state.clear()
+        result = train(
+            self.method,
+            self.images,
+            torch.from_numpy(np.asarray(indices)),
+            augment=self.augment,
+            optimizer=self.optimizer,
+            epochs=self.settings.local_epochs,
+            batch_size=self.settings.batch_size,
+            precision=self.settings.precision,
+            generator=torch_generator(*place),
+        )
+        kept = self.strategy.keep(self.method)
+        if kept:
+            save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
+        return ClientUpdate(
+            layers=travelling_layers(self.method),
+            partition_id=partition_id,
+            num_examples=result.num_examples,
+            train_loss=result.loss,
+            seconds=time.perf_counter() - start,
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def resident(settings: str) -> Resident:
+    """The resident client of this process for the resolved settings (YAML)."""
+    return Resident(OmegaConf.create(settings))

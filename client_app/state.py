@@ -1,0 +1,47 @@
+"""What a client keeps between rounds: files on its own disk, one version per round it took part in.
+
+Versions make a resumed run exact: a run that goes back to round r finds what each client had kept before round r + 1,
+whatever the client wrote later.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+State = dict[str, torch.Tensor]
+
+
+def load_state(folder: Path, *, before: int) -> State | None:
+    """The state of the last round before round ``before``; None if the client kept nothing until then."""
+    versions = [round for round in _versions(folder) if round < before]
+    if not versions:
+        return None
+    state: State = torch.load(_file(folder, max(versions)), weights_only=True)
+    return state
+
+
+def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> None:
+    """Write the state after ``round``, all of it or nothing, and drop versions that no resumed run can ask for.
+
+    Parameters
+    ----------
+    keep_from : int
+        Oldest round that a resumed run may go back to: the newest version up to it stays, older ones go.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"partial-{os.getpid()}"
+    torch.save(state, partial)
+    os.replace(partial, _file(folder, round))
+    reachable = [version for version in _versions(folder) if version <= keep_from]
+    for version in reachable[:-1]:
+        _file(folder, version).unlink(missing_ok=True)
+
+
+def _versions(folder: Path) -> list[int]:
+    """Rounds of which a state is there, ascending."""
+    return sorted(int(file.stem.removeprefix("round-")) for file in folder.glob("round-*.pt"))
+
+
+def _file(folder: Path, round: int) -> Path:
+    return folder / f"round-{round:06d}.pt"

@@ -1,0 +1,241 @@
+"""Settings: composed from conf/ by Hydra, checked across fields, kept as one resolved YAML per run.
+
+A wrong name, choice or type is answered with one sentence that names the nearest valid ones.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fedssl.errors import InputError
+from fedssl.threads import default_threads
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+MINIMUM = {
+    "num_clients": 1,
+    "clients_per_round": 1,
+    "rounds": 1,
+    "local_epochs": 0,
+    "batch_size": 2,
+    "client_timeout": 1,
+    "evaluate_every": 0,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+}
+CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16")}
+
+# Settings that do not change the numbers of a run, and its length.
+MAY_CHANGE = (
+    *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
+    *("evaluate_every", "checkpoint_every", "keep_checkpoints", "final_evaluation"),
+)
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The resolved settings for command-line words such as ``strategy=fedavg partition.alpha=0.1``.
+
+    Raises
+    ------
+    InputError
+        A name, choice or value is not valid; see `check` for the fields.
+    """
+    check_names(overrides)
+    settings = _compose(overrides)
+    groups = [word for word in overrides if word.partition("=")[0].split("@")[0] in _groups()]
+    for key, default in _flatten(_compose(groups)):
+        _check_type(key, OmegaConf.select(settings, key), default)
+    check(settings)
+    settings.threads = settings.threads or default_threads()
+    if settings.dataset.get("path"):  # a run on Ray has another working directory
+        settings.dataset.path = str(Path(settings.dataset.path).expanduser().absolute())
+    return settings
+
+
+def check(settings: DictConfig) -> None:
+    """Check fields against each other and against their ranges; raises `InputError`."""
+    for key, minimum in MINIMUM.items():
+        if settings[key] < minimum:
+            raise InputError(f"{key}={settings[key]} but it must be at least {minimum}; set {key}={minimum} or more")
+    for key, choices in CHOICES.items():
+        if settings[key] not in choices:
+            raise InputError(f"{key}={settings[key]} is not valid; choose one of {', '.join(choices)}")
+    if settings.clients_per_round > settings.num_clients:
+        raise InputError(
+            f"clients_per_round={settings.clients_per_round} is more than num_clients={settings.num_clients}; "
+            "lower clients_per_round or raise num_clients"
+        )
+    if settings.threads is not None and (not isinstance(settings.threads, int) or settings.threads < 1):
+        raise InputError(
+            f"threads={settings.threads} but it must be a whole number of at least 1, or null for automatic"
+        )
+
+
+def check_names(overrides: Sequence[str]) -> None:
+    """Check the keys and choices of command-line words, sweeps included, without composing each job."""
+    parsed = _parse(overrides)
+    groups = _groups()
+    chosen = []
+    for override in parsed:
+        group = override.key_or_group.split("@")[0]
+        if group in groups:
+            _check_choices(override, group)
+            if not override.is_sweep_override():
+                chosen.append(str(override.input_line))
+    known = [key for key, _ in _flatten(_compose(chosen), inner=True)]
+    swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in groups]
+    for override in parsed:
+        key = override.key_or_group
+        open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
+        below_swept = any(key.startswith(f"{group}.") for group in swept)
+        if key.split("@")[0] not in groups and key not in known and not (open_key or below_swept):
+            raise InputError(f"there is no setting {key!r}{_nearest(key, known)}; `fedssl --cfg job` shows all")
+
+
+def load_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Settings and complete overrides of a run, new or resumed.
+
+    With ``resume=FOLDER`` the words of that folder's run come first; of the new ones only those in `MAY_CHANGE` may
+    differ from it.
+
+    Raises
+    ------
+    InputError
+        Besides what `compose` raises: the folder holds no run, or a run with other settings.
+    """
+    given = [override.value() for override in _parse(overrides) if override.key_or_group == "resume"]
+    if not given or given[-1] is None:
+        return compose(overrides), list(overrides)
+    folder = Path(str(given[-1])).resolve()
+    if not (folder / "config.yaml").is_file() or not (folder / "overrides.yaml").is_file():
+        raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
+    saved = _read(folder / "config.yaml")
+    own = ("resume", "output_dir")
+    words = [*_read(folder / "overrides.yaml"), *overrides]
+    words = [word for word in words if word.partition("=")[0] not in own]
+    words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
+    settings = compose(words)
+    changed = {
+        key: values
+        for key, values in differences(saved, settings).items()
+        if key not in own and key.split(".")[0] not in MAY_CHANGE
+    }
+    if changed:
+        listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
+        raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")
+    return settings, words
+
+
+def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """Build the object that a node of the settings describes (`_target_`).
+
+    Hydra's ``instantiate``, except that an `InputError` comes out as it was raised.
+    """
+    try:
+        return instantiate(node, *args, **kwargs)
+    except InstantiationException as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, InputError):
+            cause = cause.__cause__
+        raise cause or error from None
+
+
+def save_run(settings: DictConfig, overrides: Sequence[str], folder: Path) -> None:
+    """Write what `load_run` reads: the resolved settings and the words that gave them."""
+    (folder / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(list(overrides))))
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+
+
+def quote(text: str) -> str:
+    """A value as Hydra reads it back, whatever is in it."""
+    # In Hydra's quotes a backslash counts as an escape only before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
+    return f"'{escaped}'"
+
+
+def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ between two settings, with both values."""
+    left, right = dict(_flatten(one)), dict(_flatten(other))
+    keys = dict.fromkeys([*left, *right])
+    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            settings = hydra_compose("config", overrides=list(overrides))
+            OmegaConf.resolve(settings)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(" ".join(str(error).split())) from error
+    return settings
+
+
+def _read(path: Path) -> Any:
+    return OmegaConf.load(path)
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"cannot read the command line: {reason}; write key=value, quoted where it has spaces"
+        ) from error
+
+
+def _groups() -> dict[str, list[str]]:
+    """Choices of each configuration group."""
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
+    }
+
+
+def _check_choices(override: Override, group: str) -> None:
+    value = override.value()
+    names = value.list if isinstance(value, ChoiceSweep) else [value]
+    choices = _groups()[group]
+    unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
+    if unknown:
+        nearest, listed = _nearest(unknown[0], choices), ", ".join(choices)
+        raise InputError(f"{group}={unknown[0]} does not exist{nearest}; choose one of {listed}")
+
+
+def _nearest(name: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}" if close else ""
+
+
+def _flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; with ``inner`` also the keys of nested nodes."""
+    for key in node:
+        value, name = node[key], f"{prefix}{key}"
+        if isinstance(value, DictConfig):
+            if inner:
+                yield name, value
+            yield from _flatten(value, f"{name}.", inner=inner)
+        else:
+            yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    """A value must have the type of its default; whole numbers serve as fractions, and null defaults take anything."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
+    value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    allowed = (int, float) if isinstance(default, float) else (type(default),)
+    mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
+    if default is not None and (not isinstance(value, allowed) or mistaken_bool):
+        raise InputError(f"{key}={value} is not {names[type(default)]}; the default is {default}")

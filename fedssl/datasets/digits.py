@@ -1,0 +1,47 @@
+"""scikit-learn's 1,797 handwritten digits: real pictures that come inside a package, so that nothing is downloaded.
+
+8 x 8 grey pictures with values 0..16 (UCI "Optical Recognition of Handwritten Digits", test part). They have no
+official split; a fixed one with equal shares of every class holds 359 pictures out as test and leaves 1,438.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fedssl.datasets.base import Pictures, choose, hold_out
+from fedssl.datasets.decoding import to_array
+
+TEST_FRACTION = 0.2
+
+
+def read(split: str, *, channels: int, size: int, limit: int | None) -> Pictures:
+    """The split "train" (1,438 pictures) or "test" (359)."""
+    values, labels = _values_and_labels()
+    train, test = hold_out(labels, fraction=TEST_FRACTION)
+    rows = test if split == "test" else train
+    rows = rows[choose(len(rows), limit)]
+    pixels = np.rint(values[rows] * (255 / 16)).astype(np.uint8)
+    images = np.stack([to_array(Image.fromarray(picture), channels=channels, size=size) for picture in pixels])
+    return Pictures(torch.from_numpy(images), torch.from_numpy(labels[rows]), tuple("0123456789"))
+
+
+def _values_and_labels() -> tuple[np.ndarray, np.ndarray]:
+    """Values 0..16 ``(1797, 8, 8)`` and labels ``(1797,)``, as from ``sklearn.datasets.load_digits``.
+
+    That function reads this file, but importing it takes as long as importing torch, which every run and every worker
+    process would pay before its first round.
+    """
+    package = find_spec("sklearn")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    try:
+        table = np.loadtxt(Path(package.submodule_search_locations[0]) / "datasets/data/digits.csv.gz", delimiter=",")
+    except FileNotFoundError:  # a version of scikit-learn that keeps its files elsewhere
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        return digits.images, digits.target
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)

@@ -1,0 +1,185 @@
+"""Data sets of the Hugging Face Hub, through flwr-datasets or from local parquet and arrow files.
+
+Both ways end in files that are read with pyarrow alone: the Hub's data set is a list of arrow files in its cache. The
+bytes of a picture go straight to the decoder, without a Python object per row.
+"""
+
+import glob
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from fedssl.datasets.base import Pictures, choose
+from fedssl.datasets.decoding import decode
+from fedssl.errors import InputError
+
+_BATCH = 256  # pictures per task of a decoding thread
+_SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
+_HELD_OUT = ("test", "valid", "validation")
+
+logger = logging.getLogger(__name__)
+
+
+def read(
+    split: str, *, channels: int, size: int, limit: int | None, path: str | None, hub: str, image: str, label: str
+) -> Pictures | None:
+    """Read one split.
+
+    Parameters
+    ----------
+    split : str
+        Name of the split on the Hub, or in the names of the local files.
+    channels, size : int
+        Form of the decoded pictures.
+    limit : int or None
+        Use only so many pictures, always the same ones.
+    path : str or None
+        A parquet or arrow file, a folder of them or a pattern such as ``/data/cifar10-*.parquet``; no network is
+        touched then. None: the Hub.
+    hub : str
+        Name of the data set on the Hub.
+    image, label : str
+        Names of the columns.
+
+    Returns
+    -------
+    Pictures or None
+        None if ``path`` holds no file of this split.
+
+    Raises
+    ------
+    InputError
+        If the files or the Hub cannot be read.
+    """
+    files = hub_files(hub, split) if path is None else local_files(path, split)
+    count = sum(_num_rows(file) for file in files)
+    if not count:
+        return None
+    rows = choose(count, limit)
+    labels, classes = _labels(files, label)
+    images, unreadable = decode(_encoded(files, image, rows), count=len(rows), channels=channels, size=size)
+    if unreadable:
+        position, reason = next(iter(unreadable.items()))
+        raise InputError(
+            f"{len(unreadable)} of {len(rows)} pictures of the split {split!r} cannot be decoded, first row "
+            f"{rows[position]} of {files[0].parent} ({reason}); fetch the files again"
+        )
+    return Pictures(images, None if labels is None else torch.from_numpy(labels[rows]), classes)
+
+
+def local_files(path: str, split: str) -> list[Path]:
+    """Files under ``path`` that hold ``split``, sorted; empty if there are none.
+
+    A file belongs to the split that its name, or the name of a folder between ``path`` and it, contains as a word.
+    Where no name contains any split, the files are training pictures.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        names = {root: root.name.lower()}
+    elif root.is_dir():
+        found = [file for file in root.rglob("*") if file.suffix in (".parquet", ".arrow")]
+        names = {file: str(file.relative_to(root)).lower() for file in found}
+    else:
+        names = {Path(file): Path(file).name.lower() for file in glob.glob(str(root))}
+    if not names:
+        raise InputError(f"dataset.path={path} holds no .parquet or .arrow file; give a file or a folder of them")
+    if not any(_SPLIT_WORD.search(name) for name in names.values()):
+        return [] if split in _HELD_OUT else sorted(names)
+    # The Hub's own file names; a folder of it may hold further splits that begin with the same word (train_0).
+    exact = [file for file in names if re.match(rf"{split}-\d+-of-\d+", file.name.lower())]
+    word = re.compile(rf"(?<![a-z]){split}(?:ation)?(?![a-z])")
+    return sorted(exact or [file for file, name in names.items() if word.search(name)])
+
+
+def hub_files(hub: str, split: str) -> list[Path]:
+    """Arrow files of a split in the cache of the Hub, after a download if they are not there yet."""
+    from flwr_datasets import FederatedDataset  # takes seconds; not needed for local files
+
+    try:
+        # Not shuffled, so that the rows are those of the Hub's files and of a local copy.
+        dataset = FederatedDataset(dataset=hub, partitioners={}, shuffle=False).load_split(split)
+    except Exception as error:  # network, Hub and cache each raise exceptions of their own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"the split {split!r} of {hub} could not be fetched from the Hugging Face Hub ({reason}); "
+            "pass local parquet or arrow files instead: dataset.path=FILE_OR_FOLDER"
+        ) from error
+    return [Path(file["filename"]) for file in dataset.cache_files]
+
+
+def _open(file: Path) -> pq.ParquetFile | pa.Table:
+    """A parquet file, or the memory-mapped table of an arrow file in either format that ``datasets`` writes."""
+    try:
+        if file.suffix == ".parquet":
+            return pq.ParquetFile(file)
+        source = pa.memory_map(str(file))
+        try:
+            return pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_file(source).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"{file} cannot be read ({error}); give parquet or arrow files in dataset.path") from error
+
+
+def _num_rows(file: Path) -> int:
+    opened = _open(file)
+    return opened.num_rows if isinstance(opened, pa.Table) else opened.metadata.num_rows
+
+
+def _column(file: Path, column: str) -> Iterator[pa.Array]:
+    """The values of one column in batches."""
+    opened = _open(file)
+    if isinstance(opened, pa.Table):
+        batches = opened.select([column]).to_batches(max_chunksize=_BATCH)
+    else:
+        batches = opened.iter_batches(_BATCH, columns=[column])
+    for batch in batches:
+        yield batch.column(0)
+
+
+def _schema(file: Path) -> pa.Schema:
+    opened = _open(file)
+    return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
+
+
+def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """Labels of all rows ``(n,)`` and the names of the classes; None without a column or with unknown labels."""
+    for file in files:
+        schema = _schema(file)
+        if column not in schema.names:
+            logger.warning("%s has no column %r (it has %s): used without labels", file, column, schema.names)
+            return None, ()
+        if not pa.types.is_integer(schema.field(column).type):
+            raise InputError(f"dataset.label={column} is of type {schema.field(column).type}; class numbers are needed")
+    # Lists here and below, not pyarrow's conversions to NumPy: those import pandas, which takes longer than this.
+    values = [value for file in files for batch in _column(file, column) for value in batch.to_pylist()]
+    if None in values or min(values) < 0:  # -1 is "unknown", as in the unlabelled split of STL-10
+        return None, ()
+    described = json.loads((_schema(files[0]).metadata or {}).get(b"huggingface", b"{}"))
+    features = described.get("info", {}).get("features", {})
+    return np.array(values), tuple(features.get(column, {}).get("names", ()))
+
+
+def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
+    """The encoded pictures at ``rows`` (sorted) in batches."""
+    start = 0
+    for file in files:
+        schema = _schema(file)
+        if column not in schema.names:
+            raise InputError(
+                f"{file} has no column {column!r} (it has {schema.names}); "
+                "give only files of this data set in dataset.path, or its column in dataset.image"
+            )
+        for batch in _column(file, column):
+            wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, start + len(batch))] - start
+            start += len(batch)
+            if len(wanted):
+                encoded = (batch.field("bytes") if pa.types.is_struct(batch.type) else batch).to_pylist()
+                yield [encoded[row] for row in wanted]

@@ -1,0 +1,126 @@
+"""What the evaluation protocols work on: the features of labelled pictures, computed once and shared by all protocols.
+
+The encoder is frozen: eval mode, no augmentation, the representation h and not the projection z. L-DAWA's code leaves
+batch normalisation in training mode while it probes, and EasyFL monitors the projection; neither is followed here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl.errors import InputError
+
+MAX_PIXELS = 3072  # length of a raw-pixel feature: an RGB picture of 32 x 32
+_CHUNK = 2048  # pictures turned into floats at a time
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of labelled training and test pictures; one encoder's, or the raw pixels.
+
+    Attributes
+    ----------
+    train, test : Tensor
+        float32, ``(n_train, dim)`` and ``(n_test, dim)``.
+    train_labels, test_labels : Tensor
+        int64, ``(n_train,)`` and ``(n_test,)``, values in [0, num_classes).
+    num_classes : int
+
+    Raises
+    ------
+    InputError
+        A feature is not a finite number.
+    """
+
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        if not (self.train.isfinite().all() and self.test.isfinite().all()):
+            raise InputError(
+                "the encoder gives features that are NaN or infinite, so its training has diverged; lower optimizer.lr"
+            )
+
+
+def extract(
+    encoder: nn.Module,
+    images: Tensor,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    device: torch.device | str,
+    batch_size: int = 256,
+) -> Tensor:
+    """Representations of pictures by a frozen encoder.
+
+    Parameters
+    ----------
+    encoder : nn.Module
+        Maps ``(batch, channels, height, width)`` to ``(batch, feature_dim)``. It is moved to ``device``; whether its
+        modules are in training mode is afterwards as before.
+    images : Tensor
+        uint8, ``(n, channels, height, width)``.
+    mean, std : sequence of float
+        Per channel, of pixels in [0, 1].
+    device : torch.device or str
+        Where the encoder runs.
+    batch_size : int
+        Pictures at a time.
+
+    Returns
+    -------
+    Tensor
+        float32, ``(n, feature_dim)``, on the CPU.
+    """
+    encoder.to(device)
+    center, scale = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
+    modes = {module: module.training for module in encoder.modules()}
+    encoder.eval()
+    try:
+        with torch.inference_mode():
+            batches = [
+                encoder((batch.to(device).float() / 255 - center) / scale).float().cpu()
+                for batch in images.split(batch_size)
+            ]
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return torch.cat(batches)  # outside of inference mode: an ordinary tensor, which autograd accepts
+
+
+def pixels(images: Tensor) -> Tensor:
+    """Raw pixels in [0, 1] as features: what a representation has to beat.
+
+    Pictures with more than 3072 values are averaged over squares of the smallest side that gives no more than that.
+
+    Parameters
+    ----------
+    images : Tensor
+        uint8, ``(n, channels, height, width)``.
+
+    Returns
+    -------
+    Tensor
+        float32, ``(n, dim)`` with ``dim`` at most 3072.
+    """
+    _, channels, height, width = images.shape
+    side = 1
+    while channels * -(-height // side) * -(-width // side) > MAX_PIXELS:
+        side += 1
+    return torch.cat(
+        [
+            F.avg_pool2d(chunk.float() / 255, side, ceil_mode=True).flatten(1)  # squares at the border may be cut
+            for chunk in images.split(_CHUNK)
+        ]
+    )
+
+
+def accuracy(predictions: Tensor, labels: Tensor) -> float:
+    """Share of predictions ``(n,)`` that equal the labels ``(n,)``, in [0, 1]."""
+    return (predictions.cpu() == labels.cpu()).double().mean().item()

@@ -1,0 +1,197 @@
+"""The trained encoder as one file: written at the end of a run, loaded in one line.
+
+    encoder = load_encoder("encoder.pt")
+    with torch.no_grad():
+        h = encoder(encoder.preprocess(pictures))  # uint8 (batch, channels, height, width) -> (batch, feature_dim)
+
+The file is a dictionary that ``torch.load(weights_only=True)`` reads: ``format``, ``encoder`` (the settings of
+``conf/encoder``), ``mean``, ``std``, ``metadata`` and ``weights`` (the encoder's ``state_dict``, for ResNets with
+torchvision's names). Loading runs no code from the file and builds only what ``fedssl.encoders`` defines.
+"""
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl import encoders
+from fedssl.errors import InputError
+
+FORMAT = "fedssl-encoder-1"
+BUILDERS = {
+    f"{build.__module__}.{build.__name__}": build
+    for build in (encoders.conv_small, encoders.resnet18, encoders.resnet34, encoders.resnet50, encoders.vit_tiny)
+}
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What the encoder's pictures went through: scaled to [0, 1], resized if needed, standardised per channel.
+
+    Attributes
+    ----------
+    size : int
+        Height and width in pixels.
+    mean, std : tuple of float
+        Per channel, of pixels in [0, 1].
+    """
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, pictures: Tensor) -> Tensor:
+        """Pictures ``(batch, channels, height, width)`` in uint8 to ``(batch, channels, size, size)`` in float32.
+
+        Raises
+        ------
+        InputError
+            If the pictures are not uint8, not a batch, or have another number of channels.
+        """
+        if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != len(self.mean):
+            raise InputError(
+                f"pictures are {pictures.dtype} of shape {tuple(pictures.shape)}, but this encoder was trained on "
+                f"torch.uint8 of shape (batch, {len(self.mean)}, height, width); convert them first"
+            )
+        pixels = pictures.float() / 255
+        if pixels.shape[2:] != (self.size, self.size):
+            pixels = F.interpolate(pixels, (self.size, self.size), mode="bilinear", antialias=True)
+        mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (pixels - mean) / std
+
+
+def save_encoder(
+    path: str | Path,
+    encoder: nn.Module,
+    *,
+    settings: Mapping[str, Any],
+    mean: Sequence[float],
+    std: Sequence[float],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write an encoder with everything needed to use it; an existing file is replaced at once or not at all.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file; its folder must exist.
+    encoder : nn.Module
+        As built from ``settings``; weights on any device.
+    settings : mapping
+        The resolved ``encoder`` group of the run's config: ``_target_`` and the arguments, as plain values.
+    mean, std : sequence of float
+        Per channel, of pixels in [0, 1]: what the pictures were standardised by.
+    metadata : mapping
+        Anything worth knowing later (method, strategy, round, dataset), as values that JSON can hold.
+
+    Raises
+    ------
+    InputError
+        If ``mean`` or ``std`` has another length than ``settings["channels"]``.
+    TypeError
+        If ``settings`` or ``metadata`` hold something that JSON cannot.
+    OSError
+        If the file cannot be written.
+    """
+    if not len(mean) == len(std) == settings["channels"]:
+        raise InputError(
+            f"mean={list(mean)} and std={list(std)} need one number for each of the {settings['channels']} channels; "
+            "set dataset.mean and dataset.std"
+        )
+    content = {
+        "format": FORMAT,
+        "encoder": _plain(settings),
+        "mean": [float(value) for value in mean],
+        "std": [float(value) for value in std],
+        "metadata": _plain(metadata),
+        # Copies: a weight may be a view into a larger buffer, which would be saved as a whole.
+        "weights": {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in encoder.state_dict().items()
+        },
+    }
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(content, unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_encoder(path: str | Path) -> nn.Module:
+    """Load the encoder that a run or :func:`save_encoder` wrote, in eval mode on the CPU.
+
+    Its parameters can be trained further; wrap feature extraction in ``torch.no_grad()``.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file, usually ``encoder.pt`` of a run folder.
+
+    Returns
+    -------
+    nn.Module
+        Maps ``(batch, channels, size, size)`` to ``(batch, feature_dim)``, with the attributes ``feature_dim``,
+        ``channels``, ``size``, ``mean``, ``std`` (tuples, one number per channel), ``metadata`` (dict) and
+        ``preprocess`` (a :class:`Preprocess`). Its ``state_dict`` has the encoder's own names only.
+
+    Raises
+    ------
+    InputError
+        If the file is missing, damaged, not an encoder's, or its weights do not fit its settings.
+    """
+    content = _read(Path(path))
+    settings = dict(content["encoder"])
+    target = str(settings.pop("_target_", None))
+    if target not in BUILDERS:
+        raise InputError(
+            f"{path} holds the encoder {target}, and only {', '.join(BUILDERS)} can be loaded; build it yourself and "
+            "take 'weights' of torch.load(path, weights_only=True)"
+        )
+    try:
+        with torch.random.fork_rng(devices=[]):  # weights drawn only to be overwritten
+            encoder: Any = BUILDERS[target](**settings)
+        encoder.load_state_dict(content["weights"], strict=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"the weights in {path} do not fit its settings: {reason}; export the encoder again"
+        ) from error
+    encoder.channels, encoder.size = settings["channels"], settings["size"]
+    encoder.mean, encoder.std = tuple(content["mean"]), tuple(content["std"])
+    encoder.metadata = content["metadata"]
+    encoder.preprocess = Preprocess(size=encoder.size, mean=encoder.mean, std=encoder.std)
+    return encoder.eval()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The dictionary in the file, every byte of it checked against the checksums that ``torch.save`` wrote."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist; give the encoder.pt of a run folder") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); give the encoder.pt of a run folder") from error
+    except Exception as error:  # there is no end to how reading a damaged or foreign file can fail
+        raise InputError(f"{path} is damaged or not an encoder's file; give the encoder.pt of a run folder") from error
+    if damaged:
+        raise InputError(f"{path} is damaged (checksum of {damaged}); export the encoder again")
+    keys = {"format", "encoder", "mean", "std", "metadata", "weights"}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() != keys:
+        raise InputError(f"{path} holds something else than an encoder; give the encoder.pt of a run folder")
+    return content
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As plain Python values, which ``weights_only`` can read back."""
+    return json.loads(json.dumps(dict(values)))

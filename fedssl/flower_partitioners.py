@@ -1,0 +1,107 @@
+"""flwr-datasets' partitioners on an array of labels, without the libraries around them.
+
+A partitioner needs labels and gives row numbers, but its package also imports the Hugging Face ``datasets`` and its own
+plots and metrics (pandas, matplotlib, seaborn, scikit-learn): 5 s in every process, more than the first rounds of a
+small run. It also reads a column row by row, 5 s for 50,000 labels. So the modules of the partitioners are loaded here
+with `Labels` in the place of ``datasets.Dataset``, as private copies: whoever imports ``flwr_datasets`` or ``datasets``
+before or after gets the real ones. The draws are the same.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+import numpy as np
+
+
+class Labels:
+    """What partitioners use of a ``datasets.Dataset`` with one column; a selection is the array of its rows."""
+
+    def __init__(self, labels: np.ndarray) -> None:
+        self._labels = labels
+        self.num_rows = len(labels)
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self._labels
+
+    def unique(self, column: str) -> list[int]:
+        return np.unique(self._labels).tolist()
+
+    def select(self, indices: Sequence[int]) -> np.ndarray:
+        return np.asarray(indices, dtype=np.int64)
+
+    def shard(self, num_shards: int, index: int, contiguous: bool) -> np.ndarray:
+        assert contiguous
+        size, larger = divmod(self.num_rows, num_shards)  # the first `larger` shards have one row more
+        start = index * size + min(index, larger)
+        return np.arange(start, start + size + (index < larger))
+
+
+def iid(labels: np.ndarray, *, num_clients: int) -> list[np.ndarray]:
+    """Rows of each client: `IidPartitioner`, blocks of equal size in the order of the rows."""
+    return _deal(_iid.IidPartitioner(num_clients), labels)
+
+
+def dirichlet(
+    labels: np.ndarray, *, num_clients: int, alpha: float, min_size: int, seed: int
+) -> list[np.ndarray] | None:
+    """Rows of each client: `DirichletPartitioner`; None if no draw gave every client ``min_size`` rows."""
+    partitioner = _dirichlet.DirichletPartitioner(
+        num_clients, "label", alpha=float(alpha), min_partition_size=min_size, shuffle=False, seed=seed
+    )
+    with catch_warnings():
+        simplefilter("ignore")  # one warning per draw that missed the minimum
+        try:
+            return _deal(partitioner, labels)
+        except ValueError:  # after 11 draws
+            return None
+
+
+def shards(labels: np.ndarray, *, num_shards: int) -> list[np.ndarray]:
+    """Rows of each shard: `PathologicalPartitioner`, one class per shard, the classes in turn."""
+    partitioner = _pathological.PathologicalPartitioner(
+        num_shards, "label", num_classes_per_partition=1, class_assignment_mode="deterministic", shuffle=False
+    )
+    return _deal(partitioner, labels)
+
+
+def _deal(partitioner: Any, labels: np.ndarray) -> list[np.ndarray]:
+    partitioner.dataset = Labels(labels)
+    return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
+
+
+@contextmanager
+def _set_aside(*packages: str) -> Iterator[None]:
+    """Forget the modules of ``packages`` inside the block; what was loaded before is back after it."""
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] in packages]
+
+    before = {name: sys.modules.pop(name) for name in loaded()}
+    try:
+        yield
+    finally:
+        for name in loaded():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _load_partitioners() -> list[ModuleType]:
+    """The modules of three partitioners; their packages stand in ``sys.modules`` without having run."""
+    with _set_aside("datasets", "flwr_datasets"):
+        sys.modules["datasets"] = ModuleType("datasets")
+        vars(sys.modules["datasets"])["Dataset"] = Labels
+        for package in ("flwr_datasets", "flwr_datasets.partitioner"):
+            specification = find_spec(package)
+            assert specification is not None
+            sys.modules[package] = module_from_spec(specification)
+        names = ("iid_partitioner", "dirichlet_partitioner", "pathological_partitioner")
+        return [import_module(f"flwr_datasets.partitioner.{name}") for name in names]
+
+
+_iid, _dirichlet, _pathological = _load_partitioners()

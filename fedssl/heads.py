@@ -1,0 +1,54 @@
+"""Heads: the small networks between a representation h and the loss (projector, predictor)."""
+
+from itertools import pairwise
+
+from torch import nn
+
+from fedssl.errors import InputError
+
+
+class MLP(nn.Sequential):
+    """Linear layers with batch normalisation and ReLU between them.
+
+    The papers' heads are settings of this one: the linear head of L-DAWA is ``layers=1``, the projectors of SimCLR and
+    BYOL are ``layers=2``, those of SimSiam and MoCo v3 ``layers=3, last_norm=True``.
+
+    Parameters
+    ----------
+    in_features : int
+        Length of the incoming vectors.
+    hidden : int
+        Length of the vectors between the layers; means nothing with one layer.
+    out : int
+        Length of the outgoing vectors.
+    layers : int
+        Number of linear layers.
+    last_norm : bool
+        Whether a batch normalisation without scale and shift follows the last layer.
+
+    Attributes
+    ----------
+    out_features : int
+        ``out``, under the name that torch's own layers have.
+
+    Raises
+    ------
+    InputError
+        If a number is smaller than 1.
+    """
+
+    def __init__(self, in_features: int, *, hidden: int, out: int, layers: int = 2, last_norm: bool = False) -> None:
+        if min(hidden, out, layers) < 1:
+            raise InputError(
+                f"a head with hidden={hidden}, out={out} and layers={layers} cannot be built; "
+                "all three must be at least 1, e.g. method.projector.hidden=512"
+            )
+        super().__init__()
+        widths = [in_features, *[hidden] * (layers - 1), out]
+        for before, after in pairwise(widths[:-1]):
+            # No bias before a normalisation, which would take it out again.
+            self.extend((nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU(inplace=True)))
+        self.append(nn.Linear(widths[-2], out, bias=not last_norm))
+        if last_norm:
+            self.append(nn.BatchNorm1d(out, affine=False))
+        self.out_features = out

@@ -1,0 +1,139 @@
+"""Picture operations on whole batches, with a parameter of its own for every picture.
+
+Pictures are float *planes* of shape (channels, batch, height, width) with values in 0..1: the plane of a channel is one
+contiguous block, which is what makes the colour operations fast on a CPU. Each operation returns new planes and equals,
+picture by picture, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors.
+Cropping, resizing, flipping and blurring are linear and act on rows and columns separately: each is a pair of matrix
+products (`separable`).
+"""
+
+import torch
+from torch import Tensor
+
+LUMINANCE = (0.2989, 0.587, 0.114)  # weights of red, green and blue in the grey value (ITU-R BT.601)
+
+
+def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
+    """Apply a linear map to the rows and one to the columns of every picture.
+
+    Parameters
+    ----------
+    planes
+        Shape (channels, batch, height, width).
+    rows, columns
+        Shape (batch, new height, height) and (batch, new width, width).
+    """
+    return torch.stack([rows @ plane @ columns.mT for plane in planes])  # broadcasting would copy the matrices
+
+
+def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Tensor | None = None) -> Tensor:
+    """Crop, bilinear resize and flip along one axis, as one matrix per picture.
+
+    Along both axes it equals ``resized_crop`` with its defaults (bilinear, antialias=True) and ``horizontal_flip``. An
+    output pixel is the mean of the crop's pixels, weighted by a triangle that reaches one pixel of the coarser grid to
+    either side; where nothing is scaled down, antialias=False is the same.
+
+    Parameters
+    ----------
+    start, length
+        First pixel and number of pixels of the crop, shape (batch,), whole numbers as floats.
+    size, out
+        Number of pixels before and after.
+    flip
+        Shape (batch,), 1 where the axis is reversed and 0 elsewhere.
+
+    Returns
+    -------
+    Tensor
+        Shape (batch, out, size); rows sum to 1.
+    """
+    step = (length / out)[:, None]
+    centre = (torch.arange(out, device=start.device) + 0.5) * step
+    if flip is not None:
+        centre = torch.lerp(centre, length[:, None] - centre, flip[:, None])
+    pixel = (torch.arange(size, device=start.device) + 0.5) - start[:, None]
+    weights = (1 - (pixel[:, None] - centre[:, :, None]).abs_() / step.clamp(min=1)[:, :, None]).clamp_(min=0)
+    weights *= ((pixel > 0) & (pixel < length[:, None])).float()[:, None]
+    return weights / weights.sum(2, keepdim=True)
+
+
+def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
+    """Gaussian blur along one axis, with reflected borders, as one matrix per picture.
+
+    Equals ``gaussian_blur`` with ``kernel_size = 2 * radius + 1``.
+
+    Parameters
+    ----------
+    sigma
+        Standard deviation in pixels, shape (batch,); 0 leaves the picture as it is.
+    size
+        Number of pixels.
+    radius
+        Reach of the kernel in pixels, less than `size`.
+
+    Returns
+    -------
+    Tensor
+        Shape (batch, size, size); rows sum to 1.
+    """
+    pixel = torch.arange(size, device=sigma.device)
+    offset = torch.arange(-radius, radius + 1, device=sigma.device)
+    kernel = torch.exp(-0.5 * (offset / sigma.clamp(min=1e-3)[:, None]).square())  # a thousandth of a pixel: no blur
+    kernel /= kernel.sum(1, keepdim=True)
+    last = size - 1
+    source = last - (last - (pixel + offset[:, None]).abs()).abs()  # reflect at both borders
+    taps = (source[:, :, None] == pixel).to(kernel.dtype)  # (kernel, size, size): which pixel each tap reads
+    return (kernel @ taps.flatten(1)).unflatten(1, (size, size))
+
+
+def luminance(planes: Tensor) -> Tensor:
+    """Grey value of planes of shape (channels, ...): weighted for 3 channels, otherwise the mean of the channels."""
+    if len(planes) != 3:
+        return planes.mean(0)
+    red, green, blue = planes
+    return (LUMINANCE[0] * red).add_(green, alpha=LUMINANCE[1]).add_(blue, alpha=LUMINANCE[2])
+
+
+def brightness(planes: Tensor, factor: Tensor) -> Tensor:
+    """Multiply by `factor` (batch,) and clip: ``adjust_brightness``. 1 changes nothing, 0 is black."""
+    return (planes * factor[:, None, None]).clamp_(0, 1)
+
+
+def contrast(planes: Tensor, factor: Tensor) -> Tensor:
+    """Blend with the picture's mean grey value: ``adjust_contrast``. 1 changes nothing, 0 is flat grey."""
+    mean = luminance(planes.mean((2, 3), keepdim=True))  # luminance is linear: of the means, not the mean of it
+    return (planes * factor[:, None, None]).add_(mean * (1 - factor[:, None, None])).clamp_(0, 1)
+
+
+def saturation(planes: Tensor, factor: Tensor) -> Tensor:
+    """Blend 3 channels with their grey value: ``adjust_saturation``. 1 changes nothing, 0 is ``rgb_to_grayscale``."""
+    return torch.lerp(luminance(planes), planes, factor[:, None, None]).clamp_(0, 1)
+
+
+def hue(planes: Tensor, turns: Tensor) -> Tensor:
+    """Rotate the hue of 3 channels by `turns` (batch,), whole circles in -0.5..0.5: ``adjust_hue``. 0 changes nothing.
+
+    HSV is not built, and nothing is chosen pixel by pixel (``torch.where`` takes thirty times as long as a product on a
+    CPU). With the largest and smallest channel M and m and the chroma C = M - m, the hue in whole circles from red is
+
+        H = sign(green - blue) * (1 + (green + blue - red - m) / C) / 6
+
+    and a channel whose own hue is h (0, 1/3, 2/3) has the value m + C * clip(2 - 6 * d, 0, 1), where d is the distance
+    between H and h on the circle.
+    """
+    red, green, blue = planes
+    smallest = torch.minimum(torch.minimum(red, green), blue)
+    chroma = torch.maximum(torch.maximum(red, green), blue).sub_(smallest)
+    hues = (chroma + green).add_(blue).sub_(red).sub_(smallest).div_(6 * chroma.clamp(min=1e-12))
+    hues = hues.copysign_(green - blue).add_(turns[:, None, None])
+    result = torch.empty_like(planes)
+    for channel in range(3):
+        distance = hues - channel / 3
+        distance = distance.sub_(distance.round()).abs_()
+        torch.addcmul(smallest, chroma, distance.mul_(-6).add_(2).clamp_(0, 1), out=result[channel])
+    return result
+
+
+def solarize(planes: Tensor, amount: Tensor) -> Tensor:
+    """Invert the values from 0.5 up where `amount` (batch,) is 1: ``solarize``, threshold 0.5. 0 changes nothing."""
+    return torch.lerp(planes, torch.minimum(planes, 1 - planes), amount[:, None, None])

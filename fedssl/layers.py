@@ -1,0 +1,205 @@
+"""Layers: the named arrays of a model, as they travel between clients and server, and the angles between them.
+
+A *layer* is one named array of a ``state_dict`` (the reading of "layer" in the code of L-DAWA's authors). Three kinds
+are told apart by name and dtype: weights (what an optimiser changes), statistics (running mean and variance of a
+normalisation layer) and counters (integers, such as ``num_batches_tracked``).
+
+The cosine of a client's layer with the global one is Eq. 2 of L-DAWA (Rehman et al., ICCV 2023). Products are summed
+in float32 by BLAS over rows of `ROW` numbers and in float64 across rows (relative error about 1e-7; one float32 sum
+over a layer of millions of numbers errs by 1e-5 and more). One thread works on a whole layer, and OpenBLAS, which the
+wheels of NumPy contain, multiplies up to 10,000 numbers on one thread: results do not depend on the number of threads.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from fedssl.errors import InputError
+
+Layers = dict[str, np.ndarray]
+
+STATISTICS = ("running_mean", "running_var")
+
+ROW = 1 << 13
+"""Numbers in one BLAS product."""
+
+TILE = 1 << 16
+"""Numbers worked on at a time: a few tiles of float32 stay in the second-level cache of a core while several operations
+or clients use them, so that memory is read once."""
+
+_NUMBERS_PER_THREAD = 1 << 20
+_SMALLEST_SQUARE = 1e-30
+
+
+def is_weight(name: str, array: np.ndarray) -> bool:
+    """Whether the layer is a floating-point weight, i.e. neither a running statistic nor a counter."""
+    return array.dtype.kind == "f" and name.rpartition(".")[2] not in STATISTICS
+
+
+def products(clients: Sequence[np.ndarray], g: np.ndarray) -> list[tuple[float, float]]:
+    """The inner products w.g and w.w for every array w of ``clients``, floating-point and shaped like ``g``.
+
+    w.w is finite exactly if every number of w is (for float64: unless it overflows).
+    """
+    clients, g = [w.reshape(-1) for w in clients], g.reshape(-1)
+    found = _products(clients, g, np.result_type(np.float32, g, *clients))
+    for position, (wg, ww) in enumerate(found):
+        if not (_SMALLEST_SQUARE < ww < math.inf and abs(wg) < math.inf):
+            # Squares left the range of float32, or w is zero.
+            found[position] = _products([clients[position]], g, np.dtype(np.float64))[0]
+    return found
+
+
+def cosine(wg: float, ww: float, gg: float) -> float:
+    """Cosine from w.g, w.w and g.g: at most 1, and 1 where one side is zero (fresh biases), i.e. a plain average."""
+    scale = math.sqrt(ww * gg)
+    return min(wg / scale, 1.0) if scale else 1.0  # Eq. 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """How one client's layers point relative to the global ones.
+
+    Attributes
+    ----------
+    cosines : dict of str to float
+        Cosine of every weight, in [-1, 1]; 1: same direction.
+    buffer_cosines : dict of str to float
+        The same for running statistics.
+    model_cosine : float
+        Cosine of all weights as one vector.
+    offender : str or None
+        First layer that holds NaN or an infinite value.
+    """
+
+    cosines: dict[str, float]
+    buffer_cosines: dict[str, float]
+    model_cosine: float
+    offender: str | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every value of the client is finite."""
+        return self.offender is None
+
+
+class GlobalLayers:
+    """The global layers of a round, to which the updates of its clients are compared."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self._by_size = sorted(layers, key=lambda name: layers[name].size, reverse=True)
+
+    @cached_property
+    def _squares(self) -> dict[str, float]:
+        return {name: ww for name, (_, ww) in self._measure([self.layers])[0].items()}
+
+    def check(self, layers: Layers) -> None:
+        """Compare names, shapes and kinds of numbers with the global layers.
+
+        Raises
+        ------
+        InputError
+            A layer is missing, was not asked for, or has another shape or kind.
+        """
+        for name, array in self.layers.items():
+            if name not in layers:
+                raise InputError(f"layer {name} is missing")
+            other = layers[name]
+            if other.shape != array.shape:
+                raise InputError(f"layer {name} has shape {other.shape} instead of {array.shape}")
+            if other.dtype.kind != array.dtype.kind:
+                raise InputError(f"layer {name} has dtype {other.dtype} instead of {array.dtype}")
+        if len(layers) > len(self.layers):
+            unknown = next(name for name in layers if name not in self.layers)
+            raise InputError(f"layer {unknown} is not part of the global model")
+
+    def align(self, layers: Layers) -> Alignment:
+        """Cosines of a client's layers, which passed `check`; reads every array once."""
+        return self.align_all([layers])[0]
+
+    def align_all(self, clients: Sequence[Layers]) -> list[Alignment]:
+        """`align` for several clients, with the same bits; reads the global layers once for all."""
+        return [self._alignment(measured) for measured in self._measure(clients)]
+
+    def for_each(self, work: Callable[[str], None]) -> None:
+        """Call ``work(name)`` for every layer, the largest first, on as many threads as torch may use.
+
+        NumPy lets go of the interpreter while it computes. Threads take layers from one list, so a core that is busy
+        with something else delays nobody; a layer is never divided.
+        """
+        todo = iter(self._by_size)
+
+        def take() -> None:
+            for name in todo:
+                work(name)
+
+        numbers = sum(array.size for array in self.layers.values())
+        others = min(torch.get_num_threads() - 1, numbers // _NUMBERS_PER_THREAD)
+        if others < 1:
+            take()
+            return
+        with ThreadPoolExecutor(others) as pool:
+            running = [pool.submit(take) for _ in range(others)]
+            take()
+            for thread in running:
+                thread.result()
+
+    def _measure(self, clients: Sequence[Layers]) -> list[dict[str, tuple[float, float]]]:
+        """For every client w.g and w.w of the floating-point layers, in the order of the global layers."""
+        floats = [name for name, array in self.layers.items() if array.dtype.kind == "f"]
+        found: list[dict[str, tuple[float, float]]] = [dict.fromkeys(floats, (0.0, 0.0)) for _ in clients]
+
+        def measure(name: str) -> None:
+            if name in floats:
+                arrays = [layers[name] for layers in clients]
+                for measured, pair in zip(found, products(arrays, self.layers[name]), strict=True):
+                    measured[name] = pair
+
+        self.for_each(measure)
+        return found
+
+    def _alignment(self, measured: dict[str, tuple[float, float]]) -> Alignment:
+        cosines, buffer_cosines = {}, {}
+        model_wg = model_ww = model_gg = 0.0
+        for name, (wg, ww) in measured.items():
+            gg = self._squares[name]
+            if is_weight(name, self.layers[name]):
+                cosines[name] = cosine(wg, ww, gg)
+                model_wg, model_ww, model_gg = model_wg + wg, model_ww + ww, model_gg + gg
+            else:
+                buffer_cosines[name] = cosine(wg, ww, gg)
+        return Alignment(
+            cosines=cosines,
+            buffer_cosines=buffer_cosines,
+            model_cosine=cosine(model_wg, model_ww, model_gg),
+            offender=next((name for name, (_, ww) in measured.items() if not math.isfinite(ww)), None),
+        )
+
+
+def _products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:
+    rows = g.size // ROW
+    end = rows * ROW
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        y = g[end:].astype(dtype, copy=False)
+        rests = [w[end:].astype(dtype, copy=False) for w in clients]
+        found = [(float(x @ y), float(x @ x)) for x in rests]
+        if not rows:
+            return found
+        g = g[:end].reshape(rows, ROW)
+        clients = [w[:end].reshape(rows, ROW) for w in clients]
+        sums = np.empty((len(clients), 2, rows), dtype)
+        for start in range(0, rows, TILE // ROW):
+            tile = slice(start, start + TILE // ROW)
+            y = g[tile].astype(dtype, copy=False)
+            for w, (wg, ww) in zip(clients, sums, strict=True):
+                x = w[tile].astype(dtype, copy=False)
+                np.vecdot(x, y, out=wg[tile])
+                np.vecdot(x, x, out=ww[tile])
+        whole = sums.sum(axis=2, dtype=np.float64).tolist()
+    return [(wg + rest_wg, ww + rest_ww) for (wg, ww), (rest_wg, rest_ww) in zip(whole, found, strict=True)]

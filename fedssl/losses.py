@@ -1,0 +1,139 @@
+"""Losses of two views: pure functions of projections z and predictions p, all ``(batch, dim)``.
+
+Standard forms, each written down in its docstring. The federated papers' code departs from them (L-DAWA's NT-Xent keeps
+the similarity of a picture with itself in the denominator and goes in one direction; FedU2's adds exp(0)); these
+do not. All are computed in at least float32, also inside autocast.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
+    """Normalised temperature-scaled cross entropy of SimCLR (arXiv 2002.05709, Eq. 1).
+
+    With s the cosine divided by the temperature and j the other view of i among the ``2 * batch`` vectors,
+    the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``.
+
+    Parameters
+    ----------
+    z1, z2 : Tensor
+        Projections of the two views, ``(batch, dim)``; need not be normalised. The gradient flows into both.
+    temperature : float
+        Positive; small values weigh the most similar other pictures most.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0. One picture has no others to be told from: 0, without gradient.
+    """
+    batch = z1.shape[0]
+    z = F.normalize(_full(torch.cat((z1, z2))), dim=1)
+    similarity = _product(z / temperature, z.T).fill_diagonal_(-torch.inf)  # k != i
+    other_view = torch.arange(2 * batch, device=z.device).roll(batch)
+    return F.cross_entropy(similarity, other_view)  # Eq. 1
+
+
+def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
+    """InfoNCE with the other keys of the batch as negatives, in one direction (arXiv 2104.02057, Eq. 1).
+
+    With s_ij the cosine of query i and key j divided by the temperature, the mean over i of
+    ``-log( exp(s_ii) / sum_j exp(s_ij) )``.
+
+    MoCo v3 multiplies by ``2 * temperature`` and adds the other direction; both are left to the method, and so is
+    computing the keys without gradient.
+
+    Parameters
+    ----------
+    q, k : Tensor
+        Queries and keys, ``(batch, dim)``; need not be normalised. The gradient flows into both.
+    temperature : float
+        Positive.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0.
+    """
+    q, k = F.normalize(_full(q), dim=1), F.normalize(_full(k), dim=1)
+    return F.cross_entropy(_product(q / temperature, k.T), torch.arange(q.shape[0], device=q.device))  # Eq. 1
+
+
+def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
+    """Mean of ``-cos(p, z)`` with a stop-gradient on z (SimSiam, arXiv 2011.10566, Eq. 1 and 3).
+
+    Parameters
+    ----------
+    p : Tensor
+        Predictions from one view, ``(batch, dim)``.
+    z : Tensor
+        Projections of the other view, ``(batch, dim)``; no gradient flows into them.
+
+    Returns
+    -------
+    Tensor
+        Scalar in [-1, 1].
+    """
+    return -F.cosine_similarity(_full(p), _full(z.detach()), dim=1).mean()
+
+
+def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
+    """Loss of BYOL (arXiv 2006.07733, Eq. 2): the mean of ``2 - 2 cos(p1, z2)`` plus that of ``2 - 2 cos(p2, z1)``.
+
+    Parameters
+    ----------
+    p1, p2 : Tensor
+        Predictions of the online network from view 1 and 2, ``(batch, dim)``.
+    z2, z1 : Tensor
+        Projections of the target network from view 2 and 1, ``(batch, dim)``; no gradient flows into them.
+
+    Returns
+    -------
+    Tensor
+        Scalar in [0, 8].
+    """
+    return (2 + 2 * negative_cosine(p1, z2)) + (2 + 2 * negative_cosine(p2, z1))  # Eq. 2, both directions
+
+
+def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
+    """Redundancy reduction of Barlow Twins (arXiv 2103.03230, Eq. 1 and 2).
+
+    With C the cross-correlation of the two views' features over the batch, ``sum_i (1 - C_ii)^2 + lambd sum_{i != j}
+    C_ij^2``. Features are standardised by the standard deviation of the batch (divided by ``batch``) with 1e-5
+    added to the variance, as in the authors' code: a feature that is constant counts as uncorrelated.
+
+    Parameters
+    ----------
+    z1, z2 : Tensor
+        Projections of the two views, ``(batch, dim)``. The gradient flows into both.
+    lambd : float
+        Weight of the redundancy term, >= 0; 0 turns it off.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0.
+    """
+    correlation = _product(_standardised(z1).T, _standardised(z2)) / z1.shape[0]  # Eq. 2
+    diagonal = correlation.diagonal()
+    invariance = (1 - diagonal).square().sum()
+    redundancy = correlation.square().sum() - diagonal.square().sum()
+    return invariance + lambd * redundancy  # Eq. 1
+
+
+def _standardised(z: Tensor) -> Tensor:
+    z = _full(z)
+    variance, mean = torch.var_mean(z, dim=0, correction=0)
+    return (z - mean) * torch.rsqrt(variance + 1e-5)
+
+
+def _full(z: Tensor) -> Tensor:
+    """``z`` in float32, or as it is where it has more."""
+    return z.to(torch.promote_types(z.dtype, torch.float32))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in the precision of the two, also inside autocast."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b

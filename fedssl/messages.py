@@ -1,0 +1,175 @@
+"""What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows Flower's records and their keys.
+
+An `Array` here is a view of a live NumPy array. In one process it is handed over as it is; Ray pickles it out-of-band,
+i.e. through shared memory; only a network deployment asks for its ``data`` and so pays for the ``.npy`` bytes that a
+stock Flower peer reads.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedssl.layers import Layers
+
+ARRAYS, PLAN, METRICS = "arrays", "plan", "metrics"
+NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
+CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
+
+
+class Array(FlowerArray):
+    """A Flower ``Array`` over a NumPy array, without a copy.
+
+    The class bears Flower's name because Flower writes the name of the class into what it sends over a network and
+    looks it up among its own at the other end.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        # Flower's own constructor would serialise at once.
+        self.__dict__.update(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", _array=array)
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]  # a field in Flower's class; here it is made when asked for
+        """The array as ``.npy`` bytes."""
+        buffer = io.BytesIO()
+        np.save(buffer, self.numpy(), allow_pickle=False)
+        return buffer.getvalue()
+
+    def numpy(self) -> np.ndarray:
+        """The array itself; read-only where it came through shared memory."""
+        array: np.ndarray = self.__dict__["_array"]
+        return array
+
+    def __reduce__(self) -> tuple[type["Array"], tuple[np.ndarray]]:
+        # Protocol 5 takes the memory of a contiguous array out of band.
+        return Array, (self.numpy(),)
+
+
+def to_record(layers: Layers) -> ArrayRecord:
+    """Layers as a Flower record that shares their memory."""
+    record = ArrayRecord()
+    for name, array in layers.items():
+        record[name] = Array(array)
+    return record
+
+
+def from_record(record: ArrayRecord) -> Layers:
+    """Layers of a Flower record; shares memory with records made by `to_record`."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """What the server tells a client for one round.
+
+    Attributes
+    ----------
+    round : int
+        Number of the round, from 1.
+    layers : Layers
+        The global layers that travel down.
+    settings : str
+        The resolved settings of the run as YAML.
+    metrics : tuple of str
+        What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
+    keep_from : int
+        Oldest round that a resumed run may go back to; a client drops what it kept only for earlier ones.
+    code : str
+        Fingerprint of the server's source code; a client that runs other code refuses to train.
+    """
+
+    round: int
+    layers: Layers
+    settings: str
+    metrics: tuple[str, ...]
+    keep_from: int
+    code: str
+
+    def to_content(self) -> RecordDict:
+        plan = ConfigRecord(
+            {
+                "round": self.round,
+                "settings": self.settings,
+                "keep-from": self.keep_from,
+                "code": self.code,
+            }
+        )
+        if self.metrics:  # Flower cannot count the bytes of an empty list
+            plan["metrics"] = list(self.metrics)
+        return RecordDict({ARRAYS: to_record(self.layers), PLAN: plan})
+
+    @classmethod
+    def from_content(cls, content: RecordDict) -> "TrainPlan":
+        plan = content.config_records[PLAN]
+        return cls(
+            round=int(plan["round"]),  # type: ignore[arg-type]  # Flower's values are a union
+            layers=from_record(content.array_records[ARRAYS]),
+            settings=str(plan["settings"]),
+            metrics=tuple(str(name) for name in plan.get("metrics", [])),  # type: ignore[union-attr]
+            keep_from=int(plan["keep-from"]),  # type: ignore[arg-type]
+            code=str(plan["code"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientUpdate:
+    """What a client sends back: the layers that travel up and the metrics that the strategy declared.
+
+    Attributes
+    ----------
+    layers : Layers
+        The client's layers after local training.
+    partition_id : int
+        The client; known to the server, not sent.
+    num_examples : int, optional
+        Pictures the client trained on.
+    train_loss : float, optional
+        Mean loss of the last local epoch.
+    seconds : float, optional
+        Time the client took for the round.
+    """
+
+    layers: Layers
+    partition_id: int
+    num_examples: int | None = None
+    train_loss: float | None = None
+    seconds: float | None = None
+
+    def to_content(self, metrics: Sequence[str]) -> RecordDict:
+        """The reply, with only the named metrics in it."""
+        values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
+        record = MetricRecord({name: value for name in metrics if (value := values[name]) is not None})
+        return RecordDict({ARRAYS: to_record(self.layers), METRICS: record})
+
+    @classmethod
+    def from_content(cls, content: RecordDict, partition_id: int) -> "ClientUpdate":
+        metrics = content.metric_records[METRICS]
+        return cls(
+            layers=from_record(content.array_records[ARRAYS]),
+            partition_id=partition_id,
+            num_examples=metrics.get(NUM_EXAMPLES),  # type: ignore[arg-type]  # checked by the strategy
+            train_loss=metrics.get(TRAIN_LOSS),  # type: ignore[arg-type]
+            seconds=metrics.get(SECONDS),  # type: ignore[arg-type]
+        )
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Bytes of a message's content: the memory of its arrays plus Flower's count for the other records."""
+    arrays = sum(array.numpy().nbytes for record in content.array_records.values() for array in record.values())
+    metrics = sum(record.count_bytes() for record in content.metric_records.values())
+    return arrays + metrics + sum(record.count_bytes() for record in content.config_records.values())
+
+
+def who_reply(message: Message, partition_id: int, num_partitions: int) -> Message:
+    """A client's answer to the query which partition it holds."""
+    record = MetricRecord({"partition-id": partition_id, "num-partitions": num_partitions})
+    return Message(RecordDict({METRICS: record}), reply_to=message)
+
+
+def read_who(message: Message) -> tuple[int, int]:
+    """Partition id and number of partitions from a client's answer."""
+    record = message.content.metric_records[METRICS]
+    return int(record["partition-id"]), int(record["num-partitions"])  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+"""SimCLR (Chen et al., arXiv 2002.05709): views of one picture attract, all other pictures of the batch repel.
+
+L-DAWA trains with it. Its code has one linear layer as head, a temperature of 0.07 and a loss that is not Eq. 1 of
+SimCLR (one direction, self-similarity kept in the denominator); here it is Eq. 1, and head and temperature are
+settings.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedssl.encoders import Encoder
+from fedssl.errors import InputError
+from fedssl.heads import MLP
+from fedssl.losses import nt_xent
+from fedssl.methods.base import SSLMethod
+
+
+class SimCLR(SSLMethod):
+    """An encoder and a projector, trained by NT-Xent.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        Trained in place.
+    projector : callable
+        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+    temperature : float
+        Of the loss; positive.
+    one_forward : bool
+        Whether both views go through the network concatenated, as in SimCLR itself: batch normalisation then
+        uses the statistics of both views together and updates the running ones once a step. False: one after
+        the other, each view with its own statistics.
+
+    Raises
+    ------
+    InputError
+        If ``temperature`` is not positive.
+    """
+
+    def __init__(
+        self, encoder: Encoder, *, projector: Callable[[int], MLP], temperature: float, one_forward: bool = True
+    ) -> None:
+        if temperature <= 0:
+            raise InputError(f"method.temperature={temperature} must be positive; SimCLR uses 0.1 to 0.5")
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector(encoder.feature_dim)
+        self.temperature = temperature
+        self.one_forward = one_forward
+
+    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
+        if self.one_forward:
+            z1, z2 = self.projector(self.encoder(torch.cat((view1, view2)))).chunk(2)
+        else:
+            z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+        return nt_xent(z1, z2, temperature=self.temperature)

@@ -1,0 +1,88 @@
+"""Local training: some epochs of a self-supervised method on one client's pictures."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedssl.methods.base import SSLMethod
+
+Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Outcome of local training.
+
+    Attributes
+    ----------
+    loss : float
+        Mean loss per picture over the last epoch; NaN if there was no epoch.
+    num_examples : int
+        Pictures of the client.
+    """
+
+    loss: float
+    num_examples: int
+
+
+def train(
+    method: SSLMethod,
+    images: Tensor,
+    indices: Tensor,
+    *,
+    augment: Augment,
+    optimizer: torch.optim.Optimizer,
+    epochs: int,
+    batch_size: int,
+    precision: str,
+    generator: torch.Generator,
+) -> TrainResult:
+    """Train ``method`` in place.
+
+    Parameters
+    ----------
+    images : Tensor
+        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method.
+    indices : Tensor
+        The client's pictures ``(m,)``, int64, on the CPU.
+    augment : callable
+        Maps pictures and a generator to two views.
+    batch_size : int
+        Most pictures per step; an epoch is cut into batches of nearly equal size.
+    precision : {"fp32", "bf16"}
+        bf16 runs the forward pass under autocast.
+    generator : torch.Generator
+        CPU generator of everything random in this training.
+
+    Notes
+    -----
+    The loss stays on the device until the end: one synchronisation per call.
+    """
+    method.train()
+    device = images.device
+    epoch_loss = torch.zeros((), device=device)
+    for _ in range(epochs):
+        epoch_loss.zero_()
+        for batch in batches(indices, batch_size, generator=generator):
+            views = augment(images[batch.to(device, non_blocking=True)], generator)
+            view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+                loss = method.loss(view1, view2)
+            loss.backward()
+            optimizer.step()
+            method.after_step()
+            epoch_loss += loss.detach() * (len(batch) / len(indices))
+    return TrainResult(loss=epoch_loss.item() if epochs else float("nan"), num_examples=len(indices))
+
+
+def batches(indices: Tensor, batch_size: int, *, generator: torch.Generator) -> Iterator[Tensor]:
+    """One epoch: the indices in random order, cut into ``ceil(m / batch_size)`` batches of nearly equal size.
+
+    Sizes differ by at most 1, so every picture is seen in every epoch and no batch is left with one picture, which
+    batch norm and contrastive losses cannot use.
+    """
+    order = indices[torch.randperm(len(indices), generator=generator)]
+    yield from order.tensor_split(-(-len(order) // batch_size))

@@ -1,0 +1,176 @@
+"""What a random view of a picture is: its recipe, and the random parameters drawn for every picture of a batch.
+
+The laws are those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` (all of it applied with one probability),
+``RandomGrayscale``, ``GaussianBlur`` and ``RandomSolarize``. Everything is a function of uniform random numbers, as
+many per picture whatever the recipe turns on: changing one setting leaves the draws of the others as they were, and the
+parameters of a picture do not depend on how many pictures come after it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedssl.errors import InputError
+
+CANDIDATES = 10  # crop boxes tried per picture before the centre crop, as in torchvision
+BOX_UNIFORMS = 2 * CANDIDATES + 2
+UNIFORMS = BOX_UNIFORMS + 10  # random numbers per picture and view
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """The recipe of one view; probabilities are per picture, and the defaults change nothing.
+
+    Parameters
+    ----------
+    crop_scale
+        Smallest and largest share of the picture's area in a crop, in 0..1; [1, 1] keeps the whole picture.
+    crop_ratio
+        Smallest and largest width / height of a crop.
+    flip
+        Probability of a left-right flip; 0 turns it off.
+    jitter
+        Probability of the colour jitter as a whole; 0 turns it off.
+    brightness, contrast, saturation
+        The factor is uniform in 1 - this (at least 0) to 1 + this; 0 turns the operation off.
+    hue
+        The hue turns by up to this part of the circle either way, in 0..0.5; 0 turns it off.
+    gray
+        Probability of grey; 0 turns it off.
+    blur
+        Probability of Gaussian blur; 0 turns it off.
+    blur_sigma
+        Smallest and largest standard deviation of the blur, in pixels of the view.
+    solarize
+        Probability of inverting the values from 0.5 up; 0 turns it off.
+    """
+
+    crop_scale: Sequence[float] = (1.0, 1.0)
+    crop_ratio: Sequence[float] = (3 / 4, 4 / 3)
+    flip: float = 0.0
+    jitter: float = 1.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    gray: float = 0.0
+    blur: float = 0.0
+    blur_sigma: Sequence[float] = (0.1, 2.0)
+    solarize: float = 0.0
+
+
+LARGEST = {"crop_scale": 1.0, "flip": 1.0, "jitter": 1.0, "hue": 0.5, "gray": 1.0, "blur": 1.0, "solarize": 1.0}
+
+
+def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
+    """A `View` from a mapping of its fields, checked.
+
+    Raises
+    ------
+    InputError
+        An unknown field, or a value outside its range; the sentence names it as `name`.field.
+    """
+    defaults = asdict(View())
+    for key, value in recipe.items():
+        if key not in defaults:
+            near = get_close_matches(key, defaults) or list(defaults)
+            raise InputError(f"{name}.{key} is no setting of a view; use one of: {', '.join(near)}")
+        largest = LARGEST.get(key, math.inf)
+        limit = "" if largest == math.inf else f" and at most {largest:g}"
+        if isinstance(defaults[key], tuple):
+            if not (_is_pair(value) and 0 < value[0] <= value[1] <= largest):
+                raise InputError(f"{name}.{key}={value} is no range; set it to [low, high], two numbers above 0{limit}")
+        elif not (isinstance(value, int | float) and 0 <= value <= largest):
+            raise InputError(f"{name}.{key}={value} is out of range; set it to a number of at least 0{limit}")
+    return View(**recipe)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(number, int | float) for number in value)
+
+
+class Parameters(NamedTuple):
+    """Random parameters of one view, each of shape (batch,); neutral where an operation is off for a picture."""
+
+    top: Tensor
+    left: Tensor
+    height: Tensor
+    width: Tensor
+    flip: Tensor
+    brightness: Tensor
+    contrast: Tensor
+    saturation: Tensor
+    hue: Tensor
+    color: Tensor  # saturation of the grey step: 0 is grey, 1 changes nothing
+    sigma: Tensor
+    solarize: Tensor
+
+
+def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:
+    """The parameters of one view of pictures of that height and width in pixels.
+
+    `uniform` has the shape (batch, `UNIFORMS`) and holds independent uniform numbers in 0..1 (1 excluded).
+    """
+    flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = uniform[:, BOX_UNIFORMS:].unbind(
+        1
+    )
+    jittered = jitter < view.jitter
+
+    def factor(number: Tensor, strength: float) -> Tensor:
+        return torch.where(jittered, _between(number, max(0.0, 1 - strength), 1 + strength), 1.0)
+
+    return Parameters(
+        *crop_boxes(
+            uniform[:, :BOX_UNIFORMS], height=height, width=width, scale=view.crop_scale, ratio=view.crop_ratio
+        ),
+        flip=flip < view.flip,
+        brightness=factor(brightness, view.brightness),
+        contrast=factor(contrast, view.contrast),
+        saturation=factor(saturation, view.saturation),
+        hue=torch.where(jittered, _between(hue, -view.hue, view.hue), 0.0),
+        color=gray >= view.gray,
+        sigma=torch.where(blur < view.blur, _between(sigma, *view.blur_sigma), 0.0),
+        solarize=solarize < view.solarize,
+    )
+
+
+def crop_boxes(
+    uniform: Tensor, *, height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Boxes with the law of torchvision's ``RandomResizedCrop``.
+
+    The area is uniform in `scale` and the logarithm of width / height in that of `ratio`; the first of ten candidates
+    that fits, at a uniform place, else the largest centre crop whose ratio is allowed.
+
+    Parameters
+    ----------
+    uniform
+        Shape (batch, `BOX_UNIFORMS`), uniform numbers in 0..1: areas, ratios, two places.
+    height, width
+        Size of the pictures in pixels.
+
+    Returns
+    -------
+    tuple of Tensor
+        Top, left, height and width of the boxes in pixels, each of shape (batch,), whole numbers as floats.
+    """
+    area = height * width * _between(uniform[:, :CANDIDATES], *scale)
+    aspect = _between(uniform[:, CANDIDATES:-2], math.log(ratio[0]), math.log(ratio[1])).exp()
+    widths, heights = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
+    fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+    first, found = fits.byte().argmax(1, keepdim=True), fits.any(1)
+    allowed = min(max(width / height, ratio[0]), ratio[1])
+    box_height = torch.where(found, heights.gather(1, first)[:, 0], min(height, round(width / allowed)))
+    box_width = torch.where(found, widths.gather(1, first)[:, 0], min(width, round(height * allowed)))
+    top = torch.where(found, uniform[:, -2] * (height - box_height + 1), (height - box_height) / 2).floor()
+    left = torch.where(found, uniform[:, -1] * (width - box_width + 1), (width - box_width) / 2).floor()
+    return top, left, box_height, box_width
+
+
+def _between(uniform: Tensor, low: float, high: float) -> Tensor:
+    return low + (high - low) * uniform

@@ -1,0 +1,214 @@
+"""The ServerApp: the rounds of a federation, from the settings to the exported encoder.
+
+The same on every engine. The run config has one key, ``overrides``: the words of the command line.
+"""
+
+import logging
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from omegaconf import DictConfig, OmegaConf
+
+from fedssl import report
+from fedssl.config import load_run, make
+from fedssl.datasets.base import load
+from fedssl.devices import pick_device
+from fedssl.errors import InputError
+from fedssl.exchange import load_layers, travelling_layers
+from fedssl.export import save_encoder
+from fedssl.fingerprint import code_fingerprint
+from fedssl.layers import Layers
+from fedssl.messages import from_record, read_who, to_record
+from fedssl.methods import SSLMethod, build
+from fedssl.partition import split
+from fedssl.partition_report import draw, write_table
+from fedssl.threads import set_threads, tune_allocator
+from server_app.checkpoint import saved_rounds
+from server_app.evaluator import Evaluator
+from server_app.recorder import Recorder, logging_to
+from strategies.base import FedSSLStrategy
+
+log = logging.getLogger("fedssl")
+
+NODE_WAIT = 10.0  # seconds without a new node before the federation counts as complete
+
+# What a client must know; engine, evaluation and tracking are no concern of it.
+CLIENT_SETTINGS = [
+    *("seed", "num_clients", "dataset", "partition", "augmentation", "encoder", "method", "optimizer", "strategy"),
+    *("local_epochs", "batch_size", "device", "precision", "threads", "allocator", "output_dir"),
+]
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
+    settings, overrides = load_run(shlex.split(str(context.run_config["overrides"])))
+    if settings.output_dir is None:
+        settings.output_dir = str(Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve())
+    recorder = Recorder(settings, overrides)
+    with logging_to(recorder.folder):
+        try:
+            results = run(grid, settings, recorder)
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
+            recorder.summary("interrupted" if interrupted else "failed", reason=reason)
+            raise
+        recorder.summary("finished", final=results)
+        log.info("%s\nresults are in %s", report.format_table(results), recorder.folder)
+
+
+def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[str, float]]:
+    """All rounds from the last checkpoint on; returns the final comparison of encoders."""
+    set_threads(settings.threads)
+    if settings.allocator:
+        tune_allocator()
+    device = pick_device(settings.device)
+    strategy: FedSSLStrategy = make(settings.strategy)
+    evaluator = Evaluator(settings, device)
+    method = build(settings).to(device)
+    nodes = find_nodes(grid, settings.num_clients)
+    pictures = load(settings.dataset, "federated")
+    parts = split(settings, pictures)
+    write_table(recorder.folder / "partition.csv", parts, pictures.labels, pictures.classes)
+    checkpoint = recorder.restore() if settings.resume else None
+    done, layers = (checkpoint.round, checkpoint.layers) if checkpoint else (0, travelling_layers(method))
+    log.info(
+        "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
+        *(settings.num_clients, len(pictures.images), settings.rounds),
+        *(sum(array.nbytes for array in layers.values()), recorder.folder),
+    )
+    strategy.summary()
+    for round in range(done + 1, settings.rounds + 1):
+        start = time.monotonic()
+        layers = run_round(grid, settings, strategy, round, layers, nodes=nodes, keep_from=_keep_from(recorder))
+        seconds = time.monotonic() - start
+        evaluation = {}
+        if evaluator.due(round):
+            load_layers(method, layers)
+            evaluation = evaluator.evaluate(method.encoder)
+        # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
+        recorder.round(strategy.report, seconds=seconds, evaluation=evaluation)
+        recorder.checkpoint(round, layers)
+    load_layers(method, layers)
+    results = evaluator.compare({"untrained": build(settings).to(device).encoder, "federated": method.encoder})
+    export(recorder.folder / "encoder.pt", method, settings)
+    draw(recorder.folder / "figures" / "partition.png", parts, pictures.labels, pictures.classes)
+    report.draw_metrics(recorder.folder)
+    report.draw_cosines(recorder.folder)
+    return results
+
+
+def run_round(
+    grid: Grid,
+    settings: DictConfig,
+    strategy: FedSSLStrategy,
+    round: int,
+    layers: Layers,
+    *,
+    nodes: Sequence[int],
+    keep_from: int,
+) -> Layers:
+    """One round: plans down, updates up, the new global layers out."""
+    config = ConfigRecord(
+        {
+            "seed": settings.seed,
+            "clients-per-round": settings.clients_per_round,
+            "nodes": list(nodes),
+            "settings": OmegaConf.to_yaml(OmegaConf.masked_copy(settings, CLIENT_SETTINGS)),
+            "keep-from": keep_from,
+            "code": code_fingerprint(),
+        }
+    )
+    messages = strategy.configure_train(round, to_record(layers), config, grid)
+    arrays, _ = strategy.aggregate_train(round, receive(grid, messages, timeout=settings.client_timeout))
+    assert arrays is not None  # a strategy of ours raises instead
+    return from_record(arrays)
+
+
+def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
+    """Replies as they arrive, until all are there or ``timeout`` seconds have passed."""
+    pending = set(grid.push_messages(messages))
+    deadline = time.monotonic() + timeout
+    pause = 0.005
+    while pending and time.monotonic() < deadline:
+        replies = list(grid.pull_messages(pending))
+        if replies:
+            pause = 0.005
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        while replies:
+            reply = replies.pop()
+            pending.discard(reply.metadata.reply_to_message_id)
+            yield reply
+            del reply  # one model each
+
+
+def find_nodes(grid: Grid, num_clients: int) -> list[int]:
+    """Node ids in the order of their partition ids; node ids differ from run to run, partition ids do not.
+
+    Raises
+    ------
+    InputError
+        The federation has another number of nodes than ``num_clients``.
+    """
+    nodes = _wait_for_nodes(grid, num_clients)
+    if len(nodes) != num_clients:
+        raise InputError(
+            f"num_clients={num_clients} but the federation has {len(nodes)} SuperNodes; "
+            f"add --federation-config 'num-supernodes={num_clients}' or set num_clients={len(nodes)}"
+        )
+    messages = [Message(RecordDict(), node, "query.who") for node in nodes]
+    held = {}
+    for reply in receive(grid, messages, timeout=60):
+        if reply.has_error():
+            raise InputError(f"a client cannot start: {reply.error.reason}")
+        held[read_who(reply)[0]] = reply.metadata.src_node_id
+    if sorted(held) != list(range(num_clients)):
+        raise InputError(
+            f"the nodes hold the partitions {sorted(held)} but 0 to {num_clients - 1} are needed, each once; "
+            "set partition-id and num-partitions in the nodes' configuration"
+        )
+    return [held[partition] for partition in range(num_clients)]
+
+
+def export(path: Path, method: SSLMethod, settings: DictConfig) -> None:
+    """Write the encoder for use elsewhere."""
+    save_encoder(
+        path,
+        method.encoder,
+        settings=OmegaConf.to_container(settings.encoder),
+        mean=settings.dataset.mean,
+        std=settings.dataset.std,
+        metadata={
+            "method": settings.method["_target_"].rpartition(".")[2],
+            "strategy": settings.strategy["_target_"].rpartition(".")[2],
+            "dataset": settings.dataset["_target_"].rpartition(".")[2],
+            "rounds": settings.rounds,
+            "seed": settings.seed,
+        },
+    )
+
+
+def _wait_for_nodes(grid: Grid, num_clients: int) -> list[int]:
+    nodes = list(grid.get_node_ids())
+    last_change = time.monotonic()
+    while len(nodes) < num_clients and time.monotonic() - last_change < NODE_WAIT:
+        time.sleep(0.05)
+        found = list(grid.get_node_ids())
+        if len(found) != len(nodes):
+            last_change = time.monotonic()
+        nodes = found
+    return nodes
+
+
+def _keep_from(recorder: Recorder) -> int:
+    """Oldest round that a resumed run may go back to."""
+    return min(saved_rounds(recorder.folder / "checkpoints"), default=0)

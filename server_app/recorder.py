@@ -1,0 +1,218 @@
+"""The only writer of a run folder: settings, metrics, checkpoints, summary, figures and the progress lines."""
+
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from fedssl import config
+from fedssl.errors import InputError
+from fedssl.layers import Layers
+from server_app.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from strategies.base import RoundReport
+
+log = logging.getLogger("fedssl")
+
+VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
+
+
+class Recorder:
+    """The run folder of one run.
+
+    Parameters
+    ----------
+    settings : DictConfig
+        Resolved settings; ``output_dir`` names the folder, ``resume`` tells whether it holds a run already.
+    overrides : sequence of str
+        The command-line words that gave the settings.
+
+    Raises
+    ------
+    InputError
+        The folder cannot be written, or holds another run.
+    """
+
+    def __init__(self, settings: DictConfig, overrides: Sequence[str]) -> None:
+        self.settings, self.overrides = settings, list(overrides)
+        self.folder = Path(settings.output_dir).resolve()
+        self._make_folder()
+        self._start = time.monotonic()
+        self._times: list[float] = []
+        self._tracker = _tracker(settings.tracker.name, self.folder)
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.settings.resume and (self.folder / "config.yaml").exists():
+                raise InputError(
+                    f"output_dir={self.folder} holds a run already; choose another folder, "
+                    f"or go on with that run: fedssl resume={self.folder}"
+                )
+            for name in ("checkpoints", "figures"):
+                (self.folder / name).mkdir(exist_ok=True)
+            if not self.settings.resume:
+                config.save_run(self.settings, self.overrides, self.folder)
+        except OSError as error:
+            raise InputError(
+                f"output_dir={self.folder} cannot be written ({error.strerror}); choose a folder that you may write to"
+            ) from error
+
+    # --- one round ---
+
+    def restore(self) -> Checkpoint | None:
+        """The checkpoint to go on from; lines written after it are cut off, since its rounds run again."""
+        checkpoint = latest_checkpoint(self.folder / "checkpoints")
+        done = checkpoint.round if checkpoint else 0
+        for name in ("metrics.jsonl", "clients.jsonl"):
+            lines = [line for line in _read_lines(self.folder / name) if line["round"] <= done]
+            _write(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        return checkpoint
+
+    def round(self, report: RoundReport, *, seconds: float, evaluation: Mapping[str, float]) -> None:
+        """Write the lines of a round and print its progress line."""
+        losses = [row.loss for row in report.clients if row.loss is not None]
+        line: dict[str, Any] = {
+            "round": report.round,
+            "loss": float(np.mean(losses)) if losses else None,
+            "cosine": float(np.mean([value for row in report.clients for value in row.cosine.values()])),
+            "seconds": seconds,
+            "clients": len(report.clients),
+            "dropped": {str(client): reason for client, reason in report.dropped.items()},
+            "bytes_up": sum(row.bytes_up for row in report.clients),
+            "bytes_down": sum(row.bytes_down for row in report.clients),
+        }
+        if evaluation:
+            line["evaluation"] = dict(evaluation)
+        _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
+        _append(self.folder / "metrics.jsonl", [line])
+        self._tracker(report.round, line)
+        self._times.append(seconds)
+        log.info(self._progress(line))
+
+    def _progress(self, line: Mapping[str, Any]) -> str:
+        pace = float(np.mean(self._times[-5:]))
+        left = pace * (self.settings.rounds - line["round"])
+        parts = [f"round {line['round']}/{self.settings.rounds}"]
+        if line["loss"] is not None:
+            parts.append(f"loss {line['loss']:.3f}")
+        parts.append(f"cosine {line['cosine']:.4f}")
+        parts += [f"{name} {value:.1%}" for name, value in line.get("evaluation", {}).items()]
+        if line["dropped"]:
+            parts.append(f"{len(line['dropped'])} dropped")
+        parts += [f"{pace:.1f} s/round", f"{_duration(left)} left"]
+        return "  ".join(parts)
+
+    def checkpoint(self, round: int, layers: Layers) -> None:
+        """Save the global layers if a checkpoint is due."""
+        if round % self.settings.checkpoint_every == 0 or round == self.settings.rounds:
+            save_checkpoint(self.folder / "checkpoints", Checkpoint(round, layers), keep=self.settings.keep_checkpoints)
+
+    # --- the end ---
+
+    def summary(self, status: str, *, reason: str | None = None, **results: Any) -> None:
+        """Write ``summary.json``: how the run ended, its results, versions, and the command that repeats it."""
+        rounds = [line["round"] for line in _read_lines(self.folder / "metrics.jsonl")]
+        repeat = [word for word in self.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
+        content = {
+            "status": status,
+            "reason": reason,
+            "rounds": max(rounds, default=0),
+            "seconds": round(time.monotonic() - self._start, 3),
+            "overrides": repeat,
+            "command": " ".join(["fedssl", *repeat]),
+            **results,
+            "dropped": dict(Counter(_kind(text) for text in self._dropped())),
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
+        }
+        _write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+
+    def _dropped(self) -> Iterator[str]:
+        for line in _read_lines(self.folder / "metrics.jsonl"):
+            yield from line["dropped"].values()
+
+
+@contextmanager
+def logging_to(folder: Path) -> Iterator[None]:
+    """Send the lines of the product's logger to standard output and to ``run.log`` in the run folder."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "run.log")]
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()
+        log.setLevel(level)
+        log.propagate = propagate
+
+
+def _kind(reason: str) -> str:
+    """A reason without its particulars, for counting."""
+    return reason.split(":")[0]
+
+
+def _tracker(name: str, folder: Path) -> Any:
+    """A function of (round, line) that passes numbers on to an experiment tracker."""
+    if name == "none":
+        return lambda round, line: None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError(
+            "tracker=tensorboard needs TensorBoard; install it: pip install 'fedssl[tensorboard]'"
+        ) from error
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(round: int, line: Mapping[str, Any]) -> None:
+        values = {**line, **line.get("evaluation", {})}
+        for key, value in values.items():
+            if isinstance(value, int | float) and key != "round":
+                writer.add_scalar(key, value, round)
+        writer.flush()
+
+    return write
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; a last line that a crash cut short is left out."""
+    if not file.exists():
+        return []
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    with file.open("a") as stream:
+        stream.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,134 @@
+"""The command ``fedssl``: one run, or with ``-m`` a sweep; exits with 0 only if every run finished.
+
+Hydra reads the command line (``-m``, ``--cfg job``, ``--help``). Exit status: 1 failed, 2 wrong setting, 130 Ctrl-C.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+# Both must be set before flwr is imported: a run sends nothing anywhere.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from fedssl.config import CONF, check_names, load_run, quote
+from fedssl.errors import InputError, RunFailed
+
+APP_DIR = CONF.parent
+
+# Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
+JOBS: list[Path] = []
+ERRORS: list[Exception] = []
+
+
+def main() -> None:
+    """Entry point of the command line."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        check_names([word for word in sys.argv[1:] if not word.startswith("-") and "=" in word])
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        if JOBS:
+            print_table(JOBS)
+            sys.exit(1 if ERRORS else 0)
+        if ERRORS:
+            raise ERRORS[0]
+    except InputError as error:
+        sys.exit(_say(f"fedssl: {error}", status=2))
+    except RunFailed as error:
+        sys.exit(_say(f"fedssl: {error}", status=1))
+    except KeyboardInterrupt:
+        sys.exit(_say("fedssl: stopped", status=130))
+
+
+def job(hydra_settings: DictConfig) -> None:
+    """One run, or one job of a sweep, whose failure must not end the others."""
+    words = list(HydraConfig.get().overrides.task)
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+    if sweep:
+        JOBS.append(folder)
+        print(f"\n[job {len(JOBS)}] {' '.join(words)}", flush=True)
+    try:
+        run([*words, f"output_dir={quote(str(folder))}"] if sweep else words)
+    except Exception as error:  # any failure of one job is listed at the end
+        ERRORS.append(error)
+        if sweep:
+            print(f"[job {len(JOBS)}] failed: {error}", flush=True)
+            _note_failure(folder, words, error)
+
+
+def run(words: Sequence[str]) -> None:
+    """One run on the engine that the settings name."""
+    settings, overrides = load_run(words)
+    folder = Path(settings.output_dir).resolve() if settings.output_dir else _new_folder()
+    overrides.append(f"output_dir={quote(str(folder))}")
+    if settings.engine.name == "ray":
+        from simulation.flower_run import run as run_flower
+
+        run_flower(
+            APP_DIR,
+            overrides,
+            num_clients=settings.num_clients,
+            rounds=settings.rounds,
+            client_cpus=settings.engine.client_cpus or settings.threads,
+            client_gpus=settings.engine.client_gpus,
+            output_dir=folder,
+            allocator=settings.allocator,
+            verbose=settings.engine.verbose,
+        )
+    else:
+        from simulation.local_grid import run_local
+
+        run_local(overrides, num_clients=settings.num_clients)
+
+
+def print_table(folders: Sequence[Path]) -> None:
+    """The table of a sweep: to the terminal, and as CSV and Markdown into the folder of the sweep."""
+    from fedssl.report import sweep_table
+
+    table = sweep_table(folders)
+    table.write(folders[0].parent)
+    print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
+
+
+def _new_folder() -> Path:
+    """A new folder ``runs/<date>_<time>``, made at once so that two runs of the same second do not share it."""
+    base = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
+    for attempt in range(1000):
+        folder = base.with_name(f"{base.name}-{attempt}") if attempt else base
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InputError(f"the folder {folder} cannot be made ({error.strerror}); set output_dir=...") from error
+        return folder
+    raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
+
+
+def _note_failure(folder: Path, words: Sequence[str], error: Exception) -> None:
+    """A job that failed before its run folder was begun still has a summary for the table."""
+    summary = folder / "summary.json"
+    if not summary.exists():
+        content = {"status": "failed", "reason": str(error), "overrides": list(words), "rounds": 0}
+        folder.mkdir(parents=True, exist_ok=True)
+        summary.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(message: str, *, status: int) -> int:
+    print(message, file=sys.stderr)
+    return status

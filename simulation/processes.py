@@ -1,0 +1,133 @@
+"""A private place for foreign processes: whatever is started in it ends with it, and nothing of it stays on disk.
+
+Flower's SuperLink and Ray start daemons that start daemons, in sessions of their own, so neither a process group nor
+the tree of parents finds them all. What they keep is the environment they inherited: every process whose ``FLWR_HOME``
+lies in the private directory belongs to the place.
+
+The clean-up is done by a small guard process that waits for the end of its standard input. It therefore happens in
+every case: the run ended, it failed, Ctrl-C, SIGTERM, and also when the process that made the place was killed with
+SIGKILL. The guard is this very file run as a script, which is why only the standard library is imported here.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+PATIENCE = 10.0  # seconds after which a process that survives even SIGKILL (it waits for a dead disk) is given up
+
+
+@dataclass
+class Place:
+    """A private directory and the processes that were started in it; made by `private_place`."""
+
+    path: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def home(self) -> Path:
+        """The folder for Flower's state; its path marks the processes of this place."""
+        return self.path / "home"
+
+    @property
+    def work(self) -> Path:
+        """The neutral, empty working directory of the processes."""
+        return self.path / "work"
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], stdout: IO[str] | int
+    ) -> subprocess.Popen[str]:
+        """Start a command; both its outputs go to ``stdout``.
+
+        It gets a session of its own, so that Ctrl-C in the terminal reaches only the owner of the place.
+        """
+        process = subprocess.Popen(
+            command,
+            env={**environment, "FLWR_HOME": str(self.home)},
+            cwd=self.work,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+
+@contextmanager
+def private_place() -> Iterator[Place]:
+    """Make a place; at the end of the block its processes have ended and its directory is gone.
+
+    The directory lies in ``/tmp`` or where ``RAY_TMPDIR`` says, under a short name, because Ray makes Unix sockets
+    below it, whose paths are limited to 107 bytes.
+    """
+    place = Place(Path(tempfile.mkdtemp(prefix="fssl-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))))
+    # -I -S: neither the environment nor site-packages can change what the guard does, and it starts in 20 ms.
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(place.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        place.home.mkdir()
+        place.work.mkdir()
+        yield place
+    finally:
+        guard.communicate()  # ends its standard input and waits for it
+        for process in place.processes:
+            process.wait()
+
+
+def belonging(home: Path) -> set[int]:
+    """The ids of all processes whose environment says ``FLWR_HOME=home``, whoever their parents are."""
+    mark = f"FLWR_HOME={home}"
+    if sys.platform == "linux":
+        return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if mark in _environment(entry).split("\0")}
+    listing = subprocess.run(["ps", "-axwwE", "-o", "pid=,command="], capture_output=True, text=True, errors="replace")
+    return {int(line.split()[0]) for line in listing.stdout.splitlines() if mark in line.split()}
+
+
+def _environment(entry: Path) -> str:
+    try:
+        return (entry / "environ").read_text(errors="replace")
+    except OSError:  # it has ended, or belongs to another user
+        return ""
+
+
+def end(home: Path) -> None:
+    """End the processes of a place: SIGTERM, and SIGKILL for those that are still there after ``GRACE`` seconds."""
+    start = time.monotonic()
+    asked: set[int] = set()
+    while (pids := belonging(home)) and (waited := time.monotonic() - start) < PATIENCE:
+        for pid in pids if waited > GRACE else pids - asked:
+            try:
+                os.kill(pid, signal.SIGKILL if waited > GRACE else signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+        asked |= pids
+        time.sleep(0.05)
+
+
+def watch(path: Path) -> None:
+    """What the guard does: wait until the standard input ends, end the processes of the place, remove the place."""
+    sys.stdin.buffer.read()
+    end(path / "home")
+    shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    watch(Path(sys.argv[1]))

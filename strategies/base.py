@@ -1,0 +1,248 @@
+"""What every aggregation algorithm shares: who trains, what travels, which replies count, and the streaming of sums.
+
+A strategy is both halves of one algorithm. The server half is `rule` (a streaming sum, see `Rule`), `plan` and
+`after_aggregate`; the client half is `load_global` and `keep`. The hooks of Flower's own ``Strategy`` are implemented
+with them, so the classes also run under Flower's ``Strategy.start``.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedssl.errors import InputError, RunFailed
+from fedssl.exchange import kept_state, load_layers
+from fedssl.layers import Alignment, GlobalLayers, Layers
+from fedssl.messages import CLIENT_METRICS, ClientUpdate, TrainPlan, content_bytes, from_record, to_record
+from fedssl.methods.base import SSLMethod
+from fedssl.seeding import numpy_generator
+
+log = logging.getLogger("fedssl")
+
+State = dict[str, torch.Tensor]
+
+
+class Rule(Protocol):
+    """A streaming aggregation of one round: `start`, `add` for each client in order of partition id, `finish`."""
+
+    def start(self, global_layers: GlobalLayers) -> None: ...
+    def add(self, update: ClientUpdate, alignment: Alignment) -> None: ...
+    def finish(self) -> Layers: ...
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """What the server knows of one client's part in a round; the fields are the keys of ``clients.jsonl``."""
+
+    round: int
+    client: int
+    loss: float | None
+    seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    examples: int | None
+    cosine: dict[str, float]
+
+
+@dataclass
+class RoundReport:
+    """Outcome of a round: a row for each update that was used, the reason for each that was not."""
+
+    round: int
+    clients: list[ClientRow] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+
+
+def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int) -> list[int]:
+    """Partition ids that train in a round, ascending: a pure function of seed and round, whatever the node ids are."""
+    chosen = numpy_generator(seed, "clients", round).choice(num_clients, size=clients_per_round, replace=False)
+    return sorted(int(client) for client in chosen)
+
+
+class FedSSLStrategy(Strategy):
+    """Base of all strategies.
+
+    Parameters
+    ----------
+    metrics : sequence of str
+        Metrics that clients report for the log beside those that the rule needs (`needs`). Nothing else leaves them.
+    """
+
+    def __init__(self, *, metrics: Sequence[str] = ()) -> None:
+        unknown = [name for name in metrics if name not in CLIENT_METRICS]
+        if unknown:
+            raise InputError(f"strategy.metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
+        self.extra_metrics = tuple(metrics)
+        self.report = RoundReport(round=0)
+
+    # --- server half: what an algorithm defines ---
+
+    def needs(self) -> tuple[str, ...]:
+        """Metrics that the rule cannot do without."""
+        return ()
+
+    def rule(self, round: int) -> Rule:
+        """A fresh streaming rule for one round."""
+        raise NotImplementedError
+
+    def after_aggregate(self, round: int, layers: Layers) -> Layers:
+        """Last change to the new global layers, e.g. calibration on the server."""
+        return layers
+
+    # --- client half ---
+
+    def load_global(self, method: SSLMethod, layers: Layers, state: State | None) -> None:
+        """Merge the global layers with what this client kept (None: it takes part for the first time)."""
+        load_layers(method, layers)
+        if state is not None:
+            load_layers(method, {name: value.numpy() for name, value in state.items()})
+        method.start_round(first=state is None)
+
+    def keep(self, method: SSLMethod) -> State:
+        """What the client keeps until its next participation."""
+        return kept_state(method)
+
+    # --- Flower's hooks ---
+
+    def metrics(self) -> tuple[str, ...]:
+        """All metrics that travel up."""
+        return tuple(dict.fromkeys([*self.needs(), *self.extra_metrics]))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """One message per chosen client; they share one record.
+
+        ``config`` carries ``seed``, ``clients-per-round``, ``nodes`` (node ids in the order of partition ids),
+        ``settings``, ``keep-from`` and ``code``.
+        """
+        nodes = list(config["nodes"])  # type: ignore[arg-type]  # Flower's values are a union
+        chosen = sample_clients(
+            int(config["seed"]),  # type: ignore[arg-type]
+            server_round,
+            num_clients=len(nodes),
+            clients_per_round=int(config["clients-per-round"]),  # type: ignore[arg-type]
+        )
+        plan = TrainPlan(
+            round=server_round,
+            layers=from_record(arrays),
+            settings=str(config["settings"]),
+            metrics=self.metrics(),
+            keep_from=int(config["keep-from"]),  # type: ignore[arg-type]
+            code=str(config["code"]),
+        )
+        content = plan.to_content()
+        self._global = GlobalLayers(plan.layers)
+        self._clients = {int(nodes[client]): client for client in chosen}  # type: ignore[call-overload]
+        self._bytes_down = content_bytes(content)
+        return [Message(content, node, "train", group_id=str(server_round)) for node in self._clients]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Fold the replies in as they come, in order of partition ids; bad updates are dropped and reported.
+
+        Raises
+        ------
+        RunFailed
+            No update could be used.
+        """
+        self.report = RoundReport(round=server_round)
+        rule = self.rule(server_round)
+        rule.start(self._global)
+        for client, reply in self._in_order(replies):
+            self._fold(rule, server_round, client, reply)
+            del reply
+        if not self.report.clients:
+            reasons = "; ".join(f"client {client}: {reason}" for client, reason in self.report.dropped.items())
+            raise RunFailed(
+                f"round {server_round}: none of {len(self._clients)} clients sent a usable update ({reasons})"
+            )
+        layers = self.after_aggregate(server_round, rule.finish())
+        return to_record(layers), MetricRecord({"clients": len(self.report.clients)})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Evaluation happens on the server."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Evaluation happens on the server."""
+        return None
+
+    def summary(self) -> None:
+        """Log the rule and what clients report."""
+        log.info("strategy %s, clients report: %s", type(self).__name__, ", ".join(self.metrics()) or "nothing")
+
+    # --- replies ---
+
+    def _in_order(self, replies: Iterable[Message]) -> Iterator[tuple[int, Message]]:
+        """Replies in order of partition ids; early ones wait, absent ones are dropped at the end."""
+        expected = sorted(self._clients.values())
+        waiting: dict[int, Message] = {}
+        for reply in replies:
+            client = self._clients[reply.metadata.src_node_id]
+            if reply.has_error():
+                expected.remove(client)
+                self._drop(client, f"it failed with {reply.error.reason}")
+            else:
+                waiting[client] = reply
+            del reply  # a streamed reply is a whole model: let it go before the next one is made
+            while expected and expected[0] in waiting:
+                client = expected.pop(0)
+                yield client, waiting.pop(client)
+        for client in expected:
+            if client in waiting:
+                yield client, waiting.pop(client)
+            else:
+                self._drop(client, "no reply in time")
+
+    def _fold(self, rule: Rule, round: int, client: int, reply: Message) -> None:
+        try:
+            update, alignment = self._check(client, reply)
+        except ValueError as problem:
+            self._drop(client, str(problem))
+            return
+        rule.add(update, alignment)
+        self.report.clients.append(self._row(round, update, alignment, content_bytes(reply.content)))
+
+    def _drop(self, client: int, reason: str) -> None:
+        self.report.dropped[client] = reason
+        log.warning("client %d dropped: %s", client, reason)
+
+    def _check(self, client: int, reply: Message) -> tuple[ClientUpdate, Alignment]:
+        """The update and its cosines, or a ValueError with the reason why it cannot be used."""
+        try:
+            update = ClientUpdate.from_content(reply.content, client)
+        except KeyError as missing:
+            raise ValueError(f"record {missing} is missing") from missing
+        self._global.check(update.layers)
+        for name, value in (("num-examples", update.num_examples), ("train-loss", update.train_loss)):
+            if name in self.needs() and value is None:
+                raise ValueError(f"metric {name} is missing")
+        if update.num_examples is not None and update.num_examples <= 0:
+            raise ValueError(f"num-examples={update.num_examples} is not positive")
+        if "train-loss" in self.needs() and not abs(update.train_loss or 0.0) < float("inf"):
+            raise ValueError(f"train-loss={update.train_loss} is not finite")
+        alignment = self._global.align(update.layers)
+        if not alignment.finite:
+            raise ValueError(f"layer {alignment.offender} has values that are not finite")
+        return update, alignment
+
+    def _row(self, round: int, update: ClientUpdate, alignment: Alignment, bytes_up: int) -> ClientRow:
+        return ClientRow(
+            round=round,
+            client=update.partition_id,
+            loss=update.train_loss,
+            seconds=update.seconds,
+            bytes_up=bytes_up,
+            bytes_down=self._bytes_down,
+            examples=update.num_examples,
+            cosine=alignment.cosines,
+        )

@@ -1,0 +1,57 @@
+"""FedAvg: the weighted mean of the clients' models (McMahan et al., AISTATS 2017; Eq. 1 of L-DAWA).
+
+Counters such as ``num_batches_tracked`` are rounded to the nearest integer and keep their dtype; common implementations
+average them as floating-point numbers, which loading then truncates.
+"""
+
+from collections.abc import Sequence
+
+from fedssl.layers import Layers
+from fedssl.messages import ClientUpdate
+from strategies.base import FedSSLStrategy
+from strategies.weighted_sum import WeightedSum, one_of, weighted_sum
+
+WEIGHTINGS = ("examples", "uniform")
+
+
+def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting: str = "examples") -> Layers:
+    """Weighted mean of every layer of the clients' models.
+
+    Parameters
+    ----------
+    global_layers : Layers
+        The layers the clients started from; they give names, order, shapes and dtypes.
+    updates : sequence of ClientUpdate
+        One per client, in any order. NaN in an update gives NaN in the result.
+    weighting : {"examples", "uniform"}
+        beta_k = n_k / sum n, or 1 / K for the K updates received.
+
+    Returns
+    -------
+    Layers
+        The new global layers.
+
+    Raises
+    ------
+    InputError
+        No updates, an unknown weighting, a layer that does not fit, or ``num_examples`` missing where it is needed.
+    """
+    return weighted_sum(global_layers, updates, rule=_mean(weighting))  # Eq. 1
+
+
+class FedAvg(FedSSLStrategy):
+    """Federated averaging; see `fedavg`."""
+
+    def __init__(self, *, weighting: str = "examples", metrics: Sequence[str] = ()) -> None:
+        super().__init__(metrics=metrics)
+        self._rule = _mean(weighting)
+
+    def needs(self) -> tuple[str, ...]:
+        return self._rule.needs
+
+    def rule(self, round: int) -> WeightedSum:
+        return self._rule
+
+
+def _mean(weighting: str) -> WeightedSum:
+    return WeightedSum(weighting=one_of("strategy.weighting", weighting, WEIGHTINGS))

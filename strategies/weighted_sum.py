@@ -1,0 +1,211 @@
+"""The streaming sum behind FedAvg, L-DAWA and M-DAWA.
+
+All of them compute ``sum_k beta_k s_k w_k / sum_k beta_k`` for every layer. The weights beta are 1, the numbers of
+examples (Eq. 1 of L-DAWA, Rehman et al., ICCV 2023) or exp(-loss) (its Eq. 6); the scale s is 1 (FedAvg), the cosine of
+the client's layer (Eqs. 4-6) or that of its whole model (Eqs. 2-3) with the global one. Updates are folded in one by
+one, so a round needs the memory of one model beside the global one, whatever the number of clients.
+
+Kinds of layers: running statistics are averaged with s = 1 (``buffers="average"``), or scaled like weights as in the
+authors' code (``buffers="scale"``); counters are averaged with s = 1 and rounded to the nearest integer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedssl.errors import InputError
+from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
+from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
+
+NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
+SCALES = ("none", "layer", "model")
+BUFFERS = ("average", "scale")
+
+_UNMEASURED = Alignment(cosines={}, buffer_cosines={}, model_cosine=1.0, offender=None)
+
+
+def one_of(setting: str, value: str, allowed: Sequence[str]) -> str:
+    """``value`` if it is allowed, else an InputError."""
+    if value not in allowed:
+        raise InputError(f"{setting}={value} is not a choice; allowed are {', '.join(allowed)}")
+    return value
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One client's part of the sum: what is there is multiplied by ``keep``, then ``weight * s * layers`` is added."""
+
+    layers: Layers
+    alignment: Alignment
+    keep: float
+    weight: float
+
+
+class WeightedSum:
+    """A weighted average of client models, optionally scaled by their cosines with the global model.
+
+    Call `start`, then `add` for each client in order of partition id (or `add_all`, faster, with the same bits), then
+    `finish`; `start` begins a new round.
+
+    Parameters
+    ----------
+    weighting : {"uniform", "examples", "loss"}
+        beta: 1, the number of examples, or exp(-loss).
+    scale : {"none", "layer", "model"}
+        s: 1, the cosine of each layer, or one cosine over all weights.
+    buffers : {"average", "scale"}
+        Whether running statistics are averaged or scaled as weights are.
+
+    Raises
+    ------
+    InputError
+        An option is none of these.
+    """
+
+    def __init__(self, *, weighting: str = "uniform", scale: str = "none", buffers: str = "average") -> None:
+        self.weighting = one_of("strategy.weighting", weighting, tuple(NEEDS))
+        self.scale = one_of("scale", scale, SCALES)
+        self.buffers = one_of("strategy.buffers", buffers, BUFFERS)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Metrics that every client must report."""
+        return NEEDS[self.weighting]
+
+    def start(self, global_layers: GlobalLayers) -> None:
+        """Begin a round."""
+        self._global = global_layers
+        self._sums = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in global_layers.layers.items()}
+        self._total = 0.0
+        self._empty = True
+        self._least_loss = math.inf
+
+    def add(self, update: ClientUpdate, alignment: Alignment) -> None:
+        """Fold in one update that passed `GlobalLayers.check`.
+
+        Raises
+        ------
+        InputError
+            The update lacks the metric that ``weighting`` needs; the sum is unchanged.
+        """
+        self._fold([self._term(update, alignment)])
+
+    def add_all(self, updates: Sequence[ClientUpdate]) -> None:
+        """Check, align and fold in several updates, reading each in pieces that stay in the cache.
+
+        Raises
+        ------
+        InputError
+            An update does not fit the global layers, lacks a metric, or (if cosines are used) has a value that is not
+            finite.
+        """
+        for update in updates:
+            try:
+                self._global.check(update.layers)
+            except InputError as problem:
+                raise InputError(f"client {update.partition_id}: {problem}") from problem
+        if self.scale == "none":
+            alignments = [_UNMEASURED] * len(updates)
+        else:
+            alignments = self._global.align_all([update.layers for update in updates])
+        for update, alignment in zip(updates, alignments, strict=True):
+            if not alignment.finite:
+                raise InputError(f"client {update.partition_id}: layer {alignment.offender} has NaN or infinite values")
+        self._fold([self._term(update, alignment) for update, alignment in zip(updates, alignments, strict=True)])
+
+    def finish(self) -> Layers:
+        """The new global layers, with names, order, shapes and dtypes of the old ones.
+
+        Raises
+        ------
+        InputError
+            No update was added.
+        """
+        if self._empty:
+            raise InputError("no client sent an update; at least one is needed")
+        result = dict(self._sums)
+
+        def divide(name: str) -> None:
+            total, dtype = self._sums[name], self._global.layers[name].dtype
+            np.divide(total, total.dtype.type(self._total), out=total)
+            if dtype.kind != "f":
+                np.rint(total, out=total)
+            result[name] = total.astype(dtype, copy=False)
+
+        self._global.for_each(divide)
+        self._sums = {}
+        return result
+
+    def _term(self, update: ClientUpdate, alignment: Alignment) -> _Term:
+        keep, weight = 1.0, 1.0
+        if self.weighting == "examples":
+            weight = _metric(update, NUM_EXAMPLES, update.num_examples)
+            if weight <= 0:
+                raise InputError(f"client {update.partition_id}: {NUM_EXAMPLES}={weight:g} is not positive")
+        elif self.weighting == "loss":
+            loss = _metric(update, TRAIN_LOSS, update.train_loss)
+            # Weights are relative to the least loss so far: exp(-1000) would be 0 for every client.
+            if loss < self._least_loss:
+                keep = math.exp(loss - self._least_loss)
+                self._least_loss = loss
+            weight = math.exp(self._least_loss - loss)  # Eq. 6
+        self._total = keep * self._total + weight
+        return _Term(update.layers, alignment, keep, weight)
+
+    def _fold(self, terms: Sequence[_Term]) -> None:
+        if terms:
+            self._global.for_each(lambda name: self._fold_layer(name, terms))
+            self._empty = False
+
+    def _fold_layer(self, name: str, terms: Sequence[_Term]) -> None:
+        total = self._sums[name].reshape(-1)
+        number = total.dtype.type
+        parts = [
+            (term.layers[name].reshape(-1), number(coefficient), term.keep)
+            for term, coefficient in zip(terms, self._coefficients(name, terms), strict=True)
+        ]
+        product = np.empty(min(TILE, total.size), total.dtype)
+        for start in range(0, total.size, TILE):
+            tile = slice(start, start + TILE)
+            sums = total[tile]
+            product = product[: sums.size]
+            for position, (values, coefficient, keep) in enumerate(parts):
+                if self._empty and position == 0:
+                    np.multiply(values[tile], coefficient, out=sums)
+                    continue
+                if keep != 1:
+                    np.multiply(sums, keep, out=sums)
+                np.multiply(values[tile], coefficient, out=product)
+                np.add(sums, product, out=sums)
+
+    def _coefficients(self, name: str, terms: Sequence[_Term]) -> list[float]:
+        """beta_k s_k of every client for a layer."""
+        array = self._global.layers[name]
+        weight = is_weight(name, array)
+        if self.scale == "none" or array.dtype.kind != "f" or not (weight or self.buffers == "scale"):
+            return [term.weight for term in terms]
+        if self.scale == "model":
+            return [term.weight * term.alignment.model_cosine for term in terms]  # Eq. 3
+        if weight:
+            return [term.weight * term.alignment.cosines[name] for term in terms]  # Eqs. 4-6
+        return [term.weight * term.alignment.buffer_cosines[name] for term in terms]
+
+
+def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, rule: WeightedSum) -> Layers:
+    """Apply the rule to updates that are all at hand, in order of partition id."""
+    rule.start(GlobalLayers(global_layers))
+    rule.add_all(sorted(updates, key=lambda update: update.partition_id))
+    return rule.finish()
+
+
+def _sum_dtype(array: np.ndarray) -> np.dtype:
+    # float32 holds the sum of float16; counters need every digit of an integer.
+    return np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float64)
+
+
+def _metric(update: ClientUpdate, name: str, value: float | None) -> float:
+    if value is None or not math.isfinite(value):
+        raise InputError(f"client {update.partition_id}: {name} is {value}, but the weighting needs a number")
+    return float(value)

@@ -1,0 +1,105 @@
+import pytest
+from omegaconf import OmegaConf
+
+from fedssl.config import CONF, check_names, compose, load_run, make, quote, save_run
+from fedssl.errors import InputError
+
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
+FILES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(("group", "name"), FILES)
+def test_every_file_composes(group, name):
+    extra = ["dataset.path=/pictures"] if name == "image_folder" else []
+    settings = compose([f"{group}={name}", *extra])
+    assert not OmegaConf.missing_keys(settings)
+    assert group == "experiment" or group in settings
+
+
+def test_the_embedded_default():
+    settings = compose([])
+    assert settings.num_clients == settings.clients_per_round == 10
+    assert settings.partition.alpha == 0.5
+    assert settings.dataset["_target_"] == "fedssl.datasets.digits.read"
+    assert settings.strategy["_target_"] == "strategies.l_dawa.LDAWA"
+    assert isinstance(settings.threads, int)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["rouns=3"], r"no setting 'rouns'; did you mean rounds"),
+        (["partition.alpa=0.1"], r"no setting 'partition.alpa'; did you mean partition.alpha"),
+        (["strategy=fedvag"], r"strategy=fedvag does not exist; did you mean fedavg; choose one of .*l_dawa"),
+        (["strategy=fedavg,l_dwa"], r"strategy=l_dwa does not exist; did you mean l_dawa"),
+        (["rounds=many"], r"rounds=many is not a whole number"),
+        (["rounds=1.5"], r"rounds=1.5 is not a whole number"),
+        (["partition.alpha=true"], r"partition.alpha=True is not a number"),
+        (["rounds=0"], r"rounds=0 but it must be at least 1"),
+        (["clients_per_round=11"], r"clients_per_round=11 is more than num_clients=10"),
+        (["precision=fp8"], r"precision=fp8 is not valid; choose one of fp32, bf16"),
+        (["threads=0"], r"threads=0 but it must be"),
+        (["strategy=[", "x"], r"cannot read the command line"),
+    ],
+)
+def test_wrong_words_get_one_sentence(words, sentence):
+    with pytest.raises(InputError, match=sentence) as caught:
+        compose(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_names_of_a_sweep_are_checked_before_it_starts():
+    check_names(["strategy=fedavg,l_dawa", "partition.alpha=0.1,0.5", "seed=range(3)", "hydra.verbose=true"])
+    with pytest.raises(InputError, match="did you mean num_clients"):
+        check_names(["num_client=5,10"])
+
+
+def test_a_whole_number_serves_as_a_fraction():
+    assert compose(["partition.alpha=1"]).partition.alpha == 1
+
+
+@pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\pictures\\", "/tmp/ünï"])
+def test_any_path_survives_the_command_line(text):
+    assert compose([f"output_dir={quote(text)}"]).output_dir == text
+
+
+class Refuses:
+    def __init__(self):
+        raise InputError("no")
+
+
+def test_a_refused_setting_comes_out_as_it_was_raised():
+    with pytest.raises(InputError, match="^no$"):
+        make(OmegaConf.create({"_target_": f"{__name__}.Refuses"}))
+
+
+class TestResume:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        words = ["rounds=4", "strategy=fedavg"]
+        save_run(compose(words), words, tmp_path)
+        return tmp_path
+
+    def test_takes_the_settings_of_the_run(self, folder):
+        settings, words = load_run([f"resume={folder}"])
+        assert settings.strategy["_target_"] == "strategies.fedavg.FedAvg"
+        assert settings.rounds == 4
+        assert settings.resume == settings.output_dir == str(folder)
+        assert load_run(words)[0] == settings
+
+    def test_may_be_made_longer(self, folder):
+        assert load_run([f"resume={folder}", "rounds=6"])[0].rounds == 6
+
+    def test_refuses_other_settings(self, folder):
+        with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):
+            load_run([f"resume={folder}", "seed=1"])
+
+    def test_refuses_a_folder_whose_settings_were_edited(self, folder):
+        file = folder / "config.yaml"
+        file.write_text(file.read_text().replace("batch_size: 64", "batch_size: 32"))
+        with pytest.raises(InputError, match=r"was run with batch_size=32 \(now 64\)"):
+            load_run([f"resume={folder}"])
+
+    def test_refuses_a_folder_without_a_run(self, tmp_path):
+        with pytest.raises(InputError, match="is not a run folder"):
+            load_run([f"resume={tmp_path / 'nothing'}"])

@@ -1,0 +1,226 @@
+"""Export: what is loaded is what was saved, and nothing else can be loaded."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedssl.encoders import conv_small, resnet18, vit_tiny
+from fedssl.errors import InputError
+from fedssl.export import Preprocess, load_encoder, save_encoder
+
+SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 16, "width": 4}
+MEAN, STD = (0.5, 0.25, 0.125), (0.5, 0.25, 1.0)
+METADATA = {"method": "simclr", "strategy": "l_dawa", "round": 7, "dataset": "cifar10"}
+
+
+def save(path: Path, **changes: Any) -> Path:
+    settings = changes.pop("settings", SMALL)
+    encoder = changes.pop("encoder", None) or conv_small(channels=3, size=16, width=4)
+    arguments = {"settings": settings, "mean": MEAN, "std": STD, "metadata": METADATA} | changes
+    save_encoder(path, encoder, **arguments)
+    return path
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    content = torch.load(path, weights_only=True)
+    torch.save(content | changes, path)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "settings"),
+    [
+        (conv_small(channels=3, size=16, width=4), SMALL),
+        (
+            resnet18(channels=3, size=32),
+            {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": 32, "stem": "small"},
+        ),
+        (
+            vit_tiny(channels=3, size=8, patch=2, depth=2),
+            {"_target_": "fedssl.encoders.vit_tiny", "channels": 3, "size": 8, "patch": 2, "depth": 2},
+        ),
+    ],
+    ids=["conv_small", "resnet18", "vit_tiny"],
+)
+def test_round_trip_is_exact(tmp_path: Path, encoder, settings: dict[str, Any]) -> None:
+    encoder = copy.deepcopy(encoder)
+    size = settings["size"]
+    encoder.train()(torch.rand(4, 3, size, size))  # moves the running statistics
+    loaded = load_encoder(save(tmp_path / "encoder.pt", encoder=encoder, settings=settings))
+
+    assert not loaded.training
+    assert list(loaded.state_dict()) == list(encoder.state_dict())
+    assert all(torch.equal(value, encoder.state_dict()[name]) for name, value in loaded.state_dict().items())
+    pictures = torch.rand(2, 3, size, size)
+    assert torch.equal(loaded(pictures), encoder.eval()(pictures))
+    assert loaded.feature_dim == encoder.feature_dim
+    assert (loaded.channels, loaded.size, loaded.mean, loaded.std) == (3, size, MEAN, STD)
+    assert loaded.metadata == METADATA
+
+
+def test_from_uint8_pictures_to_features(tmp_path: Path) -> None:
+    encoder = load_encoder(save(tmp_path / "encoder.pt"))
+    pictures = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    standardised = (pictures.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    torch.testing.assert_close(encoder.preprocess(pictures), standardised.float())
+    assert encoder(encoder.preprocess(pictures)).shape == (2, encoder.feature_dim)
+
+
+def test_preprocess_resizes_other_sizes() -> None:
+    """A plain picture stays plain; of stripes, one bright column in four, every old pixel has its share: a quarter."""
+    preprocess = Preprocess(size=4, mean=(0.0,), std=(1.0,))
+    plain = torch.full((1, 1, 8, 12), 51, dtype=torch.uint8)
+    torch.testing.assert_close(preprocess(plain), torch.full((1, 1, 4, 4), 0.2))
+    stripes = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
+    stripes[..., ::4] = 255
+    torch.testing.assert_close(preprocess(stripes)[..., 1:-1], torch.full((1, 1, 4, 2), 0.25))
+
+
+@pytest.mark.parametrize(
+    "pictures",
+    [torch.rand(2, 3, 16, 16), torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)],
+    ids=["float", "grey", "single"],
+)
+def test_preprocess_refuses_other_pictures(pictures: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"torch.uint8 of shape \(batch, 3, height, width\)"):
+        Preprocess(size=16, mean=MEAN, std=STD)(pictures)
+
+
+def test_loaded_encoder_can_be_trained_further(tmp_path: Path) -> None:
+    encoder = load_encoder(save(tmp_path / "encoder.pt"))
+    encoder(torch.rand(2, 3, 16, 16)).sum().backward()
+    assert all(p.grad is not None for p in encoder.parameters())
+
+
+def test_loading_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
+    path = save(tmp_path / "encoder.pt")
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    load_encoder(path)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_view_into_a_large_buffer_is_saved_alone(tmp_path: Path) -> None:
+    encoder = conv_small(channels=3, size=16, width=4)
+    small = save(tmp_path / "small.pt", encoder=encoder).stat().st_size
+    for parameter in encoder.parameters():
+        buffer = torch.zeros(1_000_000)
+        parameter.data = buffer[: parameter.numel()].view_as(parameter).copy_(parameter.data)
+    assert save(tmp_path / "views.pt", encoder=encoder).stat().st_size < small + 1000
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "encoder.pt")
+    old = path.read_bytes()
+
+    def half(content: object, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        save(path)
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_statistics_must_fit_the_channels(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"dataset\.mean"):
+        save(tmp_path / "encoder.pt", mean=(0.5,), std=(0.5,))
+
+
+def test_metadata_must_be_plain(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        save(tmp_path / "encoder.pt", metadata={"when": object()})
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        load_encoder(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_missing_file_or_a_folder_is_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "encoder.pt")
+    assert "cannot be read" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", pickle.dumps([1, 2])], ids=["empty", "text", "pickle"])
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "encoder.pt"
+    path.write_bytes(content)
+    assert "damaged or not an encoder's file" in refused(path)
+
+
+@pytest.mark.parametrize("content", [[1], {"format": "other"}, {"weights": {}}], ids=["list", "other", "weights"])
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "encoder.pt")
+    assert "something else than an encoder" in refused(tmp_path / "encoder.pt")
+
+
+def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "encoder.pt")
+    path.write_bytes(path.read_bytes()[:-200])
+    assert "damaged" in refused(path)
+
+
+def test_one_changed_byte_of_a_weight_is_noticed(tmp_path: Path) -> None:
+    """torch.load takes such a file without a word."""
+    encoder = conv_small(channels=3, size=16, width=4)
+    path = save(tmp_path / "encoder.pt", encoder=encoder)
+    content = bytearray(path.read_bytes())
+    place = content.find(encoder.blocks[3][0].weight.detach().numpy().tobytes())
+    content[place + 100] ^= 1
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)
+    assert "checksum" in refused(path)
+
+
+class Malicious:
+    """Unpickling this would create a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.trace,)
+
+
+def test_a_file_with_code_is_refused_and_the_code_does_not_run(tmp_path: Path) -> None:
+    path = save(tmp_path / "encoder.pt")
+    rewrite(path, metadata=Malicious(tmp_path / "trace"))
+    refused(path)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    "target", ["os.system", "fedssl.encoders.torch", "fedssl.encoders._resnet", "conv_small", None, []]
+)
+def test_only_encoders_of_this_package_are_built(tmp_path: Path, target: object) -> None:
+    path = save(tmp_path / "encoder.pt", settings={**SMALL, "_target_": target})
+    assert f"holds the encoder {target}" in refused(path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{**SMALL, "width": 5}, {**SMALL, "colour": 1}, {**SMALL, "size": 1}, {**SMALL, "width": "wide"}],
+    ids=["width", "unknown", "size", "type"],
+)
+def test_settings_that_do_not_fit_the_weights_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert "do not fit its settings" in refused(save(tmp_path / "encoder.pt", settings=settings))
+
+
+def test_missing_and_extra_weights_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "encoder.pt")
+    weights = torch.load(path, weights_only=True)["weights"]
+    rewrite(path, weights=weights | {"extra": torch.zeros(1)})
+    assert "extra" in refused(path)
+    weights.pop("blocks.0.0.weight")
+    rewrite(path, weights=weights)
+    assert "blocks.0.0.weight" in refused(path)

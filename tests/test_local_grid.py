@@ -1,0 +1,88 @@
+"""The in-process grid under Flower's own strategy, and what becomes of a client that fails."""
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+
+from fedssl.errors import InputError
+from server_app.app import find_nodes, receive
+from simulation.local_grid import LocalGrid
+
+
+def adding_app(*, fails=()):
+    """A ClientApp that adds its partition id to the global array and remembers how often it was called."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        partition = context.node_config["partition-id"]
+        if partition in fails:
+            raise ValueError("no camera")
+        calls = int(context.state.metric_records.get("calls", {"n": 0})["n"]) + 1
+        context.state["calls"] = MetricRecord({"n": calls})
+        array = message.content.array_records["arrays"].to_numpy_ndarrays()[0]
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord([array + partition]),
+                "metrics": MetricRecord({"num-examples": 1, "calls": calls}),
+            }
+        )
+        return Message(content, reply_to=message)
+
+    @app.query("who")
+    def who(message, context):
+        record = MetricRecord({name: int(value) for name, value in context.node_config.items()})
+        return Message(RecordDict({"metrics": record}), reply_to=message)
+
+    return app
+
+
+def test_flowers_own_strategy_runs_on_it_unchanged():
+    grid = LocalGrid(adding_app(), num_clients=3)
+    strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)
+    result = strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=2)
+    # Each round adds the mean of the partition ids 0, 1, 2, which is 1.
+    assert np.array_equal(result.arrays.to_numpy_ndarrays()[0], [2.0, 2.0])
+    # The state of a node survives from round to round.
+    assert result.train_metrics_clientapp[2]["calls"] == 2
+
+
+def train_messages(grid):
+    record = RecordDict({"arrays": ArrayRecord([np.zeros(1)]), "config": ConfigRecord({})})
+    return [Message(record, node, "train") for node in grid.get_node_ids()]
+
+
+def test_a_failed_client_answers_with_its_reason():
+    grid = LocalGrid(adding_app(fails={1}), num_clients=3)
+    replies = list(receive(grid, train_messages(grid), timeout=60))
+    assert [reply.has_error() for reply in replies] == [False, True, False]
+    assert replies[1].error.reason == "ValueError: no camera"
+
+
+def test_a_client_runs_only_when_its_reply_is_asked_for():
+    grid = LocalGrid(adding_app(fails={1}), num_clients=3)
+    replies = receive(grid, train_messages(grid), timeout=60)
+    assert not next(replies).has_error()
+    assert len(grid._queue) == 2
+
+
+def test_no_reply_after_the_time_is_up():
+    grid = LocalGrid(adding_app(), num_clients=2)
+    assert list(receive(grid, train_messages(grid), timeout=0)) == []
+
+
+def test_too_few_nodes(monkeypatch):
+    monkeypatch.setattr("server_app.app.NODE_WAIT", 0.1)
+    grid = LocalGrid(adding_app(), num_clients=2)
+    with pytest.raises(
+        InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
+    ):
+        find_nodes(grid, 10)
+
+
+def test_nodes_come_in_the_order_of_their_partitions():
+    grid = LocalGrid(adding_app(), num_clients=4)
+    nodes = find_nodes(grid, 4)
+    assert [grid._contexts[node].node_config["partition-id"] for node in nodes] == [0, 1, 2, 3]

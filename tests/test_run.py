@@ -1,0 +1,269 @@
+"""Whole runs on the local engine: the run folder, reproduction, resume after a kill, and learning."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from fedssl.export import load_encoder
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+
+TINY = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+QUICK = [*TINY, "evaluate_every=0", "final_evaluation=none"]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def weights(folder):
+    return latest_checkpoint(folder / "checkpoints").layers
+
+
+def same(one, other):
+    return list(one) == list(other) and all((one[name] == other[name]).all() for name in one)
+
+
+def fedssl(*words, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-c", "from simulation.cli import main; main()", *words],
+        capture_output=True,
+        text=True,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "out"
+    run([*TINY, "strategy=fedavg", "clients_per_round=2", "evaluate_every=1", f"output_dir={folder}"])
+    return folder
+
+
+def test_run_folder(folder):
+    names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert names == {
+        *("config.yaml", "overrides.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "encoder.pt", "run.log"),
+        *("partition.csv", "figures/partition.png", "figures/metrics.png", "figures/cosines.png"),
+        *(f"checkpoints/round-00000{round}.{end}" for round in (1, 2) for end in ("pt", "sha256")),
+    }
+
+
+def test_lines_of_rounds_and_clients(folder):
+    rounds, clients = lines(folder / "metrics.jsonl"), lines(folder / "clients.jsonl")
+    assert [line["round"] for line in rounds] == [1, 2]
+    assert [line["round"] for line in clients] == [1, 1, 2, 2]
+    for line in rounds:
+        own = [client for client in clients if client["round"] == line["round"]]
+        assert line["loss"] == pytest.approx(sum(client["loss"] for client in own) / 2)
+        assert line["bytes_up"] == sum(client["bytes_up"] for client in own)
+        assert 0 < line["evaluation"]["knn"] <= 1
+    state = load_encoder(folder / "encoder.pt").state_dict()
+    table = (folder / "partition.csv").read_text().splitlines()
+    examples = {int(row.split(",")[0]): int(row.split(",")[1]) for row in table[1:]}
+    assert sum(examples.values()) == 60
+    for client in clients:
+        assert client["examples"] == examples[client["client"]]
+        assert client["bytes_up"] > sum(value.nbytes for value in state.values())
+        assert set(client["cosine"]) > {f"encoder.{name}" for name in state if name.endswith("weight")}
+
+
+def test_summary(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["rounds"], summary["reason"]) == ("finished", 2, None)
+    assert set(summary["final"]) == {"untrained", "federated", "pixels"}
+    assert summary["command"] == " ".join(
+        ["fedssl", *TINY, "strategy=fedavg", "clients_per_round=2", "evaluate_every=1"]
+    )
+
+
+def test_the_exported_encoder_is_the_global_one(folder):
+    encoder, layers = load_encoder(folder / "encoder.pt"), weights(folder)
+    for name, value in encoder.state_dict().items():
+        assert (value.numpy() == layers[f"encoder.{name}"]).all()
+    assert encoder.metadata["strategy"] == "FedAvg"
+
+
+def test_the_folder_repeats_itself(folder, tmp_path):
+    summary = json.loads((folder / "summary.json").read_text())
+    run([*summary["overrides"], f"output_dir={tmp_path / 'again'}"])
+    assert same(weights(folder), weights(tmp_path / "again"))
+    again = lines(tmp_path / "again" / "metrics.jsonl")
+    for one, other in zip(lines(folder / "metrics.jsonl"), again, strict=True):
+        # The path of the folder is part of the message, and time is time.
+        assert one | {"seconds": 0, "bytes_down": 0} == other | {"seconds": 0, "bytes_down": 0}
+
+
+def test_another_seed_gives_other_weights(folder, tmp_path):
+    summary = json.loads((folder / "summary.json").read_text())
+    run([*summary["overrides"], "seed=1", f"output_dir={tmp_path / 'other'}"])
+    assert not same(weights(folder), weights(tmp_path / "other"))
+
+
+def test_a_run_folder_is_not_overwritten(folder):
+    with pytest.raises(InputError, match="holds a run already"):
+        run([*QUICK, f"output_dir={folder}"])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(InputError, match="cannot be written"):
+        run([*QUICK, f"output_dir={tmp_path / 'run'}"])
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        run([*QUICK, f"output_dir={tmp_path / 'run'}"])
+
+
+# BYOL keeps its target network at the clients, so client state takes part in these.
+BYOL = (*QUICK, "method=byol", "rounds=4", "clients_per_round=2", "keep_checkpoints=2")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run([*BYOL, f"output_dir={folder}"])
+    return folder
+
+
+class TestResume:
+    def test_kill_at_any_moment(self, whole, tmp_path):
+        folder = tmp_path / "run"
+        for moment in (0.0, 0.35, 0.8):
+            words = [f"resume={folder}"] if (folder / "config.yaml").exists() else [*BYOL, f"output_dir={folder}"]
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from simulation.cli import main; main()", *words],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for line in process.stdout:
+                if line.startswith(("round 1", "round 3", "strategy")):
+                    break
+            time.sleep(moment / 10)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        finished = fedssl(f"resume={folder}")
+        assert finished.returncode == 0, finished.stderr
+        assert same(weights(whole), weights(folder))
+        assert [line["round"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+        for one, other in zip(lines(whole / "clients.jsonl"), lines(folder / "clients.jsonl"), strict=True):
+            assert one["cosine"] == other["cosine"]
+
+    def test_a_damaged_checkpoint_costs_a_round(self, whole, tmp_path):
+        folder = tmp_path / "run"
+        run([*BYOL, f"output_dir={folder}"])
+        newest = folder / "checkpoints" / "round-000004.pt"
+        newest.write_bytes(newest.read_bytes()[:-50])
+        finished = fedssl(f"resume={folder}")
+        assert finished.returncode == 0, finished.stderr
+        assert "round-000004.pt is damaged" in finished.stdout
+        assert same(weights(whole), weights(folder))
+
+    def test_longer(self, whole, tmp_path):
+        folder = tmp_path / "run"
+        run([*BYOL, "rounds=2", f"output_dir={folder}"])
+        run([f"resume={folder}", "rounds=4"])
+        assert same(weights(whole), weights(folder))
+
+
+def test_ctrl_c_is_noted(tmp_path):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from simulation.cli import main; main()", *QUICK, "rounds=500", f"output_dir={folder}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("round 1"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "fedssl: stopped\n"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the user")
+    assert 1 <= summary["rounds"] < 500
+
+
+def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path):
+    # A learning rate of 1e30 makes every weight infinite within one round.
+    finished = fedssl(*QUICK, "optimizer.lr=1e30", f"output_dir={tmp_path / 'run'}")
+    assert finished.returncode == 1
+    assert "none of 3 clients sent a usable update" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "values that are not finite" in summary["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["strategy=fedvag"], "did you mean fedavg"),
+        (["partition.alpha=0"], "partition.alpha=0 must be above 0"),
+        (["num_clients=50", "dataset.limit=60"], "num_clients=50"),
+        (["device=cuda"], "device=cuda but torch finds no GPU"),
+        (["dataset=image_folder", "dataset.path=/nowhere"], "/nowhere is not a folder"),
+        (["dataset.channels=2"], "wrong channels"),
+        (["method.temperature=0"], "temperature"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, words, sentence):
+    if words == ["device=cuda"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    finished = fedssl(*TINY, *words, f"output_dir={tmp_path / 'run'}")
+    assert finished.returncode == 2
+    assert sentence in finished.stderr
+    assert finished.stderr.startswith("fedssl: ")
+    assert finished.stderr.count("\n") == 1
+
+
+class TestSweep:
+    def test_one_table_for_all_jobs_and_the_failed_are_listed(self, tmp_path):
+        finished = fedssl(
+            "-m",
+            *TINY,
+            "final_evaluation=knn",
+            "evaluate_every=0",
+            "strategy=fedavg,l_dawa",
+            "seed=0,1",
+            "clients_per_round=2,9",
+            f"hydra.sweep.dir={tmp_path}",
+        )
+        assert finished.returncode == 1
+        assert "clients_per_round=9 is more than num_clients=3" in finished.stdout
+        table = (tmp_path / "results.csv").read_text().splitlines()
+        assert len(table) == 1 + 4
+        assert "strategy" in table[0]
+        assert (tmp_path / "results.md").exists()
+        for job in range(8):
+            assert (tmp_path / str(job) / "summary.json").exists()
+
+    def test_a_wrong_name_stops_it_before_it_starts(self, tmp_path):
+        finished = fedssl("-m", "strategy=fedavg,l_dwa", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+        assert finished.returncode == 2
+        assert "did you mean l_dawa" in finished.stderr
+        assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.slow
+def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path):
+    finished = fedssl(f"output_dir={tmp_path / 'run'}")
+    assert finished.returncode == 0, finished.stderr
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    # The 10 draws of two labels per class have a standard deviation of about 3 points, so 1 of their mean; the draws
+    # are the same for all three.
+    for other in ("untrained", "pixels"):
+        assert final["federated"]["linear_2_per_class"] > final[other]["linear_2_per_class"] + 0.05
+    assert "untrained" in finished.stdout

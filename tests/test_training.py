@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl.methods.base import SSLMethod
+from fedssl.seeding import derive, torch_generator
+from fedssl.training import batches, train
+
+
+@pytest.mark.parametrize(
+    ("pictures", "batch_size", "sizes"),
+    [(10, 4, [4, 3, 3]), (8, 4, [4, 4]), (3, 64, [3]), (129, 64, [43, 43, 43]), (65, 64, [33, 32])],
+)
+def test_an_epoch_sees_every_picture_once_in_nearly_equal_batches(pictures, batch_size, sizes):
+    indices = torch.arange(100, 100 + pictures)
+    epoch = list(batches(indices, batch_size, generator=torch_generator(0, "x")))
+    assert [len(batch) for batch in epoch] == sizes
+    assert torch.equal(torch.cat(epoch).sort().values, indices)
+
+
+class Toy(SSLMethod):
+    """Loss w * mean(view1) - so the gradient is mean(view1), known by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(1, 1, bias=False)
+        self.encoder.weight.data.fill_(1.0)
+        self.steps = 0
+
+    def loss(self, view1, view2):
+        return self.encoder.weight.squeeze() * view1.mean()
+
+    def after_step(self):
+        self.steps += 1
+
+
+def run(method, *, epochs, images=None, batch_size=2):
+    images = torch.tensor([1, 3, 5, 7], dtype=torch.uint8).reshape(4, 1, 1, 1) if images is None else images
+    optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1)
+    return train(
+        method,
+        images,
+        torch.arange(len(images)),
+        augment=lambda batch, generator: (batch.float(), batch.float()),
+        optimizer=optimizer,
+        epochs=epochs,
+        batch_size=batch_size,
+        precision="fp32",
+        generator=torch_generator(0, "train"),
+    )
+
+
+def test_steps_and_loss_by_hand():
+    # One batch of all four pictures, mean 4: w = 1 -> loss 4, gradient 4, w = 1 - 0.1 * 4 = 0.6 -> loss 2.4, w = 0.2.
+    method = Toy()
+    result = run(method, epochs=2, batch_size=4)
+    assert result.loss == pytest.approx(2.4)
+    assert method.encoder.weight.item() == pytest.approx(0.2)
+    assert (result.num_examples, method.steps) == (4, 2)
+
+
+def test_loss_is_the_mean_per_picture_whatever_the_batch_sizes():
+    # Without a step (gradient zero at lr 0 is not needed: the loss does not depend on w when pictures are equal) every
+    # batch of pictures of value 2 has loss 2w; with 3 pictures in batches of 2 and 1 the mean per picture is still that
+    # of the batches weighted by 2/3 and 1/3: 2 * (2/3 * 1 + 1/3 * 0.8), since w falls by 0.1 * 2 after the first batch.
+    method = Toy()
+    result = run(method, epochs=1, images=torch.full((3, 1, 1, 1), 2, dtype=torch.uint8))
+    assert result.loss == pytest.approx(2 * (2 / 3 * 1.0 + 1 / 3 * 0.8))
+
+
+def test_no_epochs_leave_the_model_alone():
+    method = Toy()
+    assert np.isnan(run(method, epochs=0).loss)
+    assert method.encoder.weight.item() == 1.0
+
+
+def test_seeds_differ_by_every_part_of_the_path():
+    places = [(0, "train", 1, 2), (1, "train", 1, 2), (0, "clients", 1, 2), (0, "train", 2, 1), (0, "train", 1)]
+    assert len({derive(*place) for place in places}) == len(places)
+    assert derive(0, "train", 1, 2) == derive(0, "train", 1, 2)
