@@ -7,6 +7,9 @@ process and the medians compared: fedssl (targets: at least 6x the DataLoader an
 the usual DataLoader with two workers, which are started before the clock and kept; kornia's batched augmentation, left
 out where it is not installed. The peers blur in their fastest way: PIL's filter, and a 5x5 kernel in kornia, where
 fedssl's is 13x13. With a GPU, fedssl and kornia are timed there as well.
+
+Where other programs use the cores too, set OMP_WAIT_POLICY=PASSIVE: threads that spin at the end of every operation
+otherwise lose more than the work takes, in fedssl and kornia alike.
 """
 
 import argparse

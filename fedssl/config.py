@@ -55,8 +55,10 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     check_names(overrides)
     settings = _compose(overrides)
     groups = [word for word in overrides if word.partition("=")[0].split("@")[0] in _groups()]
+    values = dict(_flatten(settings))
     for key, default in _flatten(_compose(groups)):
-        _check_type(key, OmegaConf.select(settings, key), default)
+        if key in values:  # a word may delete a key: ~key
+            _check_type(key, values[key], default)
     check(settings)
     settings.threads = settings.threads or default_threads()
     if settings.dataset.get("path"):  # a run on Ray has another working directory
@@ -222,7 +224,7 @@ def _nearest(name: str, choices: Iterable[str]) -> str:
 def _flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values; with ``inner`` also the keys of nested nodes."""
     for key in node:
-        value, name = node[key], f"{prefix}{key}"
+        value, name = node[key], prefix + str(key)
         if isinstance(value, DictConfig):
             if inner:
                 yield name, value
@@ -234,7 +236,6 @@ def _flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iter
 def _check_type(key: str, value: Any, default: Any) -> None:
     """A value must have the type of its default; whole numbers serve as fractions, and null defaults take anything."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
-    value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     allowed = (int, float) if isinstance(default, float) else (type(default),)
     mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
     if default is not None and (not isinstance(value, allowed) or mistaken_bool):

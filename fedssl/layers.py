@@ -28,9 +28,8 @@ STATISTICS = ("running_mean", "running_var")
 ROW = 1 << 13
 """Numbers in one BLAS product."""
 
-TILE = 1 << 16
-"""Numbers worked on at a time: a few tiles of float32 stay in the second-level cache of a core while several operations
-or clients use them, so that memory is read once."""
+TILE = 8 * ROW
+"""Numbers worked on at a time: they stay in the second-level cache of a core for both products and all clients."""
 
 _NUMBERS_PER_THREAD = 1 << 20
 _SMALLEST_SQUARE = 1e-30
@@ -130,8 +129,9 @@ class GlobalLayers:
     def for_each(self, work: Callable[[str], None]) -> None:
         """Call ``work(name)`` for every layer, the largest first, on as many threads as torch may use.
 
-        NumPy lets go of the interpreter while it computes. Threads take layers from one list, so a core that is busy
-        with something else delays nobody; a layer is never divided.
+        NumPy and torch let go of the interpreter while they compute. Threads take layers from one list, so a core that
+        is busy with something else delays nobody; within ``work`` torch itself stays on one thread, because its own
+        threads wait for each other and cut an array where it suits their number.
         """
         todo = iter(self._by_size)
 
@@ -140,15 +140,17 @@ class GlobalLayers:
                 work(name)
 
         numbers = sum(array.size for array in self.layers.values())
-        others = min(torch.get_num_threads() - 1, numbers // _NUMBERS_PER_THREAD)
-        if others < 1:
-            take()
-            return
-        with ThreadPoolExecutor(others) as pool:
-            running = [pool.submit(take) for _ in range(others)]
-            take()
-            for thread in running:
-                thread.result()
+        threads = torch.get_num_threads()
+        others = min(threads - 1, numbers // _NUMBERS_PER_THREAD)
+        torch.set_num_threads(1)  # new threads take this over
+        try:
+            with ThreadPoolExecutor(max(others, 1)) as pool:
+                running = [pool.submit(take) for _ in range(others)]
+                take()
+                for thread in running:
+                    thread.result()
+        finally:
+            torch.set_num_threads(threads)
 
     def _measure(self, clients: Sequence[Layers]) -> list[dict[str, tuple[float, float]]]:
         """For every client w.g and w.w of the floating-point layers, in the order of the global layers."""

@@ -72,6 +72,7 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     device = pick_device(settings.device)
     strategy: FedSSLStrategy = make(settings.strategy)
     evaluator = Evaluator(settings, device)
+    evaluator.check()
     method = build(settings).to(device)
     nodes = find_nodes(grid, settings.num_clients)
     pictures = load(settings.dataset, "federated")

@@ -22,6 +22,16 @@ class Evaluator:
         self.protocol = make(settings.evaluation)
         self.final_protocol = make(settings.final_evaluation)
 
+    def check(self) -> None:
+        """Find before any training a protocol that the labels do not allow: run all on features that say nothing."""
+        train, test = load(self.settings.dataset, "train"), load(self.settings.dataset, "test")
+        if train is not None and test is not None:
+            classes = int(train.labels.max()) + 1
+            nothing = torch.zeros(len(train.labels), 1)
+            features = Features(nothing, train.labels, nothing[:1], test.labels[:1], num_classes=classes)
+            for protocol in (self.protocol, self.final_protocol):
+                protocol(features, seed=self.settings.seed)
+
     def due(self, round: int) -> bool:
         """Whether the encoder is evaluated after this round."""
         every = self.settings.evaluate_every

@@ -117,12 +117,11 @@ def _new_folder() -> Path:
 
 
 def _note_failure(folder: Path, words: Sequence[str], error: Exception) -> None:
-    """A job that failed before its run folder was begun still has a summary for the table."""
+    """See to it that the summary, which the table is made of, tells of the failure, even if the run never began."""
     summary = folder / "summary.json"
-    if not summary.exists():
-        content = {"status": "failed", "reason": str(error), "overrides": list(words), "rounds": 0}
-        folder.mkdir(parents=True, exist_ok=True)
-        summary.write_text(json.dumps(content, indent=2) + "\n")
+    content = json.loads(summary.read_text()) if summary.exists() else {"overrides": list(words), "rounds": 0}
+    folder.mkdir(parents=True, exist_ok=True)
+    summary.write_text(json.dumps({**content, "status": "failed", "reason": str(error)}, indent=2) + "\n")
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

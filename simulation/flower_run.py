@@ -116,6 +116,7 @@ def run(
     summary_file = output_dir / "summary.json"
     old = summary_file.stat().st_mtime_ns if summary_file.exists() else 0
     with private_place() as place, (output_dir / LOG_FILE).open("a", buffering=1, encoding="utf-8") as log:
+        print(f"starting Flower and Ray for {num_clients} clients on {cpus} CPUs", flush=True)
         environment = make_environment(os.environ, ray_directory=place.path, allocator=allocator)
         start_superlink(place, log, environment=environment)
         config_file = place.path / "run.toml"

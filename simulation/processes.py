@@ -1,8 +1,9 @@
 """A private place for foreign processes: whatever is started in it ends with it, and nothing of it stays on disk.
 
 Flower's SuperLink and Ray start daemons that start daemons, in sessions of their own, so neither a process group nor
-the tree of parents finds them all. What they keep is the environment they inherited: every process whose ``FLWR_HOME``
-lies in the private directory belongs to the place.
+the tree of parents finds them all. What they inherit is the working directory and the environment: every process whose
+working directory or ``FLWR_HOME`` lies in the private directory belongs to the place. Both are needed: a process may go
+elsewhere, and Ray's workers overwrite their environment with a title.
 
 The clean-up is done by a small guard process that waits for the end of its standard input. It therefore happens in
 every case: the run ended, it failed, Ctrl-C, SIGTERM, and also when the process that made the place was killed with
@@ -35,7 +36,7 @@ class Place:
 
     @property
     def home(self) -> Path:
-        """The folder for Flower's state; its path marks the processes of this place."""
+        """The folder for Flower's state."""
         return self.path / "home"
 
     @property
@@ -73,7 +74,8 @@ def private_place() -> Iterator[Place]:
     The directory lies in ``/tmp`` or where ``RAY_TMPDIR`` says, under a short name, because Ray makes Unix sockets
     below it, whose paths are limited to 107 bytes.
     """
-    place = Place(Path(tempfile.mkdtemp(prefix="fssl-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))))
+    directory = tempfile.mkdtemp(prefix="fssl-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
+    place = Place(Path(directory).resolve())
     # -I -S: neither the environment nor site-packages can change what the guard does, and it starts in 20 ms.
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(place.path)],
@@ -92,27 +94,31 @@ def private_place() -> Iterator[Place]:
             process.wait()
 
 
-def belonging(home: Path) -> set[int]:
-    """The ids of all processes whose environment says ``FLWR_HOME=home``, whoever their parents are."""
-    mark = f"FLWR_HOME={home}"
+def belonging(place: Path) -> set[int]:
+    """The ids of all processes that belong to the place at this path, whoever their parents are."""
     if sys.platform == "linux":
-        return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if mark in _environment(entry).split("\0")}
-    listing = subprocess.run(["ps", "-axwwE", "-o", "pid=,command="], capture_output=True, text=True, errors="replace")
-    return {int(line.split()[0]) for line in listing.stdout.splitlines() if mark in line.split()}
+        return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_in(entry, place)}
+    # macOS tells no working directories; a process that has lost its environment still has its process group.
+    listing = subprocess.run(["ps", "-axwwE", "-o", "pid=,pgid=,command="], capture_output=True, errors="replace")
+    rows = [line.split() for line in listing.stdout.splitlines()]
+    groups = {row[1] for row in rows if f"FLWR_HOME={place / 'home'}" in row}
+    return {int(row[0]) for row in rows if row[1] in groups}
 
 
-def _environment(entry: Path) -> str:
+def _is_in(entry: Path, place: Path) -> bool:
     try:
-        return (entry / "environ").read_text(errors="replace")
+        if place in Path(os.readlink(entry / "cwd")).parents:
+            return True
+        return f"FLWR_HOME={place / 'home'}" in (entry / "environ").read_text(errors="replace").split("\0")
     except OSError:  # it has ended, or belongs to another user
-        return ""
+        return False
 
 
-def end(home: Path) -> None:
+def end(place: Path) -> None:
     """End the processes of a place: SIGTERM, and SIGKILL for those that are still there after ``GRACE`` seconds."""
     start = time.monotonic()
     asked: set[int] = set()
-    while (pids := belonging(home)) and (waited := time.monotonic() - start) < PATIENCE:
+    while (pids := belonging(place)) and (waited := time.monotonic() - start) < PATIENCE:
         for pid in pids if waited > GRACE else pids - asked:
             try:
                 os.kill(pid, signal.SIGKILL if waited > GRACE else signal.SIGTERM)
@@ -125,7 +131,7 @@ def end(home: Path) -> None:
 def watch(path: Path) -> None:
     """What the guard does: wait until the standard input ends, end the processes of the place, remove the place."""
     sys.stdin.buffer.read()
-    end(path / "home")
+    end(path)
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -10,14 +10,23 @@ authors' code (``buffers="scale"``); counters are averaged with s = 1 and rounde
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from fedssl.errors import InputError
-from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
+from fedssl.layers import Alignment, GlobalLayers, Layers, is_weight
 from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
+
+# Layers that came through shared memory are read-only; they are only read here.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+TILE = 1 << 18
+"""Numbers of a layer to which all clients are added in turn: the sum stays in the cache, so memory is read once. `add_`
+multiplies and adds in one operation, for which NumPy needs two and a buffer."""
 
 NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
@@ -160,25 +169,18 @@ class WeightedSum:
             self._empty = False
 
     def _fold_layer(self, name: str, terms: Sequence[_Term]) -> None:
-        total = self._sums[name].reshape(-1)
-        number = total.dtype.type
-        parts = [
-            (term.layers[name].reshape(-1), number(coefficient), term.keep)
-            for term, coefficient in zip(terms, self._coefficients(name, terms), strict=True)
-        ]
-        product = np.empty(min(TILE, total.size), total.dtype)
-        for start in range(0, total.size, TILE):
+        total = _flat(self._sums[name])
+        clients = [_flat(term.layers[name]) for term in terms]
+        coefficients = self._coefficients(name, terms)
+        for start in range(0, len(total), TILE):
             tile = slice(start, start + TILE)
-            sums = total[tile]
-            product = product[: sums.size]
-            for position, (values, coefficient, keep) in enumerate(parts):
-                if self._empty and position == 0:
-                    np.multiply(values[tile], coefficient, out=sums)
-                    continue
-                if keep != 1:
-                    np.multiply(sums, keep, out=sums)
-                np.multiply(values[tile], coefficient, out=product)
-                np.add(sums, product, out=sums)
+            sums = torch.from_numpy(total[tile])
+            if self._empty:
+                sums.zero_()
+            for term, coefficient, values in zip(terms, coefficients, clients, strict=True):
+                if term.keep != 1:
+                    sums.mul_(term.keep)
+                sums.add_(torch.from_numpy(values[tile]), alpha=coefficient)
 
     def _coefficients(self, name: str, terms: Sequence[_Term]) -> list[float]:
         """beta_k s_k of every client for a layer."""
@@ -198,6 +200,10 @@ def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, rule
     rule.start(GlobalLayers(global_layers))
     rule.add_all(sorted(updates, key=lambda update: update.partition_id))
     return rule.finish()
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1)
 
 
 def _sum_dtype(array: np.ndarray) -> np.dtype:

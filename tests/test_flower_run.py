@@ -19,6 +19,7 @@ from simulation.flower_run import (
     RunFailed,
     check,
     failure,
+    follow,
     make_environment,
     read_summary,
     run,
@@ -239,9 +240,35 @@ def test_the_summary_of_an_earlier_run_does_not_count(tmp_path):
     assert read_summary(path, newer_than=stamp - 1) == {"status": "finished"}
 
 
+def follow_shell(script, tmp_path, *, verbose=False, pending_timeout=60.0):
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with (tmp_path / "log").open("w") as log:
+        follow(process, log, verbose=verbose, pending_timeout=pending_timeout)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_log_is_complete_and_what_is_printed_is_short(tmp_path, capsys, verbose):
+    follow_shell(r"printf 'INFO :      hello\n\033[93mround 1\033[0m\n\nlast'", tmp_path, verbose=verbose)
+    assert (tmp_path / "log").read_text() == "INFO :      hello\nround 1\n\nlast"
+    assert capsys.readouterr().out == ("INFO :      hello\nround 1\n\nlast" if verbose else "round 1\nlast")
+
+
+def test_what_the_command_line_refuses_is_the_reason(tmp_path):
+    script = "echo Using SuperLink: private; printf '╭─ Error ─╮\n│ no such key │\n╰─────╯\n'; exit 1"
+    with pytest.raises(RunFailed, match="^`flwr run`: no such key$"):
+        follow_shell(script, tmp_path)
+
+
+def test_a_run_that_stays_pending_is_given_up(tmp_path):
+    with pytest.raises(RunFailed, match="still pending"):
+        follow_shell("echo Successfully started run 7; exec sleep 1000", tmp_path, pending_timeout=0.5)
+    follow_shell("echo Successfully started run 7; echo round 1; sleep 1", tmp_path, pending_timeout=0.5)
+
+
 # --- nothing stays behind ---
 
-STUBBORN = "trap '' TERM; setsid sleep 1000 & while :; do sleep 1; done"
+# A daemon without the environment, a process that went elsewhere, and one that ignores SIGTERM.
+STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & while :; do sleep 1; done"
 
 
 def test_processes_of_a_place_end_with_it(tmp_path):
@@ -250,9 +277,9 @@ def test_processes_of_a_place_end_with_it(tmp_path):
             ["sh", "-c", STUBBORN], environment=os.environ, stdout=out
         )  # a daemon, and one that ignores SIGTERM
         other = subprocess.Popen(["sleep", "1000"])
-        assert wait_until(lambda: len(belonging(place.home)) >= 2, seconds=10)
-        assert os.getpid() not in belonging(place.home)
-    assert belonging(place.home) == set()
+        assert wait_until(lambda: len(belonging(place.path)) >= 4, seconds=10)
+        assert os.getpid() not in belonging(place.path)
+    assert belonging(place.path) == set()
     assert not place.path.exists()
     assert other.poll() is None  # a stranger is left alone
     other.kill()
@@ -266,17 +293,17 @@ def test_processes_of_a_place_end_with_its_owner(number):
         "from simulation.processes import private_place\n"
         "with private_place() as place:\n"
         "    process = place.start(['sleep', '1000'], environment=os.environ, stdout=subprocess.DEVNULL)\n"
-        "    print(place.home, flush=True)\n"
+        "    print(place.path, flush=True)\n"
         "    process.wait()\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    home = Path(owner.stdout.readline().strip())
-    assert belonging(home)
+    place = Path(owner.stdout.readline().strip())
+    assert belonging(place)
     owner.send_signal(number)
     owner.communicate()
-    assert wait_until(lambda: not belonging(home), seconds=10)
-    assert wait_until(lambda: not home.parent.exists(), seconds=10)
+    assert wait_until(lambda: not belonging(place), seconds=10)
+    assert wait_until(lambda: not place.exists(), seconds=10)
 
 
 # --- whole runs ---
@@ -296,9 +323,9 @@ def test_a_run_through_flower_and_ray(app_dir, tmp_path, capsys):
         assert "fssl-" in facts["directory"]
         assert facts["file"].startswith(str(Path(facts["directory"]).parent / "home"))
     assert clients[0]["trim"] == str(2**31 - 1)
-    home = Path(server["directory"]).parent / "home"
-    assert belonging(home) == set()
-    assert not home.parent.exists()
+    place = Path(server["directory"]).parent
+    assert belonging(place) == set()
+    assert not place.exists()
 
 
 @pytest.mark.slow
@@ -330,9 +357,9 @@ def test_interrupt_in_a_round_ends_everything(app_dir, tmp_path):
         if line.startswith("round 1 of 1000"):
             break
     log = (folder / "flower.log").read_text()
-    home = Path("/", *Path(log.partition("Successfully installed tiny to ")[2].split("\n")[0]).parts[1:4])
-    assert len(belonging(home)) >= 6  # SuperLink, SuperExec, simulation, Ray's daemons, two clients
+    place = Path(log.partition("Successfully installed tiny to ")[2].partition("/home/")[0])
+    assert len(belonging(place)) >= 10  # SuperLink, SuperExec, simulation, five daemons of Ray, two clients
     owner.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in owner.communicate(timeout=20)[0]
-    assert belonging(home) == set()
-    assert not home.parent.exists()
+    assert belonging(place) == set()
+    assert not place.exists()
