@@ -24,7 +24,7 @@ from client_app.resident import resident
 from fedssl.config import compose, make
 from fedssl.exchange import travelling_layers
 from fedssl.methods import build
-from fedssl.threads import set_threads, tune_allocator
+from fedssl.threads import tune_allocator
 from fedssl.training import batches
 from server_app.app import find_nodes, run_round
 from simulation.local_grid import LocalGrid
@@ -38,8 +38,9 @@ class Federation:
     def __init__(self, *overrides: str) -> None:
         self.settings = compose([*COMMON, *overrides])
         self.settings.output_dir = tempfile.mkdtemp()
-        set_threads(self.settings.threads)
-        tune_allocator()
+        torch.set_num_threads(self.settings.threads)
+        if self.settings.allocator:
+            tune_allocator()
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients)
         self.nodes = find_nodes(self.grid, self.settings.num_clients)
         self.strategy = make(self.settings.strategy)
@@ -92,7 +93,7 @@ def whole_round(repeats: int = 5) -> None:
 
 def hundred(repeats: int = 3) -> None:
     """Part 3, in a process of its own, so that the peak memory is its own."""
-    federation = Federation("local_epochs=0", "num_clients=100", "allocator=false")
+    federation = Federation("local_epochs=0", "num_clients=100")
     federation()
     seconds = statistics.median(federation() for _ in range(repeats))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

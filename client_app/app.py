@@ -4,14 +4,19 @@ The same on every engine. Which client this is comes from the node's own configu
 ``num-partitions``; ``state-path`` may name the folder for what the client keeps between rounds.
 """
 
+import logging
+import traceback
 from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
 from client_app.resident import resident
 from fedssl.fingerprint import code_fingerprint
 from fedssl.messages import TrainPlan, who_reply
+
+log = logging.getLogger("fedssl")
 
 app = ClientApp()
 
@@ -24,7 +29,18 @@ def who(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train one round on this node's partition."""
+    """Train one round on this node's partition; a failure is answered with its reason, so that the round goes on."""
+    try:
+        return train_round(message, context)
+    except Exception as error:  # the server decides what follows from a failed client, whatever failed
+        log.debug("training failed", exc_info=True)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+        return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+
+def train_round(message: Message, context: Context) -> Message:
+    """Unpack the plan, train, pack the update."""
     plan = TrainPlan.from_content(message.content)
     if plan.code != code_fingerprint():
         raise RuntimeError(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")

@@ -12,12 +12,12 @@ from client_app.state import load_state, save_state
 from fedssl.config import make
 from fedssl.datasets.base import load
 from fedssl.devices import pick_device
-from fedssl.exchange import travelling_layers
+from fedssl.exchange import is_kept, take_layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods import build
 from fedssl.partition import split
 from fedssl.seeding import derive, torch_generator
-from fedssl.threads import set_threads, tune_allocator
+from fedssl.threads import tune_allocator
 from fedssl.training import train
 
 
@@ -25,7 +25,7 @@ class Resident:
     """Everything of a run that does not differ between the clients of a process."""
 
     def __init__(self, settings: DictConfig) -> None:
-        set_threads(settings.threads)
+        torch.set_num_threads(settings.threads)
         if settings.allocator:
             tune_allocator()
         self.settings = settings
@@ -36,12 +36,16 @@ class Resident:
         self.augment = make(settings.augmentation)
         self.strategy = make(settings.strategy)
         self.method = build(settings).to(self.device)
+        self.travelling = {name for name in self.method.state_dict() if not is_kept(self.method, name)}
         trained = [parameter for parameter in self.method.parameters() if parameter.requires_grad]
         self.optimizer = make(settings.optimizer, trained)
 
     def train(self, plan: TrainPlan, partition_id: int, state_folder: Path) -> ClientUpdate:
-        """One client's part in a round; the returned layers are its own copy."""
+        """One client's part in a round."""
         start = time.perf_counter()
+        absent = self.travelling - plan.layers.keys()
+        if absent:  # whatever the model holds there, it is not this client's
+            raise ValueError(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         indices = self.parts[partition_id]
         place = (self.settings.seed, "train", plan.round, partition_id)
         torch.manual_seed(derive(*place))  # for layers that draw themselves, such as dropout
@@ -63,7 +67,7 @@ class Resident:
         if kept:
             save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
         return ClientUpdate(
-            layers=travelling_layers(self.method),
+            layers=take_layers(self.method),
             partition_id=partition_id,
             num_examples=result.num_examples,
             train_loss=result.loss,

@@ -60,7 +60,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         if key in values:  # a word may delete a key: ~key
             _check_type(key, values[key], default)
     check(settings)
-    settings.threads = settings.threads or default_threads()
+    settings.threads = settings.threads or default_threads(settings.dataset.size)
     if settings.dataset.get("path"):  # a run on Ray has another working directory
         settings.dataset.path = str(Path(settings.dataset.path).expanduser().absolute())
     return settings

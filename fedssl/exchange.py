@@ -1,7 +1,6 @@
 """Layers out of a model and into it."""
 
 import warnings
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +12,39 @@ from fedssl.methods.base import SSLMethod
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-def travelling_layers(method: SSLMethod, *, copy: bool = True) -> Layers:
-    """The layers of all parts that are exchanged, on the CPU.
+def travelling_layers(method: SSLMethod) -> Layers:
+    """Copies of the layers of all parts that are exchanged, on the CPU."""
+    return {
+        name: value.detach().to("cpu", copy=True).numpy()
+        for name, value in method.state_dict().items()
+        if not is_kept(method, name)
+    }
 
-    ``copy=False`` shares the memory of a model on the CPU, for reading at once.
+
+def take_layers(method: SSLMethod) -> Layers:
+    """The layers of all parts that are exchanged, taken out of the model.
+
+    On a CPU nothing is copied: the caller gets the model's memory and the model gets new memory with arbitrary numbers
+    in it, which `load_layers` has to fill before the model is used again.
     """
-    names = [name for name in method.state_dict() if not is_kept(method, name)]
-    return {name: value.numpy() for name, value in _to_cpu(method, names, copy=copy)}
+    layers = {}
+    for name, value in method.state_dict(keep_vars=True).items():
+        if not is_kept(method, name):
+            layers[name] = value.detach().cpu().numpy()
+            if value.device.type == "cpu":
+                value.data = torch.empty_like(value)
+    return layers
 
 
 def kept_state(method: SSLMethod) -> dict[str, Tensor]:
-    """Copies of the parts that stay with the client."""
-    return dict(_to_cpu(method, [name for name in method.state_dict() if is_kept(method, name)], copy=True))
+    """Copies of the parts that stay with the client, on the CPU."""
+    if not method.kept:
+        return {}
+    return {
+        name: value.detach().to("cpu", copy=True)
+        for name, value in method.state_dict().items()
+        if is_kept(method, name)
+    }
 
 
 def is_kept(method: SSLMethod, name: str) -> bool:
@@ -47,9 +67,3 @@ def load_layers(module: nn.Module, layers: Layers) -> None:
             has = tuple(state[name].shape) if name in state else "no such layer"
             raise ValueError(f"layer {name} has shape {array.shape} but the model has {has}")
         state[name].copy_(torch.from_numpy(array))
-
-
-def _to_cpu(method: SSLMethod, names: Iterable[str], *, copy: bool) -> Iterable[tuple[str, Tensor]]:
-    state = method.state_dict()
-    for name in names:
-        yield name, state[name].detach().to("cpu", copy=copy)

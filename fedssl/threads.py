@@ -4,20 +4,17 @@ import ctypes
 import os
 import sys
 
-import torch
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-def default_threads() -> int:
-    """Cores this process may use, at most 4: small batches gain little from more, and Ray runs clients side by side."""
+def default_threads(size: int) -> int:
+    """CPU threads for pictures of ``size`` x ``size``: 1 below 32 pixels, else the cores this process has, at most 4.
+
+    Operations on smaller pictures are over before a second thread has begun; more than 4 gain little on batches of
+    usual size, while Ray runs clients side by side.
+    """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(4, cores)
-
-
-def set_threads(threads: int | None) -> None:
-    """Let torch use ``threads`` threads; None: `default_threads`."""
-    torch.set_num_threads(threads or default_threads())
+    return 1 if size < 32 else min(4, cores)
 
 
 def tune_allocator() -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +27,7 @@ from fedssl.messages import from_record, read_who, to_record
 from fedssl.methods import SSLMethod, build
 from fedssl.partition import split
 from fedssl.partition_report import draw, write_table
-from fedssl.threads import set_threads, tune_allocator
+from fedssl.threads import tune_allocator
 from server_app.checkpoint import saved_rounds
 from server_app.evaluator import Evaluator
 from server_app.recorder import Recorder, logging_to
@@ -66,7 +67,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[str, float]]:
     """All rounds from the last checkpoint on; returns the final comparison of encoders."""
-    set_threads(settings.threads)
+    torch.set_num_threads(settings.threads)
     if settings.allocator:
         tune_allocator()
     device = pick_device(settings.device)

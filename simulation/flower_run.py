@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RunFailed
 from simulation.processes import Place, private_place
 
 LOG_FILE = "flower.log"
@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "PYTHONUNBUFFERED": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # as on the local engine, see cli.py
 }
 # Large buffers otherwise go back to the system when freed and cost one page fault per page when allocated again.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**31 - 1), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
@@ -53,10 +54,6 @@ NOISE = re.compile(
     r"((DEBUG|INFO) +: |WARNING : +(Since flwr 1\.32, default simulated|Manually terminating ClientAppActor))"
     r"|Successfully installed .* to "
 )
-
-
-class RunFailed(RuntimeError):
-    """The run did not do all of its work; the message is the reason."""
 
 
 def run(

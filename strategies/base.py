@@ -159,7 +159,10 @@ class FedSSLStrategy(Strategy):
             self._fold(rule, server_round, client, reply)
             del reply
         if not self.report.clients:
-            reasons = "; ".join(f"client {client}: {reason}" for client, reason in self.report.dropped.items())
+            clients: dict[str, list[str]] = {}
+            for client, reason in self.report.dropped.items():
+                clients.setdefault(reason, []).append(str(client))
+            reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
             raise RunFailed(
                 f"round {server_round}: none of {len(self._clients)} clients sent a usable update ({reasons})"
             )

@@ -18,15 +18,11 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.layers import Alignment, GlobalLayers, Layers, is_weight
+from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
 from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 
 # Layers that came through shared memory are read-only; they are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-
-TILE = 1 << 18
-"""Numbers of a layer to which all clients are added in turn: the sum stays in the cache, so memory is read once. `add_`
-multiplies and adds in one operation, for which NumPy needs two and a buffer."""
 
 NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
@@ -180,6 +176,7 @@ class WeightedSum:
             for term, coefficient, values in zip(terms, coefficients, clients, strict=True):
                 if term.keep != 1:
                     sums.mul_(term.keep)
+                # One operation that multiplies and adds; NumPy needs two and a buffer.
                 sums.add_(torch.from_numpy(values[tile]), alpha=coefficient)
 
     def _coefficients(self, name: str, terms: Sequence[_Term]) -> list[float]:

@@ -110,7 +110,7 @@ def test_buffers_and_counters_by_hand():
 
 
 def model(seed, dtype=np.float32):
-    """Layers of all kinds; ``fc.weight`` is larger than a tile, ``conv.bias`` is zero in the first model."""
+    """Layers of all kinds; ``fc.weight`` has many rows and a rest, ``conv.bias`` is zero in the first model."""
     random = np.random.default_rng(seed)
     return {
         "conv.weight": random.standard_normal((8, 3, 3, 3)).astype(dtype),
@@ -270,6 +270,7 @@ def test_the_number_of_threads_changes_nothing():
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             results.append(l_dawa(start, updates))
+            assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     assert same(results[0], results[1])

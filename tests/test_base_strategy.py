@@ -123,7 +123,7 @@ def test_a_round_without_any_usable_update_fails_with_the_reasons():
 def test_a_round_without_any_reply_fails():
     strategy = FedAvg()
     configure(strategy, federation([good, good]))
-    with pytest.raises(RunFailed, match="client 0: no reply in time; client 1: no reply in time"):
+    with pytest.raises(RunFailed, match="client 0, 1: no reply in time"):
         strategy.aggregate_train(1, [])
 
 

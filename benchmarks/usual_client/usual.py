@@ -1,0 +1,78 @@
+"""The app that `ray_engine.py` compares with: empty rounds, and rounds of the usual client under Flower's FedAvg.
+
+The usual client makes everything anew for each message, as tutorials do: a ResNet-18 (11.2 M weights), the data set from
+a file, a DataLoader with two workers. It fetches one batch and takes no optimiser step, so that only overhead is timed.
+"""
+
+import json
+import shlex
+import time
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.models import resnet18
+
+from server_app.app import receive
+
+client = ClientApp()
+server = ServerApp()
+
+
+def model() -> torch.nn.Module:
+    """A ResNet-18 for small pictures."""
+    network = resnet18(num_classes=128)
+    network.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    return network
+
+
+@client.query()
+def empty(message: Message, context: Context) -> Message:
+    """Answer nothing."""
+    return Message(RecordDict(), reply_to=message)
+
+
+@client.train()
+def usual(message: Message, context: Context) -> Message:
+    """All that surrounds the training of one client."""
+    network = model()
+    network.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    pictures = torch.load(message.content["config"]["pictures"])
+    next(iter(DataLoader(TensorDataset(pictures), batch_size=64, shuffle=True, num_workers=2)))
+    metrics = MetricRecord({"num-examples": len(pictures)})
+    return Message(
+        RecordDict({"arrays": ArrayRecord(network.state_dict()), "metrics": metrics}),
+        reply_to=message,
+    )
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the rounds and write their seconds into ``summary.json``."""
+    words = dict(word.split("=", 1) for word in shlex.split(str(context.run_config["overrides"])))
+    clients = int(words["num_clients"])
+    while len(nodes := list(grid.get_node_ids())) < clients:
+        time.sleep(0.05)
+    strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients)
+    arrays = ArrayRecord(model().state_dict())
+    seconds: dict[str, list[float]] = {"empty": [], "usual": []}
+    for _ in range(int(words["empty"])):
+        start = time.monotonic()
+        messages = [Message(RecordDict(), node, "query") for node in nodes]
+        assert not any(reply.has_error() for reply in receive(grid, messages, timeout=600))
+        seconds["empty"].append(time.monotonic() - start)
+    for round in range(1, int(words["usual"]) + 1):
+        start = time.monotonic()
+        # The part of Flower's own `Strategy.start` that trains.
+        config = ConfigRecord({"pictures": words["pictures"]})
+        replies = list(grid.send_and_receive(strategy.configure_train(round, arrays, config, grid), timeout=600))
+        assert len(replies) == clients
+        assert not any(reply.has_error() for reply in replies)
+        arrays, _ = strategy.aggregate_train(round, replies)  # type: ignore[assignment]
+        seconds["usual"].append(time.monotonic() - start)
+    summary = {"status": "finished", "rounds": sum(map(len, seconds.values())), "seconds": seconds}
+    Path(words["output_dir"], "summary.json").write_text(json.dumps(summary))
