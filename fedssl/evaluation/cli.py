@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
@@ -26,7 +27,6 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, extract
 from fedssl.export import load_encoder
 from fedssl.report import format_table
-from fedssl.threads import set_threads
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [dataset.path=PATH] "
@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> str:
     file = encoder_file(own)
     settings = read_settings(others, run=Path(own["run"]) if "run" in own else None)
     evaluation = make(settings.evaluation)
-    set_threads(settings.threads)
+    torch.set_num_threads(settings.threads)
     encoder: Any = load_encoder(file)
     if not any(_split(word)[0] == "dataset.size" for word in words):
         settings.dataset.size = encoder.size
