@@ -28,7 +28,7 @@ import torch
 
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, from_record, to_record
-from fedssl.threads import set_threads, tune_allocator
+from fedssl.threads import default_threads, tune_allocator
 from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa
 from strategies.m_dawa import m_dawa
@@ -67,18 +67,15 @@ def trained(layers: Layers, client: int) -> ClientUpdate:
 
 
 def authors(global_layers: list[np.ndarray], models: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """L-DAWA as its authors compute it: array by array, with norms, products and scaled copies as new arrays."""
-    scaled = []
-    for model in models:
-        scaled.append([])
-        for w, g in zip(model, global_layers, strict=True):
-            norm = np.linalg.norm(w)
-            if w.ndim == 0 or norm == 0:
-                scaled[-1].append(w)
-                continue
-            cosine = np.sum(w * g) / (norm * np.linalg.norm(g))
-            scaled[-1].append(min(cosine, 1.0) * w)
-    return [reduce(np.add, arrays) / len(models) for arrays in zip(*scaled, strict=True)]
+    """L-DAWA as its authors compute it: array by array three norms, a product and a scaled copy, then their mean."""
+
+    def scaled(w: np.ndarray, g: np.ndarray) -> np.ndarray:
+        if w.ndim == 0 or np.linalg.norm(w) == 0:
+            return w
+        return min(np.sum(w * g) / (np.linalg.norm(w) * np.linalg.norm(g)), 1.0) * w
+
+    copies = [[scaled(w, g) for w, g in zip(model, global_layers, strict=True)] for model in models]
+    return [reduce(np.add, arrays) / len(models) for arrays in zip(*copies, strict=True)]
 
 
 @dataclass
@@ -175,7 +172,7 @@ def from_messages(layers: Layers, updates: list[ClientUpdate], repetitions: int)
 
 def main() -> None:
     tune_allocator()
-    set_threads(None)
+    torch.set_num_threads(default_threads(32))
     layers = trained(resnet18(), -1).layers  # fresh biases are zero, by which the authors' form divides
     numbers = [int(word) for word in sys.argv[1:]] or [10, 100]
     updates = [trained(layers, client) for client in range(max(numbers))]
