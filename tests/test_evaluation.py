@@ -420,7 +420,7 @@ def write_encoder(file: Path, *, channels: int = 1, size: int = 8) -> None:
 
 def evaluate(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["fedssl-evaluate", *words])
-    monkeypatch.setattr(cli, "set_threads", lambda threads: None)
+    monkeypatch.setattr(cli.torch, "set_num_threads", lambda threads: None)
     return cli.main()
 
 
