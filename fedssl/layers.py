@@ -155,7 +155,7 @@ class GlobalLayers:
 
     def _measure(self, clients: Sequence[Layers]) -> list[dict[str, tuple[float, float]]]:
         """For every client w.g and w.w of the floating-point layers, in the order of the global layers."""
-        floats = [name for name, array in self.layers.items() if array.dtype.kind == "f"]
+        floats = dict.fromkeys(name for name, array in self.layers.items() if array.dtype.kind == "f")
         found: list[dict[str, tuple[float, float]]] = [dict.fromkeys(floats, (0.0, 0.0)) for _ in clients]
 
         def measure(name: str) -> None:

@@ -1,7 +1,7 @@
 """The app that `ray_engine.py` compares with: empty rounds, and rounds of the usual client under Flower's FedAvg.
 
-The usual client makes everything anew for each message, as tutorials do: a ResNet-18 (11.2 M weights), the data set from
-a file, a DataLoader with two workers. It fetches one batch and takes no optimiser step, so that only overhead is timed.
+The usual client makes everything anew for each message: the model, the data set from a file, a DataLoader with two
+workers. It fetches one batch and takes no optimiser step, so that only the overhead is timed.
 """
 
 import json
@@ -40,14 +40,12 @@ def empty(message: Message, context: Context) -> Message:
 def usual(message: Message, context: Context) -> Message:
     """All that surrounds the training of one client."""
     network = model()
-    network.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    pictures = torch.load(message.content["config"]["pictures"])
+    network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    pictures = torch.load(str(message.content.config_records["config"]["pictures"]))
     next(iter(DataLoader(TensorDataset(pictures), batch_size=64, shuffle=True, num_workers=2)))
     metrics = MetricRecord({"num-examples": len(pictures)})
-    return Message(
-        RecordDict({"arrays": ArrayRecord(network.state_dict()), "metrics": metrics}),
-        reply_to=message,
-    )
+    content = RecordDict({"arrays": ArrayRecord(network.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
 
 
 @server.main()
@@ -60,12 +58,13 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients)
     arrays = ArrayRecord(model().state_dict())
     seconds: dict[str, list[float]] = {"empty": [], "usual": []}
-    for _ in range(int(words["empty"])):
+    rounds = range(1, int(words["rounds"]) + 1)
+    for _ in rounds:
         start = time.monotonic()
         messages = [Message(RecordDict(), node, "query") for node in nodes]
         assert not any(reply.has_error() for reply in receive(grid, messages, timeout=600))
         seconds["empty"].append(time.monotonic() - start)
-    for round in range(1, int(words["usual"]) + 1):
+    for round in rounds:
         start = time.monotonic()
         # The part of Flower's own `Strategy.start` that trains.
         config = ConfigRecord({"pictures": words["pictures"]})
