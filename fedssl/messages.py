@@ -146,13 +146,18 @@ class ClientUpdate:
 
     @classmethod
     def from_content(cls, content: RecordDict, partition_id: int) -> "ClientUpdate":
-        metrics = content.metric_records[METRICS]
+        values = {}
+        for name, value in content.metric_records[METRICS].items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"metric {name} is {value} instead of a number")
+            values[name] = value
+        examples = values.get(NUM_EXAMPLES)
         return cls(
             layers=from_record(content.array_records[ARRAYS]),
             partition_id=partition_id,
-            num_examples=metrics.get(NUM_EXAMPLES),  # type: ignore[arg-type]  # checked by the strategy
-            train_loss=metrics.get(TRAIN_LOSS),  # type: ignore[arg-type]
-            seconds=metrics.get(SECONDS),  # type: ignore[arg-type]
+            num_examples=None if examples is None else int(examples),
+            train_loss=values.get(TRAIN_LOSS),
+            seconds=values.get(SECONDS),
         )
 
 

@@ -6,6 +6,7 @@ with them, so the classes also run under Flower's ``Strategy.start``.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -231,7 +232,7 @@ class FedSSLStrategy(Strategy):
                 raise ValueError(f"metric {name} is missing")
         if update.num_examples is not None and update.num_examples <= 0:
             raise ValueError(f"num-examples={update.num_examples} is not positive")
-        if "train-loss" in self.needs() and not abs(update.train_loss or 0.0) < float("inf"):
+        if "train-loss" in self.needs() and not math.isfinite(update.train_loss or 0.0):
             raise ValueError(f"train-loss={update.train_loss} is not finite")
         alignment = self._global.align(update.layers)
         if not alignment.finite:
@@ -242,10 +243,15 @@ class FedSSLStrategy(Strategy):
         return ClientRow(
             round=round,
             client=update.partition_id,
-            loss=update.train_loss,
-            seconds=update.seconds,
+            loss=_finite(update.train_loss),  # NaN without a local epoch
+            seconds=_finite(update.seconds),
             bytes_up=bytes_up,
             bytes_down=self._bytes_down,
             examples=update.num_examples,
             cosine=alignment.cosines,
         )
+
+
+def _finite(value: float | None) -> float | None:
+    """None for what JSON cannot hold."""
+    return value if value is not None and math.isfinite(value) else None

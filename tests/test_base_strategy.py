@@ -219,3 +219,22 @@ def test_a_reply_that_is_no_update_is_dropped():
     replies[1].content = RecordDict({"arrays": ArrayRecord()})
     strategy.aggregate_train(1, replies)
     assert strategy.report.dropped == {1: "record 'metrics' is missing"}
+
+
+@pytest.mark.parametrize("value", [[1, 2], float("nan"), 0, -3])
+def test_a_metric_that_is_no_count_drops_the_update(value):
+    strategy = FedAvg()
+    grid = federation([good, good])
+    replies = list(receive(grid, configure(strategy, grid), timeout=60))
+    replies[0].content["metrics"]["num-examples"] = value
+    strategy.aggregate_train(1, replies)
+    assert list(strategy.report.dropped) == [0]
+
+
+def test_what_json_cannot_hold_is_null_in_the_row():
+    strategy = FedAvg(metrics=["train-loss"])
+    grid = federation([good])
+    replies = list(receive(grid, configure(strategy, grid), timeout=60))
+    replies[0].content["metrics"]["train-loss"] = float("nan")
+    strategy.aggregate_train(1, replies)
+    assert strategy.report.clients[0].loss is None
