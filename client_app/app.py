@@ -46,6 +46,8 @@ def train_round(message: Message, context: Context) -> Message:
         raise RuntimeError(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
     client = resident(plan.settings)
     partition_id = int(context.node_config["partition-id"])
-    states = Path(str(context.node_config.get("state-path", Path(client.settings.output_dir) / "clients")))
+    states = Path(client.settings.output_dir) / "clients"
+    if "state-path" in context.node_config:
+        states = Path(str(context.node_config["state-path"])) / client.settings.run_id
     update = client.train(plan, partition_id, states / str(partition_id))
     return Message(update.to_content(plan.metrics), reply_to=message)

@@ -4,21 +4,29 @@ Versions make a resumed run exact: a run that goes back to round r finds what ea
 whatever the client wrote later.
 """
 
+import logging
 import os
+import pickle
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger("fedssl")
 
 State = dict[str, torch.Tensor]
 
 
 def load_state(folder: Path, *, before: int) -> State | None:
     """The state of the last round before round ``before``; None if the client kept nothing until then."""
-    versions = [round for round in _versions(folder) if round < before]
-    if not versions:
-        return None
-    state: State = torch.load(_file(folder, max(versions)), weights_only=True)
-    return state
+    for round in reversed(_versions(folder)):
+        if round < before:
+            try:
+                state: State = torch.load(_file(folder, round), weights_only=True)
+            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                log.warning("%s is damaged (%s); trying the one before", _file(folder, round), type(error).__name__)
+            else:
+                return state
+    return None
 
 
 def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> None:

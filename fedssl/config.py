@@ -4,6 +4,7 @@ A wrong name, choice or type is answered with one sentence that names the neares
 """
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedssl.threads import default_threads
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 MINIMUM = {
+    "seed": 0,
     "num_clients": 1,
     "clients_per_round": 1,
     "rounds": 1,
@@ -61,8 +63,10 @@ def compose(overrides: Sequence[str]) -> DictConfig:
             _check_type(key, values[key], default)
     check(settings)
     settings.threads = settings.threads or default_threads(settings.dataset.size)
-    if settings.dataset.get("path"):  # a run on Ray has another working directory
-        settings.dataset.path = str(Path(settings.dataset.path).expanduser().absolute())
+    if settings.output_dir is not None:
+        settings.output_dir = str(settings.output_dir)
+    if settings.dataset.get("path"):
+        settings.dataset.path = str(Path(str(settings.dataset.path)).expanduser().absolute())
     return settings
 
 
@@ -79,7 +83,7 @@ def check(settings: DictConfig) -> None:
             f"clients_per_round={settings.clients_per_round} is more than num_clients={settings.num_clients}; "
             "lower clients_per_round or raise num_clients"
         )
-    if settings.threads is not None and (not isinstance(settings.threads, int) or settings.threads < 1):
+    if settings.threads is not None and (type(settings.threads) is not int or settings.threads < 1):
         raise InputError(
             f"threads={settings.threads} but it must be a whole number of at least 1, or null for automatic"
         )
@@ -100,6 +104,8 @@ def check_names(overrides: Sequence[str]) -> None:
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in groups]
     for override in parsed:
         key = override.key_or_group
+        if override.is_delete() and key.split(".")[0] not in ("evaluation", "final_evaluation"):
+            raise InputError(f"~{key} takes away a setting that is needed; set it to another value")
         open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
         below_swept = any(key.startswith(f"{group}.") for group in swept)
         if key.split("@")[0] not in groups and key not in known and not (open_key or below_swept):
@@ -124,11 +130,12 @@ def load_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
     if not (folder / "config.yaml").is_file() or not (folder / "overrides.yaml").is_file():
         raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
     saved = _read(folder / "config.yaml")
-    own = ("resume", "output_dir")
+    own = ("resume", "output_dir", "run_id")
     words = [*_read(folder / "overrides.yaml"), *overrides]
     words = [word for word in words if word.partition("=")[0] not in own]
     words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
     settings = compose(words)
+    settings.run_id = saved.run_id
     changed = {
         key: values
         for key, values in differences(saved, settings).items()
@@ -148,16 +155,20 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     try:
         return instantiate(node, *args, **kwargs)
     except InstantiationException as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, InputError):
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, InputError):
             cause = cause.__cause__
-        raise cause or error from None
+        if isinstance(cause, InputError):
+            raise cause from None
+        raise InputError(f"{node.get('_target_')} refuses its settings: {' '.join(str(cause).split())}") from error
 
 
 def save_run(settings: DictConfig, overrides: Sequence[str], folder: Path) -> None:
     """Write what `load_run` reads: the resolved settings and the words that gave them."""
-    (folder / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(list(overrides))))
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+    for name, content in (("overrides.yaml", OmegaConf.create(list(overrides))), ("config.yaml", settings)):
+        partial = folder / f"{name}.partial"
+        partial.write_text(OmegaConf.to_yaml(content))
+        os.replace(partial, folder / name)
 
 
 def quote(text: str) -> str:

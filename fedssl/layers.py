@@ -34,6 +34,8 @@ read once. With 500 rows and less NumPy does not let other threads run."""
 
 _NUMBERS_PER_THREAD = 1 << 20
 _SMALLEST_SQUARE = 1e-30
+# No trained layer comes near; sums and squares of larger ones would leave the range of float32.
+_LARGEST_SQUARE = 1e30
 
 
 def is_weight(name: str, array: np.ndarray) -> bool:
@@ -100,12 +102,12 @@ class GlobalLayers:
         return {name: ww for name, (_, ww) in self._measure([self.layers])[0].items()}
 
     def check(self, layers: Layers) -> None:
-        """Compare names, shapes and kinds of numbers with the global layers.
+        """Compare names, shapes and dtypes with the global layers.
 
         Raises
         ------
         InputError
-            A layer is missing, was not asked for, or has another shape or kind.
+            A layer is missing, was not asked for, or has another shape or dtype.
         """
         for name, array in self.layers.items():
             if name not in layers:
@@ -113,7 +115,7 @@ class GlobalLayers:
             other = layers[name]
             if other.shape != array.shape:
                 raise InputError(f"layer {name} has shape {other.shape} instead of {array.shape}")
-            if other.dtype.kind != array.dtype.kind:
+            if other.dtype != array.dtype:
                 raise InputError(f"layer {name} has dtype {other.dtype} instead of {array.dtype}")
         if len(layers) > len(self.layers):
             unknown = next(name for name in layers if name not in self.layers)
@@ -181,7 +183,7 @@ class GlobalLayers:
             cosines=cosines,
             buffer_cosines=buffer_cosines,
             model_cosine=cosine(model_wg, model_ww, model_gg),
-            offender=next((name for name, (_, ww) in measured.items() if not math.isfinite(ww)), None),
+            offender=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
         )
 
 

@@ -146,12 +146,15 @@ class ClientUpdate:
 
     @classmethod
     def from_content(cls, content: RecordDict, partition_id: int) -> "ClientUpdate":
-        values = {}
+        values: dict[str, float] = {}
         for name, value in content.metric_records[METRICS].items():
-            if not isinstance(value, int | float):
-                raise ValueError(f"metric {name} is {value} instead of a number")
-            values[name] = value
+            if name in CLIENT_METRICS:
+                if not isinstance(value, int | float):
+                    raise ValueError(f"metric {name} is {value} instead of a number")
+                values[name] = value
         examples = values.get(NUM_EXAMPLES)
+        if examples is not None and not abs(examples) < 2**53:
+            raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is no count")
         return cls(
             layers=from_record(content.array_records[ARRAYS]),
             partition_id=partition_id,

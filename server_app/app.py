@@ -40,7 +40,7 @@ NODE_WAIT = 10.0  # seconds without a new node before the federation counts as c
 # What a client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "dataset", "partition", "augmentation", "encoder", "method", "optimizer", "strategy"),
-    *("local_epochs", "batch_size", "device", "precision", "threads", "allocator", "output_dir"),
+    *("local_epochs", "batch_size", "device", "precision", "threads", "allocator", "output_dir", "run_id"),
 ]
 
 app = ServerApp()
@@ -53,13 +53,14 @@ def main(grid: Grid, context: Context) -> None:
     if settings.output_dir is None:
         settings.output_dir = str(Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve())
     recorder = Recorder(settings, overrides)
-    with logging_to(recorder.folder):
+    with recorder.locked(), logging_to(recorder.folder):
         try:
             results = run(grid, settings, recorder)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
-            recorder.summary("interrupted" if interrupted else "failed", reason=reason)
+            if not (settings.resume and isinstance(error, InputError)):  # the folder's run is not to blame
+                recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results)
         log.info("%s\nresults are in %s", report.format_table(results), recorder.folder)
@@ -78,8 +79,10 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     nodes = find_nodes(grid, settings.num_clients)
     pictures = load(settings.dataset, "federated")
     parts = split(settings, pictures)
-    write_table(recorder.folder / "partition.csv", parts, pictures.labels, pictures.classes)
+    make(settings.augmentation), make(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])  # can they be built?
     checkpoint = recorder.restore() if settings.resume else None
+    recorder.begin()
+    write_table(recorder.folder / "partition.csv", parts, pictures.labels, pictures.classes)
     done, layers = (checkpoint.round, checkpoint.layers) if checkpoint else (0, travelling_layers(method))
     log.info(
         "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
@@ -135,8 +138,8 @@ def run_round(
 
 
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
-    """Replies as they arrive, until all are there or ``timeout`` seconds have passed."""
-    pending = set(grid.push_messages(messages))
+    """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
+    pending = set(filter(None, grid.push_messages(messages)))  # the id of a message that could not be sent is empty
     deadline = time.monotonic() + timeout
     pause = 0.005
     while pending and time.monotonic() < deadline:
@@ -151,6 +154,7 @@ def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Itera
             pending.discard(reply.metadata.reply_to_message_id)
             yield reply
             del reply  # one model each
+            deadline = time.monotonic() + timeout
 
 
 def find_nodes(grid: Grid, num_clients: int) -> list[int]:

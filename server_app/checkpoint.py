@@ -64,6 +64,14 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def drop_after(folder: Path, round: int) -> None:
+    """Remove checkpoints of later rounds: damaged ones, which would count among those that are kept."""
+    for later in saved_rounds(folder):
+        if later > round:
+            _file(folder, later).unlink()
+            _sum_file(_file(folder, later)).unlink(missing_ok=True)
+
+
 def saved_rounds(folder: Path) -> list[int]:
     """Rounds of which there is a checkpoint, ascending."""
     return sorted(int(file.stem.removeprefix("round-")) for file in folder.glob("round-*.pt"))

@@ -1,11 +1,14 @@
 """The only writer of a run folder: settings, metrics, checkpoints, summary, figures and the progress lines."""
 
+import fcntl
 import json
 import logging
 import os
 import platform
+import shlex
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +23,7 @@ from omegaconf import DictConfig
 from fedssl import config
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from server_app.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from server_app.checkpoint import Checkpoint, drop_after, latest_checkpoint, save_checkpoint
 from strategies.base import RoundReport
 
 log = logging.getLogger("fedssl")
@@ -62,19 +65,42 @@ class Recorder:
                 )
             for name in ("checkpoints", "figures"):
                 (self.folder / name).mkdir(exist_ok=True)
-            if not self.settings.resume:
-                config.save_run(self.settings, self.overrides, self.folder)
         except OSError as error:
             raise InputError(
                 f"output_dir={self.folder} cannot be written ({error.strerror}); choose a folder that you may write to"
             ) from error
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the folder for this process; another one that uses it is refused. A killed process lets go of it."""
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise InputError(f"{self.folder} is in use by another run; wait for its end or stop it") from error
+            yield
+
+    def begin(self) -> None:
+        """Make the folder that of this run: all settings have been found usable."""
+        if self.settings.run_id is None:
+            self.settings.run_id = uuid.uuid4().hex[:12]
+        config.save_run(self.settings, self.overrides, self.folder)
+
     # --- one round ---
 
     def restore(self) -> Checkpoint | None:
-        """The checkpoint to go on from; lines written after it are cut off, since its rounds run again."""
+        """The checkpoint to go on from; what was written after it is cut off, since its rounds run again.
+
+        Raises
+        ------
+        InputError
+            The run is further than ``rounds``.
+        """
         checkpoint = latest_checkpoint(self.folder / "checkpoints")
         done = checkpoint.round if checkpoint else 0
+        if done > self.settings.rounds:
+            raise InputError(f"rounds={self.settings.rounds} but the run has done {done}; set rounds={done} or more")
+        drop_after(self.folder / "checkpoints", done)
         for name in ("metrics.jsonl", "clients.jsonl"):
             lines = [line for line in _read_lines(self.folder / name) if line["round"] <= done]
             _write(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
@@ -131,7 +157,7 @@ class Recorder:
             "rounds": max(rounds, default=0),
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,
-            "command": " ".join(["fedssl", *repeat]),
+            "command": shlex.join(["fedssl", *repeat]),
             **results,
             "dropped": dict(Counter(_kind(text) for text in self._dropped())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},

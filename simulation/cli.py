@@ -61,13 +61,15 @@ def job(hydra_settings: DictConfig) -> None:
     if sweep:
         JOBS.append(folder)
         print(f"\n[job {len(JOBS)}] {' '.join(words)}", flush=True)
+    held_a_run = (folder / "config.yaml").exists()
     try:
         run([*words, f"output_dir={quote(str(folder))}"] if sweep else words)
     except Exception as error:  # any failure of one job is listed at the end
         ERRORS.append(error)
         if sweep:
             print(f"[job {len(JOBS)}] failed: {error}", flush=True)
-            _note_failure(folder, words, error)
+            if not held_a_run:
+                _note_failure(folder, words, error)
 
 
 def run(words: Sequence[str]) -> None:
@@ -75,6 +77,8 @@ def run(words: Sequence[str]) -> None:
     settings, overrides = load_run(words)
     folder = Path(settings.output_dir).resolve() if settings.output_dir else _new_folder()
     overrides.append(f"output_dir={quote(str(folder))}")
+    if settings.dataset.get("path"):  # now absolute: a run on Ray, or a resumed one, has another working directory
+        overrides.append(f"dataset.path={quote(settings.dataset.path)}")
     if settings.engine.name == "ray":
         from simulation.flower_run import run as run_flower
 

@@ -141,7 +141,8 @@ class FedSSLStrategy(Strategy):
         self._global = GlobalLayers(plan.layers)
         self._clients = {int(nodes[client]): client for client in chosen}  # type: ignore[call-overload]
         self._bytes_down = content_bytes(content)
-        return [Message(content, node, "train", group_id=str(server_round)) for node in self._clients]
+        self._sent = [Message(content, node, "train", group_id=str(server_round)) for node in self._clients]
+        return self._sent
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -190,9 +191,15 @@ class FedSSLStrategy(Strategy):
         """Replies in order of partition ids; early ones wait, absent ones are dropped at the end."""
         expected = sorted(self._clients.values())
         waiting: dict[int, Message] = {}
+        asked: dict[str, int] = {}
         for reply in replies:
-            client = self._clients[reply.metadata.src_node_id]
-            if reply.has_error():
+            if not asked:  # messages have an id once they are sent, i.e. after the first reply was asked for
+                asked = {sent.metadata.message_id: self._clients[sent.metadata.dst_node_id] for sent in self._sent}
+            # An error reply that Flower itself makes bears the server's node id, so only the message tells the client.
+            client = asked.get(reply.metadata.reply_to_message_id, -1)
+            if client not in expected or client in waiting:
+                log.warning("a reply that nobody waits for is ignored")
+            elif reply.has_error():
                 expected.remove(client)
                 self._drop(client, f"it failed with {reply.error.reason}")
             else:
@@ -226,6 +233,8 @@ class FedSSLStrategy(Strategy):
             update = ClientUpdate.from_content(reply.content, client)
         except KeyError as missing:
             raise ValueError(f"record {missing} is missing") from missing
+        except Exception as error:  # whatever a peer may have put into a message
+            raise ValueError(f"the update cannot be read ({type(error).__name__}: {error})") from error
         self._global.check(update.layers)
         for name, value in (("num-examples", update.num_examples), ("train-loss", update.train_loss)):
             if name in self.needs() and value is None:
@@ -236,7 +245,10 @@ class FedSSLStrategy(Strategy):
             raise ValueError(f"train-loss={update.train_loss} is not finite")
         alignment = self._global.align(update.layers)
         if not alignment.finite:
-            raise ValueError(f"layer {alignment.offender} has values that are not finite")
+            raise ValueError(f"layer {alignment.offender} has values that are not finite, or far too large")
+        for name, array in update.layers.items():
+            if name.endswith("running_var") and array.size and array.min() < 0:
+                raise ValueError(f"layer {name} has a negative variance")
         return update, alignment
 
     def _row(self, round: int, update: ClientUpdate, alignment: Alignment, bytes_up: int) -> ClientRow:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedssl.errors import InputError, RunFailed
@@ -238,3 +238,34 @@ def test_what_json_cannot_hold_is_null_in_the_row():
     replies[0].content["metrics"]["train-loss"] = float("nan")
     strategy.aggregate_train(1, replies)
     assert strategy.report.clients[0].loss is None
+
+
+def test_an_error_that_flower_makes_itself_drops_the_client_it_is_about():
+    strategy = FedAvg()
+    grid = federation([good, good, good])
+    sent = list(configure(strategy, grid))
+    replies = list(receive(grid, sent, timeout=60))
+    # Such a reply, e.g. for a node that went offline, bears the server's id as its sender.
+    offline = Message(Error(code=3, reason="node unavailable"), reply_to=sent[1])
+    offline.metadata.__dict__["_src_node_id"] = 1
+    strategy.aggregate_train(1, [replies[0], offline, replies[2], replies[2], offline])
+    assert strategy.report.dropped == {1: "it failed with node unavailable"}
+    assert [row.client for row in strategy.report.clients] == [0, 2]
+
+
+def test_an_update_of_absurd_size_is_dropped():
+    def absurd(layers, partition):
+        return {**layers, "encoder.weight": np.full(3, 3e38, dtype=np.float32)}
+
+    strategy = LDAWA()
+    run_round(strategy, [good, absurd])
+    assert list(strategy.report.dropped) == [1]
+
+
+def test_another_dtype_is_dropped():
+    def double(layers, partition):
+        return {**layers, "encoder.weight": np.full(3, 1e100)}
+
+    strategy = LDAWA()
+    run_round(strategy, [good, double])
+    assert strategy.report.dropped == {1: "layer encoder.weight has dtype float64 instead of float32"}

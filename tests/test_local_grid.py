@@ -44,7 +44,7 @@ def test_flowers_own_strategy_runs_on_it_unchanged():
     strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=2)
     # Each round adds the mean of the partition ids 0, 1, 2, which is 1.
-    assert np.array_equal(result.arrays.to_numpy_ndarrays()[0], [2.0, 2.0])
+    assert result.arrays.to_numpy_ndarrays()[0] == pytest.approx([2.0, 2.0])
     # The state of a node survives from round to round.
     assert result.train_metrics_clientapp[2]["calls"] == 2
 

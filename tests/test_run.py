@@ -1,5 +1,6 @@
 """Whole runs on the local engine: the run folder, reproduction, resume after a kill, and learning."""
 
+import fcntl
 import json
 import os
 import signal
@@ -50,6 +51,7 @@ def folder(tmp_path_factory):
 def test_run_folder(folder):
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert names == {
+        ".lock",
         *("config.yaml", "overrides.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "encoder.pt", "run.log"),
         *("partition.csv", "figures/partition.png", "figures/metrics.png", "figures/cosines.png"),
         *(f"checkpoints/round-00000{round}.{end}" for round in (1, 2) for end in ("pt", "sha256")),
@@ -112,6 +114,23 @@ def test_a_run_folder_is_not_overwritten(folder):
         run([*QUICK, f"output_dir={folder}"])
 
 
+def test_wrong_input_does_not_block_the_folder(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(InputError, match="partition.alpha"):
+        run([*QUICK, "partition.alpha=-1", f"output_dir={folder}"])
+    run([*QUICK, "partition.alpha=1", f"output_dir={folder}"])
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="in use by another run"):
+            run([*QUICK, f"output_dir={folder}"])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o500)
@@ -169,11 +188,16 @@ class TestResume:
         assert "round-000004.pt is damaged" in finished.stdout
         assert same(weights(whole), weights(folder))
 
-    def test_longer(self, whole, tmp_path):
+    def test_longer_and_never_shorter(self, whole, tmp_path):
         folder = tmp_path / "run"
         run([*BYOL, "rounds=2", f"output_dir={folder}"])
         run([f"resume={folder}", "rounds=4"])
         assert same(weights(whole), weights(folder))
+        run([f"resume={folder}"])  # the raised number is remembered: nothing is left to do
+        assert len(lines(folder / "metrics.jsonl")) == 4
+        with pytest.raises(InputError, match="rounds=3 but the run has done 4; set rounds=4 or more"):
+            run([f"resume={folder}", "rounds=3"])
+        assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
 def test_ctrl_c_is_noted(tmp_path):

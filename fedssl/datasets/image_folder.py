@@ -56,6 +56,12 @@ def read(
         raise InputError(f"dataset.test_fraction={test_fraction} must be at least 0 and below 1; 0 holds nothing out")
     root = Path(path).expanduser()
     train_folder = root / "train" if (root / "train").is_dir() else root
+    if train_folder != root:
+        others = [entry.name for entry in root.iterdir() if entry.is_dir() and entry.name not in ("train", "test")]
+        if others:
+            listed = ", ".join(sorted(others))
+            raise InputError(f"{root} has the folder train beside {listed}; move one or the other")
+
     files, labels, classes = list_pictures(train_folder)
     test_folder = root / "test"
     if train_folder != root and test_folder.is_dir():
