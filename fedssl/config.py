@@ -132,7 +132,8 @@ def load_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
     saved = _read(folder / "config.yaml")
     own = ("resume", "output_dir", "run_id")
     words = [*_read(folder / "overrides.yaml"), *overrides]
-    words = [word for word in words if word.partition("=")[0] not in own]
+    last = {word.partition("=")[0]: word for word in words}  # a word of now takes the place of one of then
+    words = [word for key, word in last.items() if key not in own]
     words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
     settings = compose(words)
     settings.run_id = saved.run_id

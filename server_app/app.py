@@ -196,11 +196,16 @@ def export(path: Path, method: SSLMethod, settings: DictConfig) -> None:
         metadata={
             "method": settings.method["_target_"].rpartition(".")[2],
             "strategy": settings.strategy["_target_"].rpartition(".")[2],
-            "dataset": settings.dataset["_target_"].rpartition(".")[2],
+            "dataset": _dataset_name(settings),
             "rounds": settings.rounds,
             "seed": settings.seed,
         },
     )
+
+
+def _dataset_name(settings: DictConfig) -> str:
+    """Name of the data set: on the Hub, or of the module that reads it."""
+    return str(settings.dataset.get("hub") or settings.dataset["_target_"].split(".")[-2])
 
 
 def _wait_for_nodes(grid: Grid, num_clients: int) -> list[int]:

@@ -201,7 +201,7 @@ def _tracker(name: str, folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise InputError(
-            "tracker=tensorboard needs TensorBoard; install it: pip install 'fedssl[tensorboard]'"
+            "tracker=tensorboard needs TensorBoard; install it: uv sync --extra tensorboard, or pip install tensorboard"
         ) from error
     writer = SummaryWriter(str(folder / "tensorboard"))
 

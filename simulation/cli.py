@@ -38,7 +38,7 @@ def main() -> None:
     """Entry point of the command line."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        check_names([word for word in sys.argv[1:] if not word.startswith("-") and "=" in word])
+        check_names(_words(sys.argv[1:]))
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         if JOBS:
             print_table(JOBS)
@@ -69,7 +69,7 @@ def job(hydra_settings: DictConfig) -> None:
         if sweep:
             print(f"[job {len(JOBS)}] failed: {error}", flush=True)
             if not held_a_run:
-                _note_failure(folder, words, error)
+                _note(folder, words, status="failed", reason=str(error))
 
 
 def run(words: Sequence[str]) -> None:
@@ -82,17 +82,21 @@ def run(words: Sequence[str]) -> None:
     if settings.engine.name == "ray":
         from simulation.flower_run import run as run_flower
 
-        run_flower(
-            APP_DIR,
-            overrides,
-            num_clients=settings.num_clients,
-            rounds=settings.rounds,
-            client_cpus=settings.engine.client_cpus or settings.threads,
-            client_gpus=settings.engine.client_gpus,
-            output_dir=folder,
-            allocator=settings.allocator,
-            verbose=settings.engine.verbose,
-        )
+        try:
+            run_flower(
+                APP_DIR,
+                overrides,
+                num_clients=settings.num_clients,
+                rounds=settings.rounds,
+                client_cpus=settings.engine.client_cpus or settings.threads,
+                client_gpus=settings.engine.client_gpus,
+                output_dir=folder,
+                allocator=settings.allocator,
+                verbose=settings.engine.verbose,
+            )
+        except KeyboardInterrupt:
+            _note(folder, words, status="interrupted", reason="stopped by the user")
+            raise
     else:
         from simulation.local_grid import run_local
 
@@ -106,6 +110,13 @@ def print_table(folders: Sequence[Path]) -> None:
     table = sweep_table(folders)
     table.write(folders[0].parent)
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
+
+
+def _words(arguments: Sequence[str]) -> list[str]:
+    """The arguments that are settings: neither a flag of Hydra's (``-m``, ``--cfg``) nor the value of one (``job``)."""
+    flags_with_value = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--info", "-i")
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [word for before, word in pairs if not word.startswith("-") and before not in flags_with_value]
 
 
 def _new_folder() -> Path:
@@ -123,12 +134,12 @@ def _new_folder() -> Path:
     raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
 
 
-def _note_failure(folder: Path, words: Sequence[str], error: Exception) -> None:
-    """See to it that the summary, which the table is made of, tells of the failure, even if the run never began."""
+def _note(folder: Path, words: Sequence[str], *, status: str, reason: str) -> None:
+    """See to it that the summary tells how the run ended, even if the run itself never began or could not write it."""
     summary = folder / "summary.json"
     content = json.loads(summary.read_text()) if summary.exists() else {"overrides": list(words), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)
-    summary.write_text(json.dumps({**content, "status": "failed", "reason": str(error)}, indent=2) + "\n")
+    summary.write_text(json.dumps({**content, "status": status, "reason": reason}, indent=2) + "\n")
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -235,6 +235,8 @@ def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path):
     ("words", "sentence"),
     [
         (["strategy=fedvag"], "did you mean fedavg"),
+        (["rounds"], "cannot read the command line"),
+        (["optimizer.lr=-1"], "learning rate"),
         (["partition.alpha=0"], "partition.alpha=0 must be above 0"),
         (["num_clients=50", "dataset.limit=60"], "num_clients=50"),
         (["device=cuda"], "device=cuda but torch finds no GPU"),
@@ -273,6 +275,9 @@ class TestSweep:
         assert (tmp_path / "results.md").exists()
         for job in range(8):
             assert (tmp_path / str(job) / "summary.json").exists()
+        # Every job that ran has a log of its own, the later ones too.
+        logs = [(tmp_path / row / "run.log") for row in map(str, range(8))]
+        assert sum(log.exists() and "round 2/2" in log.read_text() for log in logs) == 4
 
     def test_a_wrong_name_stops_it_before_it_starts(self, tmp_path):
         finished = fedssl("-m", "strategy=fedavg,l_dwa", f"hydra.sweep.dir={tmp_path / 'sweep'}")
