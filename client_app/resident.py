@@ -16,7 +16,7 @@ from fedssl.exchange import is_kept, take_layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods import build
 from fedssl.partition import split
-from fedssl.seeding import derive, torch_generator
+from fedssl.seeding import derive, seed_torch, torch_generator
 from fedssl.threads import tune_allocator
 from fedssl.training import train
 
@@ -36,7 +36,7 @@ class Resident:
         self.augment = make(settings.augmentation)
         self.strategy = make(settings.strategy)
         self.method = build(settings).to(self.device)
-        self.travelling = {name for name in self.method.state_dict() if not is_kept(self.method, name)}
+        self.travelling = {name for name in self.method.tensors if not is_kept(self.method, name)}
         trained = [parameter for parameter in self.method.parameters() if parameter.requires_grad]
         self.optimizer = make(settings.optimizer, trained)
 
@@ -48,7 +48,7 @@ class Resident:
             raise ValueError(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         indices = self.parts[partition_id]
         place = (self.settings.seed, "train", plan.round, partition_id)
-        torch.manual_seed(derive(*place))  # for layers that draw themselves, such as dropout
+        seed_torch(derive(*place), self.device)
         state = load_state(state_folder, before=plan.round) if self.method.kept else None
         self.strategy.load_global(self.method, plan.layers, state)
         self.optimizer.state.clear()

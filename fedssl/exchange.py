@@ -3,7 +3,7 @@
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
@@ -16,7 +16,7 @@ def travelling_layers(method: SSLMethod) -> Layers:
     """Copies of the layers of all parts that are exchanged, on the CPU."""
     return {
         name: value.detach().to("cpu", copy=True).numpy()
-        for name, value in method.state_dict().items()
+        for name, value in method.tensors.items()
         if not is_kept(method, name)
     }
 
@@ -28,7 +28,7 @@ def take_layers(method: SSLMethod) -> Layers:
     in it, which `load_layers` has to fill before the model is used again.
     """
     layers = {}
-    for name, value in method.state_dict(keep_vars=True).items():
+    for name, value in method.tensors.items():
         if not is_kept(method, name):
             layers[name] = value.detach().cpu().numpy()
             if value.device.type == "cpu":
@@ -38,12 +38,8 @@ def take_layers(method: SSLMethod) -> Layers:
 
 def kept_state(method: SSLMethod) -> dict[str, Tensor]:
     """Copies of the parts that stay with the client, on the CPU."""
-    if not method.kept:
-        return {}
     return {
-        name: value.detach().to("cpu", copy=True)
-        for name, value in method.state_dict().items()
-        if is_kept(method, name)
+        name: value.detach().to("cpu", copy=True) for name, value in method.tensors.items() if is_kept(method, name)
     }
 
 
@@ -53,17 +49,17 @@ def is_kept(method: SSLMethod, name: str) -> bool:
 
 
 @torch.no_grad()
-def load_layers(module: nn.Module, layers: Layers) -> None:
-    """Copy layers into a module, in place.
+def load_layers(method: SSLMethod, layers: Layers) -> None:
+    """Copy layers into a method, in place.
 
     Raises
     ------
     ValueError
         A layer that the module does not have, or has with another shape.
     """
-    state = module.state_dict()
     for name, array in layers.items():
-        if name not in state or state[name].shape != array.shape:
-            has = tuple(state[name].shape) if name in state else "no such layer"
+        tensor = method.tensors.get(name)
+        if tensor is None or tensor.shape != array.shape:
+            has = "no such layer" if tensor is None else tuple(tensor.shape)
             raise ValueError(f"layer {name} has shape {array.shape} but the model has {has}")
-        state[name].copy_(torch.from_numpy(array))
+        tensor.copy_(torch.from_numpy(array))

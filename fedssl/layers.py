@@ -95,6 +95,7 @@ class GlobalLayers:
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
+        self._weights = {name for name, array in layers.items() if is_weight(name, array)}
         self._by_size = sorted(layers, key=lambda name: layers[name].size, reverse=True)
 
     @cached_property
@@ -174,7 +175,7 @@ class GlobalLayers:
         model_wg = model_ww = model_gg = 0.0
         for name, (wg, ww) in measured.items():
             gg = self._squares[name]
-            if is_weight(name, self.layers[name]):
+            if name in self._weights:
                 cosines[name] = cosine(wg, ww, gg)
                 model_wg, model_ww, model_gg = model_wg + wg, model_ww + ww, model_gg + gg
             else:

@@ -5,6 +5,7 @@ i.e. through shared memory; only a network deployment asks for its ``data`` and 
 stock Flower peer reads.
 """
 
+import functools
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
 
+_name = functools.cache(str)
+"""Name of a dtype; NumPy makes it anew at each call."""
+
+
 class Array(FlowerArray):
     """A Flower ``Array`` over a NumPy array, without a copy.
 
@@ -29,7 +34,7 @@ class Array(FlowerArray):
 
     def __init__(self, array: np.ndarray) -> None:
         # Flower's own constructor would serialise at once.
-        self.__dict__.update(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", _array=array)
+        self.__dict__.update(dtype=_name(array.dtype), shape=array.shape, stype="numpy.ndarray", _array=array)
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # a field in Flower's class; here it is made when asked for

@@ -17,6 +17,18 @@ def derive(seed: int, *path: int | str) -> int:
     return int(np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)[0] >> 1)
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's global generator of the device, from which layers such as dropout draw.
+
+    ``torch.manual_seed`` seeds those of every kind of device; where CUDA is not in use it remembers each call, with
+    the stack, for later.
+    """
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def numpy_generator(seed: int, *path: int | str) -> np.random.Generator:
     """A NumPy generator for the place ``path`` in the run."""
     return np.random.default_rng(derive(seed, *path))

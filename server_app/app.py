@@ -90,9 +90,11 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         *(sum(array.nbytes for array in layers.values()), recorder.folder),
     )
     strategy.summary()
+    config = train_config(settings, nodes)
     for round in range(done + 1, settings.rounds + 1):
         start = time.monotonic()
-        layers = run_round(grid, settings, strategy, round, layers, nodes=nodes, keep_from=_keep_from(recorder))
+        config["keep-from"] = _keep_from(recorder)
+        layers = run_round(grid, strategy, round, layers, config=config, timeout=settings.client_timeout)
         seconds = time.monotonic() - start
         evaluation = {}
         if evaluator.due(round):
@@ -110,29 +112,26 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     return results
 
 
-def run_round(
-    grid: Grid,
-    settings: DictConfig,
-    strategy: FedSSLStrategy,
-    round: int,
-    layers: Layers,
-    *,
-    nodes: Sequence[int],
-    keep_from: int,
-) -> Layers:
-    """One round: plans down, updates up, the new global layers out."""
-    config = ConfigRecord(
+def train_config(settings: DictConfig, nodes: Sequence[int]) -> ConfigRecord:
+    """What `FedSSLStrategy.configure_train` must know beside the layers; the same in every round but ``keep-from``."""
+    return ConfigRecord(
         {
             "seed": settings.seed,
             "clients-per-round": settings.clients_per_round,
             "nodes": list(nodes),
             "settings": OmegaConf.to_yaml(OmegaConf.masked_copy(settings, CLIENT_SETTINGS)),
-            "keep-from": keep_from,
+            "keep-from": 0,
             "code": code_fingerprint(),
         }
     )
+
+
+def run_round(
+    grid: Grid, strategy: FedSSLStrategy, round: int, layers: Layers, *, config: ConfigRecord, timeout: float
+) -> Layers:
+    """One round: plans down, updates up, the new global layers out."""
     messages = strategy.configure_train(round, to_record(layers), config, grid)
-    arrays, _ = strategy.aggregate_train(round, receive(grid, messages, timeout=settings.client_timeout))
+    arrays, _ = strategy.aggregate_train(round, receive(grid, messages, timeout=timeout))
     assert arrays is not None  # a strategy of ours raises instead
     return from_record(arrays)
 

@@ -165,19 +165,23 @@ class WeightedSum:
             self._empty = False
 
     def _fold_layer(self, name: str, terms: Sequence[_Term]) -> None:
-        total = _flat(self._sums[name])
-        clients = [_flat(term.layers[name]) for term in terms]
+        total = self._sums[name].reshape(-1)
+        clients = [term.layers[name].reshape(-1) for term in terms]
         coefficients = self._coefficients(name, terms)
         for start in range(0, len(total), TILE):
             tile = slice(start, start + TILE)
             sums = torch.from_numpy(total[tile])
-            if self._empty:
-                sums.zero_()
+            empty = self._empty
             for term, coefficient, values in zip(terms, coefficients, clients, strict=True):
+                addend = torch.from_numpy(values[tile])
+                if empty:
+                    torch.mul(addend.to(sums.dtype), coefficient, out=sums)
+                    empty = False
+                    continue
                 if term.keep != 1:
                     sums.mul_(term.keep)
                 # One operation that multiplies and adds; NumPy needs two and a buffer.
-                sums.add_(torch.from_numpy(values[tile]), alpha=coefficient)
+                sums.add_(addend, alpha=coefficient)
 
     def _coefficients(self, name: str, terms: Sequence[_Term]) -> list[float]:
         """beta_k s_k of every client for a layer."""
@@ -197,10 +201,6 @@ def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, rule
     rule.start(GlobalLayers(global_layers))
     rule.add_all(sorted(updates, key=lambda update: update.partition_id))
     return rule.finish()
-
-
-def _flat(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1)
 
 
 def _sum_dtype(array: np.ndarray) -> np.dtype:

@@ -1,5 +1,8 @@
 """What a self-supervised method is: an encoder, heads, and a loss on two views of the same pictures."""
 
+from collections.abc import Callable
+from functools import cached_property
+
 from torch import Tensor, nn
 
 from fedssl.encoders import Encoder
@@ -22,6 +25,15 @@ class SSLMethod(nn.Module):
 
     encoder: Encoder
     kept: tuple[str, ...] = ()
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The live parameters and buffers by name; ``state_dict`` would look them up anew at every call."""
+        return dict(self.state_dict(keep_vars=True))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
+        self.__dict__.pop("tensors", None)  # torch replaces buffers when it moves a module
+        return super()._apply(fn, recurse)
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
         """The training loss, a scalar, of two views ``(batch, channels, size, size)`` of the same pictures."""
