@@ -12,7 +12,7 @@ from client_app.state import load_state, save_state
 from fedssl.config import make
 from fedssl.datasets.base import load
 from fedssl.devices import pick_device
-from fedssl.exchange import is_kept, take_layers
+from fedssl.exchange import travelling_names
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods import build
 from fedssl.partition import split
@@ -36,21 +36,21 @@ class Resident:
         self.augment = make(settings.augmentation)
         self.strategy = make(settings.strategy)
         self.method = build(settings).to(self.device)
-        self.travelling = {name for name in self.method.tensors if not is_kept(self.method, name)}
+        self.travelling = set(travelling_names(self.method))
         trained = [parameter for parameter in self.method.parameters() if parameter.requires_grad]
         self.optimizer = make(settings.optimizer, trained)
 
     def train(self, plan: TrainPlan, partition_id: int, state_folder: Path) -> ClientUpdate:
         """One client's part in a round."""
         start = time.perf_counter()
-        absent = self.travelling - plan.layers.keys()
+        state = load_state(state_folder, before=plan.round)
+        absent = self.travelling - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
             raise ValueError(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         indices = self.parts[partition_id]
         place = (self.settings.seed, "train", plan.round, partition_id)
         seed_torch(derive(*place), self.device)
-        state = load_state(state_folder, before=plan.round) if self.method.kept else None
-        self.strategy.load_global(self.method, plan.layers, state)
+        self.strategy.load_global(self.method, plan, state)
         self.optimizer.state.clear()
         result = train(
             self.method,
@@ -63,11 +63,11 @@ class Resident:
             precision=self.settings.precision,
             generator=torch_generator(*place),
         )
-        kept = self.strategy.keep(self.method)
+        kept = self.strategy.keep(self.method, plan)
         if kept:
             save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
         return ClientUpdate(
-            layers=take_layers(self.method),
+            layers=self.strategy.send(self.method, plan),
             partition_id=partition_id,
             num_examples=result.num_examples,
             train_loss=result.loss,

@@ -1,6 +1,7 @@
 """Layers out of a model and into it."""
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,33 +15,37 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 def travelling_layers(method: SSLMethod) -> Layers:
     """Copies of the layers of all parts that are exchanged, on the CPU."""
-    return {
-        name: value.detach().to("cpu", copy=True).numpy()
-        for name, value in method.tensors.items()
-        if not is_kept(method, name)
-    }
+    return {name: value.numpy() for name, value in copies(method, travelling_names(method)).items()}
 
 
-def take_layers(method: SSLMethod) -> Layers:
-    """The layers of all parts that are exchanged, taken out of the model.
+def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
+    """The named layers, taken out of the model.
 
     On a CPU nothing is copied: the caller gets the model's memory and the model gets new memory with arbitrary numbers
     in it, which `load_layers` has to fill before the model is used again.
     """
     layers = {}
-    for name, value in method.tensors.items():
-        if not is_kept(method, name):
-            layers[name] = value.detach().cpu().numpy()
-            if value.device.type == "cpu":
-                value.data = torch.empty_like(value)
+    for name in names:
+        value = method.tensors[name]
+        layers[name] = value.detach().cpu().numpy()
+        if value.device.type == "cpu":
+            value.data = torch.empty_like(value)
     return layers
 
 
-def kept_state(method: SSLMethod) -> dict[str, Tensor]:
-    """Copies of the parts that stay with the client, on the CPU."""
-    return {
-        name: value.detach().to("cpu", copy=True) for name, value in method.tensors.items() if is_kept(method, name)
-    }
+def copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
+    """Copies of the named layers, on the CPU."""
+    return {name: method.tensors[name].detach().to("cpu", copy=True) for name in names}
+
+
+def kept_names(method: SSLMethod) -> list[str]:
+    """Names of the layers of the parts that never leave the client."""
+    return [name for name in method.tensors if is_kept(method, name)]
+
+
+def travelling_names(method: SSLMethod) -> list[str]:
+    """Names of the layers of all parts that are exchanged."""
+    return [name for name in method.tensors if not is_kept(method, name)]
 
 
 def is_kept(method: SSLMethod, name: str) -> bool:

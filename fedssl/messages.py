@@ -84,6 +84,8 @@ class TrainPlan:
         Oldest round that a resumed run may go back to; a client drops what it kept only for earlier ones.
     code : str
         Fingerprint of the server's source code; a client that runs other code refuses to train.
+    up : tuple of str
+        Names of the layers that the client sends back; empty: all that its model exchanges.
     """
 
     round: int
@@ -92,6 +94,7 @@ class TrainPlan:
     metrics: tuple[str, ...]
     keep_from: int
     code: str
+    up: tuple[str, ...] = ()
 
     def to_content(self) -> RecordDict:
         plan = ConfigRecord(
@@ -104,6 +107,8 @@ class TrainPlan:
         )
         if self.metrics:  # Flower cannot count the bytes of an empty list
             plan["metrics"] = list(self.metrics)
+        if self.up:
+            plan["up"] = list(self.up)
         return RecordDict({ARRAYS: to_record(self.layers), PLAN: plan})
 
     @classmethod
@@ -116,6 +121,7 @@ class TrainPlan:
             metrics=tuple(str(name) for name in plan.get("metrics", [])),  # type: ignore[union-attr]
             keep_from=int(plan["keep-from"]),  # type: ignore[arg-type]
             code=str(plan["code"]),
+            up=tuple(str(name) for name in plan.get("up", [])),  # type: ignore[union-attr]
         )
 
 

@@ -73,9 +73,11 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         tune_allocator()
     device = pick_device(settings.device)
     strategy: FedSSLStrategy = make(settings.strategy)
+    strategy.server_optimizer = make(settings.server_optimizer)
     evaluator = Evaluator(settings, device)
     evaluator.check()
     method = build(settings).to(device)
+    strategy.check(method, clients_per_round=settings.clients_per_round)
     nodes = find_nodes(grid, settings.num_clients)
     pictures = load(settings.dataset, "federated")
     parts = split(settings, pictures)
@@ -83,7 +85,10 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     checkpoint = recorder.restore() if settings.resume else None
     recorder.begin()
     write_table(recorder.folder / "partition.csv", parts, pictures.labels, pictures.classes)
-    done, layers = (checkpoint.round, checkpoint.layers) if checkpoint else (0, travelling_layers(method))
+    done, layers = 0, travelling_layers(method)
+    if checkpoint:
+        done, layers = checkpoint.round, checkpoint.layers
+        strategy.restore(checkpoint.strategy)
     log.info(
         "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
         *(settings.num_clients, len(pictures.images), settings.rounds),
@@ -102,7 +107,7 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
             evaluation = evaluator.evaluate(method.encoder)
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         recorder.round(strategy.report, seconds=seconds, evaluation=evaluation)
-        recorder.checkpoint(round, layers)
+        recorder.checkpoint(round, layers, strategy)
     load_layers(method, layers)
     results = evaluator.compare({"untrained": build(settings).to(device).encoder, "federated": method.encoder})
     export(recorder.folder / "encoder.pt", method, settings)

@@ -3,8 +3,9 @@
 import hashlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +17,11 @@ log = logging.getLogger("fedssl")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after ``round``."""
+    """The state of a run after ``round``: the global layers, and what the strategy keeps between rounds."""
 
     round: int
     layers: Layers
+    strategy: dict[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
@@ -31,6 +33,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
         {
             "round": checkpoint.round,
             "layers": {name: torch.from_numpy(array) for name, array in checkpoint.layers.items()},
+            "strategy": checkpoint.strategy,
         },
         partial,
     )
@@ -57,7 +60,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
         file = _file(folder, round)
         if _sum_file(file).is_file() and _sum_file(file).read_text() == _digest(file):
             saved = torch.load(file, weights_only=True)
-            return Checkpoint(saved["round"], {name: value.numpy() for name, value in saved["layers"].items()})
+            layers = {name: value.numpy() for name, value in saved["layers"].items()}
+            return Checkpoint(saved["round"], layers, saved["strategy"])
         log.warning("checkpoint %s is damaged; trying the one before", file)
     if rounds:
         raise InputError(f"all checkpoints in {folder} are damaged ({len(rounds)} found); start a new run")

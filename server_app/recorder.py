@@ -24,7 +24,7 @@ from fedssl import config
 from fedssl.errors import InputError
 from fedssl.layers import Layers
 from server_app.checkpoint import Checkpoint, drop_after, latest_checkpoint, save_checkpoint
-from strategies.base import RoundReport
+from strategies.base import FedSSLStrategy, RoundReport
 
 log = logging.getLogger("fedssl")
 
@@ -119,6 +119,8 @@ class Recorder:
             "bytes_up": sum(row.bytes_up for row in report.clients),
             "bytes_down": sum(row.bytes_down for row in report.clients),
         }
+        if report.findings:
+            line["strategy"] = report.findings
         if evaluation:
             line["evaluation"] = dict(evaluation)
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
@@ -140,10 +142,11 @@ class Recorder:
         parts += [f"{pace:.1f} s/round", f"{_duration(left)} left"]
         return "  ".join(parts)
 
-    def checkpoint(self, round: int, layers: Layers) -> None:
-        """Save the global layers if a checkpoint is due."""
+    def checkpoint(self, round: int, layers: Layers, strategy: FedSSLStrategy) -> None:
+        """Save the global layers and the state of the strategy if a checkpoint is due."""
         if round % self.settings.checkpoint_every == 0 or round == self.settings.rounds:
-            save_checkpoint(self.folder / "checkpoints", Checkpoint(round, layers), keep=self.settings.keep_checkpoints)
+            checkpoint = Checkpoint(round, layers, strategy.state())
+            save_checkpoint(self.folder / "checkpoints", checkpoint, keep=self.settings.keep_checkpoints)
 
     # --- the end ---
 

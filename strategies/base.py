@@ -1,27 +1,28 @@
 """What every aggregation algorithm shares: who trains, what travels, which replies count, and the streaming of sums.
 
-A strategy is both halves of one algorithm. The server half is `rule` (a streaming sum, see `Rule`), `plan` and
-`after_aggregate`; the client half is `load_global` and `keep`. The hooks of Flower's own ``Strategy`` are implemented
-with them, so the classes also run under Flower's ``Strategy.start``.
+A strategy is both halves of one algorithm. The server half is `rule` (a streaming sum, see `Rule`), `up`, `down` and
+`after_aggregate`; the client half is `load_global`, `keep` and `send`. The hooks of Flower's own ``Strategy`` are
+implemented with them, so the classes also run under Flower's ``Strategy.start``.
 """
 
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.exchange import kept_state, load_layers
+from fedssl.exchange import copies, kept_names, load_layers, take_layers, travelling_names
 from fedssl.layers import Alignment, GlobalLayers, Layers
 from fedssl.messages import CLIENT_METRICS, ClientUpdate, TrainPlan, content_bytes, from_record, to_record
 from fedssl.methods.base import SSLMethod
 from fedssl.seeding import numpy_generator
+from strategies.server_optimizer import Assign, ServerOptimizer
 
 log = logging.getLogger("fedssl")
 
@@ -52,11 +53,22 @@ class ClientRow:
 
 @dataclass
 class RoundReport:
-    """Outcome of a round: a row for each update that was used, the reason for each that was not."""
+    """Outcome of a round.
+
+    Attributes
+    ----------
+    clients : list of ClientRow
+        A row for each update that was used.
+    dropped : dict of int to str
+        The reason for each client whose update was not.
+    findings : dict
+        What the rule itself found out, ready for JSON.
+    """
 
     round: int
     clients: list[ClientRow] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
+    findings: dict[str, Any] = field(default_factory=dict)
 
 
 def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int) -> list[int]:
@@ -79,6 +91,7 @@ class FedSSLStrategy(Strategy):
         if unknown:
             raise InputError(f"strategy.metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
         self.extra_metrics = tuple(metrics)
+        self.server_optimizer: ServerOptimizer = Assign()
         self.report = RoundReport(round=0)
 
     # --- server half: what an algorithm defines ---
@@ -91,22 +104,45 @@ class FedSSLStrategy(Strategy):
         """A fresh streaming rule for one round."""
         raise NotImplementedError
 
+    def up(self, round: int, layers: Layers) -> tuple[str, ...]:
+        """Names of the global ``layers`` that clients send back in this round; empty: all."""
+        return ()
+
+    def down(self, round: int, layers: Layers, client: int) -> tuple[str, ...]:
+        """Names of the global ``layers`` that this client receives in this round; empty: all."""
+        return ()
+
     def after_aggregate(self, round: int, layers: Layers) -> Layers:
         """Last change to the new global layers, e.g. calibration on the server."""
         return layers
 
+    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
+        """Refuse, by an `InputError`, a method or a number of clients that the algorithm cannot work with."""
+
+    def state(self) -> dict[str, Any]:
+        """What the server half keeps between rounds, for a checkpoint: tensors, numbers and dicts of them."""
+        return {"server_optimizer": self.server_optimizer.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.server_optimizer.restore(state["server_optimizer"])
+
     # --- client half ---
 
-    def load_global(self, method: SSLMethod, layers: Layers, state: State | None) -> None:
+    def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
         """Merge the global layers with what this client kept (None: it takes part for the first time)."""
-        load_layers(method, layers)
+        load_layers(method, plan.layers)
         if state is not None:
             load_layers(method, {name: value.numpy() for name, value in state.items()})
         method.start_round(first=state is None)
 
-    def keep(self, method: SSLMethod) -> State:
-        """What the client keeps until its next participation."""
-        return kept_state(method)
+    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
+        """What the client keeps until its next participation; called after training, before `send`."""
+        return copies(method, kept_names(method))
+
+    def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
+        """The layers that the client sends back; they may be taken out of the model."""
+        return take_layers(method, plan.up or travelling_names(method))
 
     # --- Flower's hooks ---
 
@@ -117,7 +153,7 @@ class FedSSLStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message per chosen client; they share one record.
+        """One message per chosen client.
 
         ``config`` carries ``seed``, ``clients-per-round``, ``nodes`` (node ids in the order of partition ids),
         ``settings``, ``keep-from`` and ``code``.
@@ -129,19 +165,30 @@ class FedSSLStrategy(Strategy):
             num_clients=len(nodes),
             clients_per_round=int(config["clients-per-round"]),  # type: ignore[arg-type]
         )
+        layers = from_record(arrays)
+        up = self.up(server_round, layers)
         plan = TrainPlan(
             round=server_round,
-            layers=from_record(arrays),
+            layers=layers,
             settings=str(config["settings"]),
             metrics=self.metrics(),
             keep_from=int(config["keep-from"]),  # type: ignore[arg-type]
             code=str(config["code"]),
+            up=up,
         )
-        content = plan.to_content()
-        self._global = GlobalLayers(plan.layers)
+        self._layers = layers
+        self._global = GlobalLayers({name: layers[name] for name in up} if up else layers)
         self._clients = {int(nodes[client]): client for client in chosen}  # type: ignore[call-overload]
-        self._bytes_down = content_bytes(content)
-        self._sent = [Message(content, node, "train", group_id=str(server_round)) for node in self._clients]
+        contents: dict[tuple[str, ...], RecordDict] = {}  # clients that receive the same share a record
+        self._bytes_down: dict[int, int] = {}
+        self._sent = []
+        for node, client in self._clients.items():
+            down = self.down(server_round, layers, client)
+            if down not in contents:
+                part = {name: layers[name] for name in down} if down else layers
+                contents[down] = replace(plan, layers=part).to_content()
+            self._bytes_down[client] = content_bytes(contents[down])
+            self._sent.append(Message(contents[down], node, "train", group_id=str(server_round)))
         return self._sent
 
     def aggregate_train(
@@ -168,7 +215,8 @@ class FedSSLStrategy(Strategy):
             raise RunFailed(
                 f"round {server_round}: none of {len(self._clients)} clients sent a usable update ({reasons})"
             )
-        layers = self.after_aggregate(server_round, rule.finish())
+        new = self.server_optimizer.step(server_round, self._global.layers, rule.finish())
+        layers = self.after_aggregate(server_round, {**self._layers, **new})
         return to_record(layers), MetricRecord({"clients": len(self.report.clients)})
 
     def configure_evaluate(
@@ -258,7 +306,7 @@ class FedSSLStrategy(Strategy):
             loss=_finite(update.train_loss),  # NaN without a local epoch
             seconds=_finite(update.seconds),
             bytes_up=bytes_up,
-            bytes_down=self._bytes_down,
+            bytes_down=self._bytes_down[update.partition_id],
             examples=update.num_examples,
             cosine=alignment.cosines,
         )

@@ -1,0 +1,158 @@
+"""Server optimisers: what the server makes of the aggregated layers, whatever rule made them.
+
+The step from the old global weights to the aggregated ones is taken for a negative gradient (Reddi et al., "Adaptive
+Federated Optimization", arXiv 2003.00295). FedAvgM, FedAdam and FedYogi are computed as by Flower's strategies of these
+names, but on weights alone: Flower's also move running statistics, whose variance may so become negative, and turn
+counters into fractions. Here these are what the rule made them.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fedssl.errors import InputError
+from fedssl.layers import Layers, is_weight
+
+
+class ServerOptimizer(Protocol):
+    """A step on the global layers that may remember things from round to round."""
+
+    def step(self, round: int, old: Layers, aggregated: Layers) -> Layers:
+        """The new global layers, with the names, order, shapes and dtypes of ``aggregated``."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Assign:
+    """The aggregated layers as they are."""
+
+    def step(self, round: int, old: Layers, aggregated: Layers) -> Layers:
+        return aggregated
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing was kept."""
+
+
+class _Moments:
+    """What the optimisers share: moments by layer that begin at zero, and the settings of the step."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *, lr: float) -> None:
+        if lr <= 0:
+            raise InputError(f"server_optimizer.lr={lr} must be positive; server_optimizer=none assigns the average")
+        self.lr = lr
+        self.moments: dict[str, Layers] = {name: {} for name in self.names}
+
+    def step(self, round: int, old: Layers, aggregated: Layers) -> Layers:
+        return {
+            name: self._move(round, name, old[name], array) if is_weight(name, array) else array
+            for name, array in aggregated.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {
+            moment: {name: torch.from_numpy(array) for name, array in layers.items()}
+            for moment, layers in self.moments.items()
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.moments = {
+            moment: {name: value.numpy() for name, value in layers.items()} for moment, layers in state.items()
+        }
+
+    def _move(self, round: int, name: str, old: np.ndarray, aggregated: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def _moment(self, moment: str, name: str, like: np.ndarray) -> np.ndarray:
+        return self.moments[moment].setdefault(name, np.zeros_like(like))
+
+
+class FedAvgM(_Moments):
+    """Momentum on the server (Hsu et al., arXiv 1909.06335): v = momentum v + (old - aggregated), new = old - lr v.
+
+    Parameters
+    ----------
+    lr : float
+        Positive; 1 together with ``momentum=0`` assigns the aggregated weights.
+    momentum : float
+        In [0, 1).
+    """
+
+    names = ("velocity",)
+
+    def __init__(self, *, lr: float = 1.0, momentum: float = 0.9) -> None:
+        super().__init__(lr=lr)
+        self.momentum = _fraction("momentum", momentum)
+
+    def _move(self, round: int, name: str, old: np.ndarray, aggregated: np.ndarray) -> np.ndarray:
+        velocity = self._moment("velocity", name, old)
+        velocity *= old.dtype.type(self.momentum)
+        velocity += old - aggregated
+        return np.asarray(old - old.dtype.type(self.lr) * velocity)
+
+
+class FedAdam(_Moments):
+    """Adam on the server (Algorithm 2 of arXiv 2003.00295, with the bias correction of Flower's FedAdam).
+
+    With Delta = aggregated - old: m = beta_1 m + (1 - beta_1) Delta, v = beta_2 v + (1 - beta_2) Delta^2,
+    new = old + lr c m / (sqrt(v) + tau), c = sqrt(1 - beta_2^(r+1)) / (1 - beta_1^(r+1)) for round r, counted from 1.
+
+    Parameters
+    ----------
+    lr : float
+        Positive; about the step of a weight in a round.
+    beta_1, beta_2 : float
+        In [0, 1).
+    tau : float
+        Positive; the larger, the less adaptive.
+    """
+
+    names = ("m", "v")
+
+    def __init__(self, *, lr: float = 0.1, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3) -> None:
+        super().__init__(lr=lr)
+        if tau <= 0:
+            raise InputError(f"server_optimizer.tau={tau} must be positive; Flower's default is 0.001")
+        self.beta_1, self.beta_2 = _fraction("beta_1", beta_1), _fraction("beta_2", beta_2)
+        self.tau = tau
+
+    def _move(self, round: int, name: str, old: np.ndarray, aggregated: np.ndarray) -> np.ndarray:
+        kind = old.dtype.type
+        delta = aggregated - old
+        m, v = self._moment("m", name, old), self._moment("v", name, old)
+        m += kind(1 - self.beta_1) * (delta - m)
+        self._second(v, delta * delta)
+        return np.asarray(old + kind(self._rate(round)) * m / (np.sqrt(v) + kind(self.tau)))
+
+    def _second(self, v: np.ndarray, square: np.ndarray) -> None:
+        """Update v, in place."""
+        v += v.dtype.type(1 - self.beta_2) * (square - v)
+
+    def _rate(self, round: int) -> float:
+        return float(self.lr * np.sqrt(1 - self.beta_2 ** (round + 1)) / (1 - self.beta_1 ** (round + 1)))
+
+
+class FedYogi(FedAdam):
+    """Yogi on the server: as `FedAdam`, with v = v - (1 - beta_2) Delta^2 sign(v - Delta^2) and c = 1."""
+
+    def __init__(self, *, lr: float = 0.01, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3) -> None:
+        super().__init__(lr=lr, beta_1=beta_1, beta_2=beta_2, tau=tau)
+
+    def _second(self, v: np.ndarray, square: np.ndarray) -> None:
+        v -= v.dtype.type(1 - self.beta_2) * square * np.sign(v - square)
+
+    def _rate(self, round: int) -> float:
+        return self.lr
+
+
+def _fraction(name: str, value: float) -> float:
+    if not 0 <= value < 1:
+        raise InputError(f"server_optimizer.{name}={value} must be in [0, 1); 0 turns it off")
+    return value
