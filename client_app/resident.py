@@ -34,6 +34,7 @@ class Resident:
         self.images = pictures.images.to(self.device)
         self.parts = split(settings, pictures)
         self.augment = make(settings.augmentation)
+        self.regularizer = make(settings.regularizer)
         self.strategy = make(settings.strategy)
         self.method = build(settings).to(self.device)
         self.travelling = set(travelling_names(self.method))
@@ -58,6 +59,7 @@ class Resident:
             torch.from_numpy(np.asarray(indices)),
             augment=self.augment,
             optimizer=self.optimizer,
+            regularizer=self.regularizer,
             epochs=self.settings.local_epochs,
             batch_size=self.settings.batch_size,
             precision=self.settings.precision,

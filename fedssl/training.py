@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedssl.methods.base import SSLMethod
+from fedssl.regularizers.base import Regularizer
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
@@ -18,7 +19,7 @@ class TrainResult:
     Attributes
     ----------
     loss : float
-        Mean loss per picture over the last epoch; NaN if there was no epoch.
+        Mean loss per picture over the last epoch, regulariser included; NaN if there was no epoch.
     num_examples : int
         Pictures of the client.
     """
@@ -34,6 +35,7 @@ def train(
     *,
     augment: Augment,
     optimizer: torch.optim.Optimizer,
+    regularizer: Regularizer,
     epochs: int,
     batch_size: int,
     precision: str,
@@ -61,6 +63,7 @@ def train(
     The loss stays on the device until the end: one synchronisation per call.
     """
     method.train()
+    regularizer.start(method)
     device = images.device
     epoch_loss = torch.zeros((), device=device)
     for _ in range(epochs):
@@ -70,7 +73,7 @@ def train(
             view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-                loss = method.loss(view1, view2)
+                loss = regularizer.add_to(method.loss(view1, view2), method)
             loss.backward()
             optimizer.step()
             method.after_step()

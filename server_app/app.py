@@ -39,7 +39,18 @@ NODE_WAIT = 10.0  # seconds without a new node before the federation counts as c
 
 # What a client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
-    *("seed", "num_clients", "dataset", "partition", "augmentation", "encoder", "method", "optimizer", "strategy"),
+    *(
+        "seed",
+        "num_clients",
+        "dataset",
+        "partition",
+        "augmentation",
+        "encoder",
+        "method",
+        "optimizer",
+        "regularizer",
+        "strategy",
+    ),
     *("local_epochs", "batch_size", "device", "precision", "threads", "allocator", "output_dir", "run_id"),
 ]
 
@@ -81,7 +92,9 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     nodes = find_nodes(grid, settings.num_clients)
     pictures = load(settings.dataset, "federated")
     parts = split(settings, pictures)
-    make(settings.augmentation), make(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])  # can they be built?
+    for node in (settings.augmentation, settings.regularizer):  # can they be built?
+        make(node)
+    make(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     checkpoint = recorder.restore() if settings.resume else None
     recorder.begin()
     write_table(recorder.folder / "partition.csv", parts, pictures.labels, pictures.classes)

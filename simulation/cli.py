@@ -40,6 +40,8 @@ def main() -> None:
     try:
         check_names(_words(sys.argv[1:]))
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        if "job" in sys.argv[1:]:  # --cfg job
+            print_travels(_words(sys.argv[1:]))
         if JOBS:
             print_table(JOBS)
             sys.exit(1 if ERRORS else 0)
@@ -101,6 +103,21 @@ def run(words: Sequence[str]) -> None:
         from simulation.local_grid import run_local
 
         run_local(overrides, num_clients=settings.num_clients)
+
+
+def print_travels(words: Sequence[str]) -> None:
+    """What is exchanged with these settings, as comments behind the printed YAML."""
+    from fedssl.config import compose, make
+    from fedssl.methods import build
+
+    settings = compose(words)
+    travels = make(settings.strategy).travels(build(settings))
+    print(
+        f"\n# down, to the clients: {travels.down}"
+        f"\n# up, to the server:    {travels.up}"
+        f"\n# metrics, up:          {', '.join(travels.metrics) or 'none'}"
+        f"\n# stays at the clients: {travels.stays}"
+    )
 
 
 def print_table(folders: Sequence[Path]) -> None:

@@ -51,6 +51,26 @@ class ClientRow:
     cosine: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Travels:
+    """What an algorithm exchanges, in words for people.
+
+    Attributes
+    ----------
+    down, up : str
+        Layers that a client receives, and sends back.
+    metrics : tuple of str
+        What a client reports beside its layers; nothing else leaves it.
+    stays : str
+        What a client keeps between rounds.
+    """
+
+    down: str
+    up: str
+    metrics: tuple[str, ...]
+    stays: str
+
+
 @dataclass
 class RoundReport:
     """Outcome of a round.
@@ -118,6 +138,11 @@ class FedSSLStrategy(Strategy):
 
     def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
         """Refuse, by an `InputError`, a method or a number of clients that the algorithm cannot work with."""
+
+    def travels(self, method: SSLMethod) -> Travels:
+        """What is exchanged and what stays, in words."""
+        parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in travelling_names(method)))
+        return Travels(down=parts, up=parts, metrics=self.metrics(), stays=", ".join(method.kept) or "nothing")
 
     def state(self) -> dict[str, Any]:
         """What the server half keeps between rounds, for a checkpoint: tensors, numbers and dicts of them."""

@@ -1,5 +1,6 @@
-"""FedAvg, L-DAWA and M-DAWA: Eqs. 1-6 of L-DAWA by hand and against a slow transcription, then their properties."""
+"""FedAvg, Loss, L-DAWA, M-DAWA: Eqs. 1-6 of L-DAWA by hand and against a slow transcription, then their properties."""
 
+from dataclasses import replace
 from functools import partial
 from math import exp, log, sqrt
 from pathlib import Path
@@ -14,13 +15,15 @@ from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, cosine, products
 from fedssl.messages import ClientUpdate
 from strategies.fedavg import FedAvg, fedavg
-from strategies.l_dawa import LDAWA, l_dawa
+from strategies.l_dawa import LDAWA, l_dawa, scale_layers
+from strategies.loss import Loss, loss_weighted
 from strategies.m_dawa import MDAWA, m_dawa
 from strategies.weighted_sum import WeightedSum
 
 RULES = {
     "fedavg": fedavg,
     "fedavg uniform": partial(fedavg, weighting="uniform"),
+    "loss": loss_weighted,
     "l_dawa": l_dawa,
     "l_dawa examples": partial(l_dawa, weighting="examples"),
     "l_dawa loss": partial(l_dawa, weighting="loss"),
@@ -61,6 +64,8 @@ DELTA = 24 / 169
         (fedavg, [3.25, 3.75], [9, 3]),
         # Eq. 1, beta = 1/K: a = (4 + 3, 3 + 4) / 2, b = (12, 12) / 2
         (partial(fedavg, weighting="uniform"), [3.5, 3.5], [6, 6]),
+        # softmax of (-ln 3, 0) is (1/4, 3/4)
+        (loss_weighted, [3.25, 3.75], [9, 3]),
         # Eqs. 2-3: (24/169 w_0 + w_1) / 2
         (m_dawa, [(4 * DELTA + 3) / 2, (3 * DELTA + 4) / 2], [6, 6 * DELTA]),
         # Eq. 4: a = (0.96 * 4 + 3, 0.96 * 3 + 4) / 2, b = (0 + 12, 0 * 12 + 0) / 2
@@ -70,7 +75,7 @@ DELTA = 24 / 169
         # Eq. 6: beta is again (1/4, 3/4)
         (partial(l_dawa, weighting="loss"), [3.21, 3.72], [9, 0]),
     ],
-    ids=["Eq. 1 examples", "Eq. 1 uniform", "Eqs. 2-3", "Eq. 4", "Eq. 5", "Eq. 6"],
+    ids=["Eq. 1 examples", "Eq. 1 uniform", "loss", "Eqs. 2-3", "Eq. 4", "Eq. 5", "Eq. 6"],
 )
 def test_two_clients_by_hand(rule, a, b):
     result = rule(GLOBAL, CLIENTS)
@@ -171,12 +176,12 @@ def test_rules_equal_the_equations(rule, dtype):
         "uniform": [1.0] * 5,
         "examples": [u.num_examples for u in updates],
         "loss": [exp(-u.train_loss) for u in updates],
-    }[options.get("weighting", "examples" if function is fedavg else "uniform")]
+    }[options.get("weighting", {fedavg: "examples", loss_weighted: "loss"}.get(function, "uniform"))]
     expected = slowly(
         start,
         updates,
         beta=beta,
-        scale={fedavg: "none", l_dawa: "layer", m_dawa: "model"}[function],
+        scale={fedavg: "none", loss_weighted: "none", l_dawa: "layer", m_dawa: "model"}[function],
         buffers=options.get("buffers", "average"),
     )
     result = rule(start, updates)
@@ -390,6 +395,7 @@ def test_no_updates_are_refused(rule):
         (partial(l_dawa, weighting="examples"), update(9, GLOBAL, train_loss=1.0), "client 9: num-examples is None"),
         (partial(l_dawa, weighting="loss"), update(9, GLOBAL, num_examples=1), "client 9: train-loss is None"),
         (partial(l_dawa, weighting="loss"), update(9, GLOBAL, train_loss=np.nan), "client 9: train-loss is nan"),
+        (loss_weighted, update(9, GLOBAL, num_examples=1), "client 9: train-loss is None"),
     ],
 )
 def test_metrics_that_are_missing_are_refused(rule, client, reason):
@@ -407,6 +413,8 @@ def test_unknown_options_are_refused():
     for make in (partial(m_dawa, GLOBAL, CLIENTS), MDAWA, LDAWA):
         with pytest.raises(InputError, match="buffers=drop is not a choice; allowed are average, scale"):
             make(buffers="drop")
+    with pytest.raises(InputError, match="scale_at=phone is not a choice; allowed are server, client"):
+        LDAWA(scale_at="phone")
     with pytest.raises(InputError, match="warmup_rounds=-1 is negative"):
         LDAWA(warmup_rounds=-1)
 
@@ -428,6 +436,7 @@ def run(strategy, round):
     [
         (FedAvg(), fedavg, ("num-examples",)),
         (FedAvg(weighting="uniform"), partial(fedavg, weighting="uniform"), ()),
+        (Loss(), loss_weighted, ("train-loss",)),
         (LDAWA(), l_dawa, ()),
         (LDAWA(weighting="examples"), partial(l_dawa, weighting="examples"), ("num-examples",)),
         (LDAWA(weighting="loss"), partial(l_dawa, weighting="loss"), ("train-loss",)),
@@ -447,10 +456,29 @@ def test_warm_up():
         assert same(run(strategy, round), expected(GLOBAL, CLIENTS))
 
 
+@pytest.mark.parametrize("weighting", ["uniform", "examples", "loss"])
+@pytest.mark.parametrize("buffers", ["average", "scale"])
+def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
+    start = model(0)
+    updates = clients_of(start)
+    scaled = [replace(one, layers=scale_layers(start, one.layers, buffers=buffers)) for one in updates]
+    strategy = LDAWA(weighting=weighting, buffers=buffers, scale_at="client")
+    rule, reference = strategy.rule(1), GlobalLayers(start)
+    rule.start(reference)
+    for one in scaled:
+        rule.add(one, reference.align(one.layers))
+    result = rule.finish()
+    for name, array in l_dawa(start, updates, weighting=weighting, buffers=buffers).items():
+        assert result[name].dtype == array.dtype
+        np.testing.assert_allclose(result[name], array, rtol=1e-6, atol=1e-6)
+    assert same(updates[0].layers, clients_of(start)[0].layers)  # new arrays
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "metrics"),
     [
         ("fedavg", FedAvg, ("num-examples", "train-loss", "seconds")),
+        ("loss", Loss, ("train-loss", "seconds")),
         ("l_dawa", LDAWA, ("seconds",)),
         ("m_dawa", MDAWA, ("seconds",)),
     ],

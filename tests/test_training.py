@@ -3,7 +3,10 @@ import pytest
 import torch
 from torch import nn
 
+from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
+from fedssl.regularizers.base import Regularizer
+from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive, torch_generator
 from fedssl.training import batches, train
 
@@ -17,6 +20,9 @@ def test_an_epoch_sees_every_picture_once_in_nearly_equal_batches(pictures, batc
     epoch = list(batches(indices, batch_size, generator=torch_generator(0, "x")))
     assert [len(batch) for batch in epoch] == sizes
     assert torch.equal(torch.cat(epoch).sort().values, indices)
+
+
+NONE = Regularizer()
 
 
 class Toy(SSLMethod):
@@ -35,7 +41,7 @@ class Toy(SSLMethod):
         self.steps += 1
 
 
-def run(method, *, epochs, images=None, batch_size=2):
+def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE):
     images = torch.tensor([1, 3, 5, 7], dtype=torch.uint8).reshape(4, 1, 1, 1) if images is None else images
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1)
     return train(
@@ -44,6 +50,7 @@ def run(method, *, epochs, images=None, batch_size=2):
         torch.arange(len(images)),
         augment=lambda batch, generator: (batch.float(), batch.float()),
         optimizer=optimizer,
+        regularizer=regularizer,
         epochs=epochs,
         batch_size=batch_size,
         precision="fp32",
@@ -67,6 +74,39 @@ def test_loss_is_the_mean_per_picture_whatever_the_batch_sizes():
     method = Toy()
     result = run(method, epochs=1, images=torch.full((3, 1, 1, 1), 2, dtype=torch.uint8))
     assert result.loss == pytest.approx(2 * (2 / 3 * 1.0 + 1 / 3 * 0.8))
+
+
+def test_the_proximal_term_by_hand():
+    # mu = 0.5 and w_0 = 1. Step 1 at w = 1: term 0, gradient 4 + 0.5 * 0, w = 0.6. Step 2: loss 4 * 0.6 + 0.25 * 0.4^2
+    # = 2.44, gradient 4 + 0.5 * (0.6 - 1) = 3.8, w = 0.6 - 0.38 = 0.22.
+    method = Toy()
+    result = run(method, epochs=2, batch_size=4, regularizer=Proximal(weight=0.5))
+    assert result.loss == pytest.approx(2.44)
+    assert method.encoder.weight.item() == pytest.approx(0.22)
+
+
+def test_the_proximal_term_starts_where_each_training_starts():
+    method, regularizer = Toy(), Proximal(weight=0.5)
+    run(method, epochs=2, batch_size=4, regularizer=regularizer)
+    method.encoder.weight.data.fill_(1.0)
+    assert run(method, epochs=2, batch_size=4, regularizer=regularizer).loss == pytest.approx(2.44)
+    assert run(Toy(), epochs=2, batch_size=4, regularizer=Proximal(weight=0.0)).loss == pytest.approx(2.4)
+
+
+def test_the_proximal_term_equals_its_equation():
+    now, then = ([torch.randn(3, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)] for _ in range(2))
+    squares = sum(float(((a - b) ** 2).sum()) for a, b in zip(now, then, strict=True))
+    assert proximal(now, then, weight=0.3).item() == pytest.approx(0.3 / 2 * squares, rel=1e-12)
+    with pytest.raises(InputError, match=r"regularizer.weight=-1 must not be negative"):
+        Proximal(weight=-1)
+
+
+def test_frozen_parameters_have_no_proximal_term():
+    method, regularizer = Toy(), Proximal(weight=2.0)
+    method.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    regularizer.start(method)
+    method.frozen.data.fill_(9.0)
+    assert regularizer.add_to(torch.tensor(1.5), method).item() == 1.5
 
 
 def test_no_epochs_leave_the_model_alone():

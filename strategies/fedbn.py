@@ -1,0 +1,41 @@
+"""FedBN (Li et al., ICLR 2021): batch normalisation stays with the client, everything else is averaged.
+
+Batch norm is found by the type of the module, not by a "bn" in its name, which in the authors' code (and in that of
+Dec-SSL) misses the normalisations of shortcuts and stems. Scale, shift, running statistics and counter of such a module
+are the client's own from its second participation on.
+
+They travel nevertheless: the global model needs some, because it is evaluated and exported, and because a new client
+begins with it. It holds the clients' averages (as in Dec-SSL's comparison), which clients do not load any more from
+their second participation on.
+"""
+
+from dataclasses import replace
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedssl.errors import InputError
+from fedssl.exchange import copies, kept_names
+from fedssl.messages import TrainPlan
+from fedssl.methods.base import SSLMethod
+from strategies.base import State, Travels
+from strategies.fedavg import FedAvg
+
+
+def batch_norm_names(method: SSLMethod) -> list[str]:
+    """Names of all layers of all batch normalisations in the method, in the order of the model."""
+    modules = {name for name, module in method.named_modules() if isinstance(module, _BatchNorm)}
+    return [name for name in method.tensors if name.rpartition(".")[0] in modules]
+
+
+class FedBN(FedAvg):
+    """Federated averaging in which every client keeps its own batch normalisation; parameters as in `FedAvg`."""
+
+    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
+        if not batch_norm_names(method):
+            raise InputError("strategy=fedbn but the model has no batch normalisation; use strategy=fedavg")
+
+    def travels(self, method: SSLMethod) -> Travels:
+        return replace(super().travels(method), stays=", ".join(["its batch norm", *method.kept]))
+
+    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
+        return copies(method, dict.fromkeys([*kept_names(method), *batch_norm_names(method)]))
