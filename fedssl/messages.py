@@ -175,9 +175,12 @@ class ClientUpdate:
         )
 
 
-def content_bytes(content: RecordDict) -> int:
-    """Bytes of a message's content: the memory of its arrays plus Flower's count for the other records."""
-    arrays = sum(array.numpy().nbytes for record in content.array_records.values() for array in record.values())
+def content_bytes(content: RecordDict, layers: Layers) -> int:
+    """Bytes of a message's content: the memory of its ``layers`` plus Flower's count for the other records.
+
+    The layers are handed in as arrays, because reading them out of a record that came over a network takes a copy.
+    """
+    arrays = sum(array.nbytes for array in layers.values())
     metrics = sum(record.count_bytes() for record in content.metric_records.values())
     return arrays + metrics + sum(record.count_bytes() for record in content.config_records.values())
 

@@ -39,6 +39,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         check_names(_words(sys.argv[1:]))
+        if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
+            raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         if "job" in sys.argv[1:]:  # --cfg job
             print_travels(_words(sys.argv[1:]))

@@ -212,7 +212,7 @@ class FedSSLStrategy(Strategy):
             if down not in contents:
                 part = {name: layers[name] for name in down} if down else layers
                 contents[down] = replace(plan, layers=part).to_content()
-            self._bytes_down[client] = content_bytes(contents[down])
+            self._bytes_down[client] = content_bytes(contents[down], {name: layers[name] for name in down or layers})
             self._sent.append(Message(contents[down], node, "train", group_id=str(server_round)))
         return self._sent
 
@@ -294,7 +294,7 @@ class FedSSLStrategy(Strategy):
             self._drop(client, str(problem))
             return
         rule.add(update, alignment)
-        self.report.clients.append(self._row(round, update, alignment, content_bytes(reply.content)))
+        self.report.clients.append(self._row(round, update, alignment, content_bytes(reply.content, update.layers)))
 
     def _drop(self, client: int, reason: str) -> None:
         self.report.dropped[client] = reason

@@ -82,8 +82,8 @@ def test_update_carries_only_the_declared_metrics(metrics):
 def test_bytes_of_a_message():
     # 12 float32 values and one int64 counter; the update without metrics has nothing else.
     update = ClientUpdate(layers=LAYERS, partition_id=0)
-    assert content_bytes(update.to_content(())) == 12 * 4 + 8
-    assert content_bytes(update.to_content(())) < content_bytes(PLAN.to_content())
+    assert content_bytes(update.to_content(()), update.layers) == 12 * 4 + 8
+    assert content_bytes(update.to_content(()), update.layers) < content_bytes(PLAN.to_content(), PLAN.layers)
 
 
 def test_who_query():
