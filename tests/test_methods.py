@@ -9,13 +9,16 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fedssl.encoders import conv_small
+from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
 from fedssl.heads import MLP
-from fedssl.losses import byol, nt_xent
+from fedssl.losses import barlow_twins, byol, info_nce, negative_cosine, nt_xent
+from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.byol import BYOL
+from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
+from fedssl.methods.simsiam import SimSiam
 
 CONF = Path(__file__).parents[1] / "conf"
 HEAD = partial(MLP, hidden=16, out=8)
@@ -199,7 +202,55 @@ def test_byol_start_of_a_round(target: str, first: bool, copied: bool) -> None:
     assert not any(own.requires_grad for own, _ in pairs(method))
 
 
-@pytest.mark.parametrize("make", [make_byol, lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5)])
+def make_moco() -> MoCoV3:
+    return MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9)
+
+
+def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() -> None:
+    method = make_moco()
+    step(method)  # so that target and online differ
+    view1, view2 = views()
+    q1, q2 = (method.predictor(method.projector(method.encoder(view))) for view in (view1, view2))
+    k1, k2 = (method.target_projector(method.target_encoder(view)) for view in (view1, view2))
+    expected = 2 * 0.2 * (info_nce(q1, k2, temperature=0.2) + info_nce(q2, k1, temperature=0.2))
+    torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
+    assert method.kept == ("target_encoder", "target_projector")
+
+
+def test_moco_can_leave_the_patch_embedding_at_its_start() -> None:
+    for train in (True, False):
+        vit = vit_tiny(channels=1, size=8, depth=1, width=8, heads=1)
+        method = MoCoV3(vit, projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9, train_patches=train)
+        frozen = {name for name, parameter in method.encoder.named_parameters() if not parameter.requires_grad}
+        assert frozen == (set() if train else {"conv_proj.weight", "conv_proj.bias"})
+
+
+def test_simsiam_loss_is_symmetric_and_stops_the_gradient_of_what_is_predicted() -> None:
+    method = SimSiam(encoder(), projector=HEAD, predictor=HEAD)
+    view1, view2 = views()
+    z1, z2 = (method.projector(method.encoder(view)) for view in (view1, view2))
+    p1, p2 = method.predictor(z1), method.predictor(z2)
+    expected = negative_cosine(p1, z2) / 2 + negative_cosine(p2, z1) / 2
+    torch.testing.assert_close(method.loss(view1, view2), expected)
+    assert not negative_cosine(p1.detach(), z2).requires_grad  # no path left to the projector
+
+
+def test_barlow_twins_loss_compares_projections_of_each_view_by_itself() -> None:
+    method = BarlowTwins(encoder(), projector=HEAD, lambd=0.01)
+    view1, view2 = views()
+    z1, z2 = (method.projector(method.encoder(view)) for view in (view1, view2))
+    torch.testing.assert_close(method.loss(view1, view2), barlow_twins(z1, z2, lambd=0.01), rtol=0, atol=0)
+
+
+MAKERS = {
+    "byol": make_byol,
+    "simclr": lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5),
+    "moco_v3": make_moco,
+    "barlow_twins": lambda: BarlowTwins(encoder(), projector=HEAD, lambd=0.01),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_training_lowers_the_loss(make) -> None:
     method = make()
     start = method.loss(*views()).item()
@@ -214,6 +265,15 @@ def test_training_lowers_the_loss(make) -> None:
         (lambda: SimCLR(encoder(), projector=HEAD, temperature=0), "method.temperature=0"),
         (lambda: make_byol(ema_decay=1.5), "method.ema_decay=1.5"),
         (lambda: make_byol(target="alias"), "method.target=alias"),
+        (lambda: BarlowTwins(encoder(), projector=HEAD, lambd=-1), "method.lambd=-1"),
+        (
+            lambda: MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0, ema_decay=0.9),
+            "method.temperature=0",
+        ),
+        (
+            lambda: SimSiam(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9)),
+            "method.predictor.out=9 must equal method.projector.out=8",
+        ),
         (
             lambda: BYOL(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9), ema_decay=0.9),
             "method.predictor.out=9 must equal method.projector.out=8",

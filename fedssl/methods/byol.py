@@ -1,94 +1,17 @@
 """BYOL (Grill et al., arXiv 2006.07733): predict, from one view, what a slowly moving copy says of the other.
 
-FedU, FedEMA and FedU2 train with it. As in their code the decay of the target is constant (BYOL itself lets it grow
-to 1), and the target stays with the client between rounds. Unlike FedU's code, in which a client's first target
-*is* the online network, so that it does not lag behind at all, it starts as a copy.
+FedU, FedEMA and FedU2 train with it. BYOL itself lets the decay of the target grow to 1; see `MomentumMethod`.
 """
 
-import copy
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fedssl.encoders import Encoder
-from fedssl.errors import InputError
-from fedssl.heads import MLP
 from fedssl.losses import byol
-from fedssl.methods.base import SSLMethod
+from fedssl.methods.momentum import MomentumMethod
 
 
-class BYOL(SSLMethod):
-    """Online encoder, projector and predictor, and a target encoder and projector that follow them.
-
-    Every view has a forward pass of its own through each network. The target is in train mode like the online network:
-    its batch normalisation uses the statistics of the batch, and its running statistics come from its own passes; the
-    moving average concerns parameters only.
-
-    Parameters
-    ----------
-    encoder : Encoder
-        The online encoder, trained in place.
-    projector : callable
-        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
-    predictor : callable
-        Makes the predictor from the length of a projection, which must be the length of its own output too.
-    ema_decay : float
-        Share of its old self that the target keeps at each step, in [0, 1]: 0 makes it the online network of the step
-        before, 1 never moves it.
-    target : {"keep", "copy"}
-        Target at the start of a round. "keep": as this client left it, and a copy of the online network in the
-        client's first round. "copy": a copy of the online network in every round.
-
-    Raises
-    ------
-    InputError
-        If ``ema_decay`` is outside [0, 1], ``target`` is another word, or the predictor's output does not fit.
-    """
-
-    kept = ("target_encoder", "target_projector")
-
-    def __init__(
-        self,
-        encoder: Encoder,
-        *,
-        projector: Callable[[int], MLP],
-        predictor: Callable[[int], MLP],
-        ema_decay: float,
-        target: str = "keep",
-    ) -> None:
-        if not 0 <= ema_decay <= 1:
-            raise InputError(f"method.ema_decay={ema_decay} must be in [0, 1]; FedU uses 0.99")
-        if target not in ("keep", "copy"):
-            raise InputError(f"method.target={target} is unknown; set method.target=keep or method.target=copy")
-        super().__init__()
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
-        self.predictor = predictor(self.projector.out_features)
-        if self.predictor.out_features != self.projector.out_features:
-            raise InputError(
-                f"method.predictor.out={self.predictor.out_features} must equal "
-                f"method.projector.out={self.projector.out_features}, whose vectors it predicts"
-            )
-        self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
-        self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.ema_decay = ema_decay
-        self.target = target
+class BYOL(MomentumMethod):
+    """BYOL; parameters as in `MomentumMethod`."""
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        p1, p2 = (self.predictor(self.projector(self.encoder(view))) for view in (view1, view2))
-        with torch.no_grad():
-            z1, z2 = (self.target_projector(self.target_encoder(view)) for view in (view1, view2))
+        p1, p2, z1, z2 = self.passes(view1, view2)
         return byol(p1, z2, p2, z1)
-
-    def start_round(self, *, first: bool) -> None:
-        if first or self.target == "copy":
-            self.target_encoder.load_state_dict(self.encoder.state_dict())
-            self.target_projector.load_state_dict(self.projector.state_dict())
-
-    def after_step(self) -> None:
-        online = [*self.encoder.parameters(), *self.projector.parameters()]
-        target = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
-        # target = ema_decay * target + (1 - ema_decay) * online; the third argument is one that torch ignores
-        get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)

@@ -1,0 +1,46 @@
+"""Barlow Twins (Zbontar et al., arXiv 2103.03230): the features of two views correlate one to one and not otherwise.
+
+L-DAWA trains with it, with one linear layer as head, a redundancy weight of 0.005 and a standard deviation with divisor
+n - 1, by which the diagonal of its correlation cannot exceed (n - 1) / n.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fedssl.encoders import Encoder
+from fedssl.errors import InputError
+from fedssl.heads import MLP
+from fedssl.losses import barlow_twins
+from fedssl.methods.base import SSLMethod
+
+
+class BarlowTwins(SSLMethod):
+    """An encoder and a projector; every view has a forward pass of its own.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        Trained in place.
+    projector : callable
+        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=512)``.
+    lambd : float
+        Weight of the redundancy term; 0 turns it off.
+
+    Raises
+    ------
+    InputError
+        If ``lambd`` is negative.
+    """
+
+    def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float) -> None:
+        if lambd < 0:
+            raise InputError(f"method.lambd={lambd} must not be negative; Barlow Twins uses 0.0051")
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector(encoder.feature_dim)
+        self.lambd = lambd
+
+    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
+        z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+        return barlow_twins(z1, z2, lambd=self.lambd)

@@ -1,0 +1,100 @@
+"""What BYOL and MoCo v3 share: an online network with a predictor, and a target network that follows it slowly.
+
+As in the code of FedU and FedEMA the decay of the target is constant, and the target stays with the client between
+rounds. Unlike FedU's code, in which a client's first target *is* the online network, so that it does not lag behind at
+all, it starts as a copy.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from fedssl.encoders import Encoder
+from fedssl.errors import InputError
+from fedssl.heads import MLP
+from fedssl.methods.base import SSLMethod
+
+
+class MomentumMethod(SSLMethod):
+    """Online encoder, projector and predictor, and a target encoder and projector that follow them.
+
+    Every view has a forward pass of its own through each network. The target is in train mode like the online network:
+    its batch normalisation uses the statistics of the batch, and its running statistics come from its own passes; the
+    moving average concerns parameters only. It is taken after each step, which is before the next targets are computed.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        The online encoder, trained in place.
+    projector : callable
+        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+    predictor : callable
+        Makes the predictor from the length of a projection, which must be the length of its own output too.
+    ema_decay : float
+        Share of its old self that the target keeps at each step, in [0, 1]: 0 makes it the online network of the step
+        before, 1 never moves it.
+    target : {"keep", "copy"}
+        Target at the start of a round. "keep": as this client left it, and a copy of the online network in the
+        client's first round. "copy": a copy of the online network in every round.
+
+    Raises
+    ------
+    InputError
+        If ``ema_decay`` is outside [0, 1], ``target`` is another word, or the predictor's output does not fit.
+    """
+
+    kept = ("target_encoder", "target_projector")
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        projector: Callable[[int], MLP],
+        predictor: Callable[[int], MLP],
+        ema_decay: float,
+        target: str = "keep",
+    ) -> None:
+        if not 0 <= ema_decay <= 1:
+            raise InputError(f"method.ema_decay={ema_decay} must be in [0, 1]; FedU uses 0.99")
+        if target not in ("keep", "copy"):
+            raise InputError(f"method.target={target} is unknown; set method.target=keep or method.target=copy")
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector(encoder.feature_dim)
+        self.predictor = predictor_for(self.projector, predictor)
+        self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
+        self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.ema_decay = ema_decay
+        self.target = target
+
+    def passes(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Predictions p1, p2 of the online network and projections z1, z2 of the target, each ``(batch, dim)``."""
+        p1, p2 = (self.predictor(self.projector(self.encoder(view))) for view in (view1, view2))
+        with torch.no_grad():
+            z1, z2 = (self.target_projector(self.target_encoder(view)) for view in (view1, view2))
+        return p1, p2, z1, z2
+
+    def start_round(self, *, first: bool) -> None:
+        if first or self.target == "copy":
+            self.target_encoder.load_state_dict(self.encoder.state_dict())
+            self.target_projector.load_state_dict(self.projector.state_dict())
+
+    def after_step(self) -> None:
+        online = [*self.encoder.parameters(), *self.projector.parameters()]
+        target = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
+        # target = ema_decay * target + (1 - ema_decay) * online; the third argument is one that torch ignores
+        get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)
+
+
+def predictor_for(projector: MLP, predictor: Callable[[int], MLP]) -> MLP:
+    """The predictor of a projector's vectors; raises `InputError` if its own have another length."""
+    made = predictor(projector.out_features)
+    if made.out_features != projector.out_features:
+        raise InputError(
+            f"method.predictor.out={made.out_features} must equal "
+            f"method.projector.out={projector.out_features}, whose vectors it predicts"
+        )
+    return made
