@@ -1,13 +1,14 @@
 """Local training: some epochs of a self-supervised method on one client's pictures."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer
+from fedssl.regularizers.base import Regularizer, Step
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
@@ -73,12 +74,29 @@ def train(
             view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-                loss = regularizer.add_to(method.loss(view1, view2), method)
+                with outputs_of(method, regularizer.on) as outputs:
+                    loss = method.loss(view1, view2)
+                z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
+                loss = regularizer.add_to(loss, Step(method, view1, view2, z1, z2, generator))
             loss.backward()
             optimizer.step()
             method.after_step()
             epoch_loss += loss.detach() * (len(batch) / len(indices))
     return TrainResult(loss=epoch_loss.item() if epochs else float("nan"), num_examples=len(indices))
+
+
+@contextmanager
+def outputs_of(method: SSLMethod, part: str | None) -> Iterator[list[Tensor]]:
+    """What a part of the method puts out meanwhile, one tensor per forward pass; None: nothing is collected."""
+    outputs: list[Tensor] = []
+    if part is None:
+        yield outputs
+        return
+    handle = method.get_submodule(part).register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
 
 
 def batches(indices: Tensor, batch_size: int, *, generator: torch.Generator) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ from torch import nn
 
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer
+from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive, torch_generator
 from fedssl.training import batches, train
@@ -106,7 +106,38 @@ def test_frozen_parameters_have_no_proximal_term():
     method.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     regularizer.start(method)
     method.frozen.data.fill_(9.0)
-    assert regularizer.add_to(torch.tensor(1.5), method).item() == 1.5
+    step = Step(method, torch.ones(1), torch.ones(1), None, None, torch_generator(0, "x"))
+    assert regularizer.add_to(torch.tensor(1.5), step).item() == 1.5
+
+
+class Outputs(Regularizer):
+    """Collects what it sees."""
+
+    on = "encoder"
+
+    def __init__(self):
+        self.seen = []
+
+    def add_to(self, loss, step):
+        self.seen.append((step.z1, step.z2))
+        return loss
+
+
+@pytest.mark.parametrize("one_forward", [True, False])
+def test_a_regulariser_sees_the_representations_of_both_views(one_forward):
+    class Sums(Toy):
+        def loss(self, view1, view2):
+            flat = [view.flatten(1) for view in (view1, view2)]
+            h = [self.encoder(torch.cat(flat))] if one_forward else [self.encoder(view) for view in flat]
+            return torch.cat(h).sum()
+
+    method, regularizer = Sums(), Outputs()
+    images = torch.tensor([1, 2], dtype=torch.uint8).reshape(2, 1, 1, 1)
+    run(method, epochs=1, images=images, regularizer=regularizer)
+    z1, z2 = regularizer.seen[0]
+    assert sorted(z1.flatten().tolist()) == sorted(z2.flatten().tolist()) == [1.0, 2.0]
+    assert z1.requires_grad
+    assert not method.encoder._forward_hooks
 
 
 def test_no_epochs_leave_the_model_alone():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer
+from fedssl.regularizers.base import Regularizer, Step
 
 
 def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Tensor:
@@ -42,8 +42,8 @@ class Proximal(Regularizer):
     def start(self, method: SSLMethod) -> None:
         self._start = [weights.detach().clone() for weights in _trained(method)]
 
-    def add_to(self, loss: Tensor, method: SSLMethod) -> Tensor:
-        return loss + proximal(_trained(method), self._start, weight=self.weight)
+    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+        return loss + proximal(_trained(step.method), self._start, weight=self.weight)
 
 
 def _trained(method: SSLMethod) -> list[Tensor]:
