@@ -1,6 +1,7 @@
 """The resident client: model, pictures and optimiser that one process keeps and all its clients use in turn."""
 
 import functools
+import math
 import time
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class Resident:
             precision=self.settings.precision,
             generator=torch_generator(*place),
         )
+        if self.settings.local_epochs and not math.isfinite(result.loss):
+            raise ValueError(f"training diverged: the loss is {result.loss}; what it kept from before stays")
         kept = self.strategy.keep(self.method, plan)
         if kept:
             save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)

@@ -1,0 +1,133 @@
+"""FedEMA (Zhuang et al., ICLR 2022): a client that drifts far keeps more of its own weights.
+
+The server averages models by examples. A client measures how far its encoder moves in training, d. At its next
+participation it begins with mu w_k + (1 - mu) w, a mixture of its own weights w_k and the global ones w of online
+encoder, projector and predictor, where mu = min(lambda d, 1). The client sets lambda = tau / d by its first d, so that
+mu is tau at its second participation, and never changes it. Its target networks stay its own, and in its first
+participation it takes everything from the global model.
+
+As in the authors' code:
+
+- d is the mean distance of the convolution kernels after training from those before it; the paper compares the
+  client's trained weights with the global ones that it receives next;
+- running statistics of encoder and projector come from the global model, those of the predictor from the side with the
+  larger share. Counters go with them and are never mixed.
+
+Here lambda stays open as long as d = 0 (no local epochs), which means mu = 0, where the authors' code divides by zero.
+Parts that a method does not have, such as SimCLR's predictor and target, are left out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fedssl.errors import InputError
+from fedssl.exchange import copies, kept_names, load_layers, travelling_layers
+from fedssl.layers import Layers, is_weight
+from fedssl.messages import TrainPlan
+from fedssl.methods.base import SSLMethod
+from strategies.base import State, Travels
+from strategies.fedavg import FedAvg
+from strategies.fedu import DISTANCES, compared, moved
+from strategies.weighted_sum import one_of
+
+LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"
+"""Names in a client's state that are no layers."""
+
+
+def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
+    """The layers that a client begins with.
+
+    Parameters
+    ----------
+    received, own : Layers
+        The global layers, and those that the client kept: some of these, and perhaps others (of target networks).
+    mu : float
+        Share of the own weights in [0, 1]; 0 takes the received ones, 1 the own ones, exactly.
+
+    Returns
+    -------
+    Layers
+        All layers of both. Weights that are in both are mixed in new arrays; of statistics and counters that are in
+        both, those of ``own`` are taken if mu > 0.5.
+    """
+    blended = own | received
+    for name in own.keys() & received.keys():
+        if is_weight(name, received[name]):
+            mixed = torch.lerp(torch.from_numpy(received[name]), torch.from_numpy(own[name]), mu)
+            blended[name] = mixed.numpy()  # w = mu w_k + (1 - mu) w
+        elif mu > 0.5:
+            blended[name] = own[name]
+    return blended
+
+
+class FedEMA(FedAvg):
+    """Federated averaging whose clients mix the global model with their own.
+
+    Parameters
+    ----------
+    weighting : {"examples", "uniform"}
+        As in `FedAvg`.
+    tau : float
+        Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
+        global ones.
+    distance : {"mean_conv_l2", "squared_l2"}
+        d, see `strategies.fedu.divergence`.
+    metrics : sequence of str
+        What clients report for the log in addition.
+    """
+
+    def __init__(
+        self,
+        *,
+        weighting: str = "examples",
+        tau: float = 0.7,
+        distance: str = "mean_conv_l2",
+        metrics: Sequence[str] = (),
+    ) -> None:
+        super().__init__(weighting=weighting, metrics=metrics)
+        if tau < 0:
+            raise InputError(f"strategy.tau={tau} must not be negative; FedEMA uses 0.7, 0 takes the global weights")
+        self.tau = tau
+        self.distance = one_of("strategy.distance", distance, DISTANCES)
+        # From `load_global` to `keep` the object serves one client, for which it holds these.
+        self._lambda: float | None = None
+        self._start: Layers = {}
+
+    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
+        super().check(method, clients_per_round=clients_per_round)
+        compared(travelling_layers(method), distance=self.distance)
+
+    def travels(self, method: SSLMethod) -> Travels:
+        travels = super().travels(method)
+        own = f"own weights of {travels.down}"
+        return replace(travels, stays=", ".join([own, *method.kept, "distance and lambda"]))
+
+    def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
+        layers = plan.layers
+        self._lambda = None
+        if state is not None:
+            mu = 0.0
+            if LAMBDA in state:
+                self._lambda = float(state[LAMBDA])
+                mu = min(self._lambda * float(state[DISTANCE]), 1.0)
+            own = {name: value.numpy() for name, value in state.items() if name in method.tensors}
+            layers = blend(plan.layers, own, mu=mu)
+        self._start = {name: layers[name] for name in compared(layers, distance=self.distance)}
+        load_layers(method, layers)
+        method.start_round(first=state is None)
+
+    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
+        distance = moved(method, self._start, distance=self.distance)
+        self._start = {}
+        if not math.isfinite(distance):
+            return {}  # training failed: the client goes on from what it kept before
+        if self._lambda is None and distance > 0:
+            self._lambda = self.tau / distance
+        state = {DISTANCE: torch.tensor(distance, dtype=torch.float64)}
+        if self._lambda is not None:
+            state[LAMBDA] = torch.tensor(self._lambda, dtype=torch.float64)
+        mixed = [name for name, array in plan.layers.items() if is_weight(name, array) or name.startswith("predictor.")]
+        return state | copies(method, [*mixed, *kept_names(method)])

@@ -1,0 +1,257 @@
+"""FedU (Zhuang et al., ICCV 2021): what a client takes from the global model is decided network by network.
+
+The server averages the clients' online encoders, projectors and predictors, weighted by examples. A client takes the
+global online encoder and projector, goes on with its own target networks, and takes the global predictor only if its
+last training moved its encoder little: d < mu (DAPU, divergence-aware predictor update, Eq. 3). It measures d at the
+end of training, from the encoder it had received; the decision holds at its next participation. In its first one it
+takes everything from the global model.
+
+Three options give the twelve cells of the paper's Table 4: which networks are averaged (``aggregate``), which ones the
+average overwrites (``update``), and what becomes of the predictor. "Network" means encoder and projector with all their
+layers, running statistics included. Where paper, authors' code and this differ:
+
+- d is in Eq. 3 the sum of squares over all weights (``squared_l2``), in the authors' code, from which the numbers of
+  the paper come, the mean over the convolution kernels of the root of that sum (``mean_conv_l2``, the default);
+- in a client's first round the authors' target *is* the online network, here it starts as a copy of it;
+- the authors' clients also send and receive the networks that no option asks for, here they stay at home.
+
+Methods without a predictor (SimCLR): there DAPU decides on the projector, the last part of the network in its place.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fedssl.errors import InputError
+from fedssl.exchange import copies, kept_names, load_layers, take_layers, travelling_layers, travelling_names
+from fedssl.layers import Layers, is_weight, products
+from fedssl.messages import TrainPlan
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.momentum import MomentumMethod
+from strategies.base import FedSSLStrategy, State, Travels
+from strategies.fedavg import FedAvg
+from strategies.weighted_sum import one_of
+
+DISTANCES = ("mean_conv_l2", "squared_l2")
+
+TAKE_GLOBAL, DISTANCE = "dapu.global", "dapu.distance"
+"""Names in a client's state that are no layers."""
+
+
+def compared(layers: Layers, *, distance: str) -> list[str]:
+    """Names of the encoder's weights that the distance is made of.
+
+    "squared_l2": all. "mean_conv_l2": kernels of convolutions, i.e. arrays ``(out, in, height, width)``, without those
+    of shortcuts ("downsample"); 17 in a ResNet-18.
+
+    Raises
+    ------
+    InputError
+        The encoder has no such kernel.
+    """
+    weights = [name for name, array in layers.items() if name.startswith("encoder.") and is_weight(name, array)]
+    if distance == "squared_l2":
+        return weights
+    kernels = [name for name in weights if layers[name].ndim == 4 and "downsample" not in name]
+    if not kernels:
+        raise InputError(f"strategy.distance={distance} but the encoder has no convolution; set it to squared_l2")
+    return kernels
+
+
+def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
+    """Distance of a trained encoder from an earlier one, e.g. the global one that the client had received.
+
+    Parameters
+    ----------
+    trained : Layers
+        Has at least the layers that `compared` names.
+    start : Layers
+        The earlier layers; those that `compared` does not name do not count.
+    distance : {"mean_conv_l2", "squared_l2"}
+        mean_l ||w_l - g_l|| over the convolution kernels, or sum_l ||w_l - g_l||^2 over all weights (Eq. 3), g_l at
+        the start.
+
+    Returns
+    -------
+    float
+        At least 0, or not finite if a weight is not.
+    """
+    squares = []
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name in compared(start, distance=distance):
+            difference = np.asarray(trained[name] - start[name])
+            squares.append(products([difference], difference)[0][1])
+    if distance == "squared_l2":
+        return sum(squares)  # Eq. 3
+    return sum(math.sqrt(square) for square in squares) / len(squares)
+
+
+def moved(method: SSLMethod, start: Layers, *, distance: str) -> float:
+    """`divergence` of a method's encoder, as it is now, from ``start``."""
+    names = compared(start, distance=distance)
+    return divergence({name: method.tensors[name].detach().cpu().numpy() for name in names}, start, distance=distance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialUpdate:
+    """What a client of FedU sends and takes.
+
+    Attributes
+    ----------
+    aggregate : {"online", "target"}
+        The encoder and projector that clients send, under the names of the online ones.
+    update : {"online", "target", "both"}
+        The encoders and projectors that the received ones overwrite; the others go on as this client left them.
+    predictor : {"dapu", "global", "local"}
+        "global": the received one. "local": as this client left it. "dapu": global if d < ``predictor_threshold``.
+    distance : {"mean_conv_l2", "squared_l2"}
+        d, see `divergence`.
+    predictor_threshold : float
+        mu of Eq. 3, in the unit of d; 0: always local.
+    """
+
+    aggregate: str = "online"
+    update: str = "online"
+    predictor: str = "dapu"
+    distance: str = "mean_conv_l2"
+    predictor_threshold: float = 0.4
+
+    def __post_init__(self) -> None:
+        one_of("strategy.aggregate", self.aggregate, ("online", "target"))
+        one_of("strategy.update", self.update, ("online", "target", "both"))
+        one_of("strategy.predictor", self.predictor, ("dapu", "global", "local"))
+        one_of("strategy.distance", self.distance, DISTANCES)
+        if self.predictor_threshold < 0:
+            raise InputError(
+                f"strategy.predictor_threshold={self.predictor_threshold} must not be negative; "
+                "FedU uses 0.4, and 0 always keeps the client's own predictor"
+            )
+
+
+class FedUClient(FedSSLStrategy):
+    """FedU's client half; a class that has it sets ``partial_update``.
+
+    The server's half stands before it among the bases, e.g. ``class FedU(FedAvg, FedUClient)``: a rule that changes
+    what is sent, like L-DAWA scaled at the clients, then does so with the networks chosen here.
+    """
+
+    partial_update: PartialUpdate
+
+    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
+        super().check(method, clients_per_round=clients_per_round)
+        options, kind = self.partial_update, type(method).__name__
+        if not _targets(method) and (options.aggregate, options.update) != ("online", "online"):
+            raise InputError(
+                f"strategy.aggregate={options.aggregate} strategy.update={options.update} needs a method with target "
+                f"networks and {kind} has none; set both to online, or method=byol"
+            )
+        if isinstance(method, MomentumMethod) and method.target == "copy" and options.update != "both":
+            raise InputError(
+                f"method.target=copy makes the target anew every round, against strategy.update={options.update}; "
+                "set method.target=keep or strategy.update=both"
+            )
+        if options.predictor != "global" and _head(method) not in _parts(travelling_names(method)):
+            raise InputError(
+                f"strategy.predictor={options.predictor} needs a method with a predictor or projector and {kind} has "
+                "neither; set strategy.predictor=global"
+            )
+        if options.predictor == "dapu":
+            compared(travelling_layers(method), distance=options.distance)
+
+    def travels(self, method: SSLMethod) -> Travels:
+        options, sources = self.partial_update, self._sources(method, travelling_names(method))
+        up = {name.partition(".")[0]: source.partition(".")[0] for name, source in sources.items()}
+        stays = _parts(self._own(method, local_head=options.predictor != "global"))
+        if options.predictor == "dapu":
+            stays = [f"{part} (if DAPU says so)" if part == _head(method) else part for part in stays]
+            stays += ["DAPU's distance and decision"]
+        return replace(
+            super().travels(method),
+            up=", ".join(part if part == source else f"{source} (as {part})" for part, source in up.items()),
+            stays=", ".join(stays) or "nothing",
+        )
+
+    def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
+        layers = dict(plan.layers)
+        if state is not None:
+            if self.partial_update.update != "online":
+                layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
+            layers |= {name: value.numpy() for name, value in state.items() if name in method.tensors}
+        load_layers(method, layers)
+        method.start_round(first=state is None)
+
+    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
+        options = self.partial_update
+        if options.predictor != "dapu":
+            return copies(method, self._own(method, local_head=options.predictor == "local"))
+        distance = moved(method, plan.layers, distance=options.distance)
+        if not math.isfinite(distance):
+            return {}  # training failed: the client goes on from what it kept before
+        take_global = distance < options.predictor_threshold  # Eq. 3
+        decision = {
+            TAKE_GLOBAL: torch.tensor(take_global),
+            DISTANCE: torch.tensor(distance, dtype=torch.float64),
+        }
+        return decision | copies(method, self._own(method, local_head=not take_global))
+
+    def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
+        sources = self._sources(method, plan.up or travelling_names(method))
+        taken = take_layers(method, sources.values())
+        return {name: taken[source] for name, source in sources.items()}
+
+    def _own(self, method: SSLMethod, *, local_head: bool) -> list[str]:
+        """Names of the layers that nothing received will overwrite at the next participation."""
+        update, head, targets = self.partial_update.update, _head(method), set(_targets(method).values())
+        kept = [name for name in kept_names(method) if update == "online" or name not in targets]
+        online = [
+            name
+            for name in travelling_names(method)
+            if (local_head if name.startswith(f"{head}.") else update == "target")
+        ]
+        return online + kept
+
+    def _sources(self, method: SSLMethod, names: Sequence[str]) -> dict[str, str]:
+        """For the names under which layers are sent, those under which the model has them."""
+        targets = _targets(method) if self.partial_update.aggregate == "target" else {}
+        return {name: targets.get(name, name) for name in names}
+
+
+class FedU(FedAvg, FedUClient):
+    """Federated averaging with FedU's client half; ``weighting`` as in `FedAvg`, other options in `PartialUpdate`."""
+
+    def __init__(
+        self,
+        *,
+        weighting: str = "examples",
+        aggregate: str = "online",
+        update: str = "online",
+        predictor: str = "dapu",
+        distance: str = "mean_conv_l2",
+        predictor_threshold: float = 0.4,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        super().__init__(weighting=weighting, metrics=metrics)
+        self.partial_update = PartialUpdate(
+            aggregate=aggregate,
+            update=update,
+            predictor=predictor,
+            distance=distance,
+            predictor_threshold=predictor_threshold,
+        )
+
+
+def _targets(method: SSLMethod) -> dict[str, str]:
+    """Names of the layers of the target networks, by the names of their online twins."""
+    return {name.removeprefix("target_"): name for name in kept_names(method) if name.startswith("target_")}
+
+
+def _head(method: SSLMethod) -> str:
+    """The part that DAPU decides on."""
+    return "predictor" if "predictor" in _parts(travelling_names(method)) else "projector"
+
+
+def _parts(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))

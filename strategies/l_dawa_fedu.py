@@ -1,0 +1,39 @@
+"""L-DAWA_FedU (Rehman et al., ICCV 2023): L-DAWA weighted by examples (Eq. 5) on the server, FedU at the clients.
+
+The paper has one sentence on it and there is no published code. With SimCLR, which has no predictor, DAPU decides on
+the projector; see `strategies.fedu`.
+"""
+
+from collections.abc import Sequence
+
+from strategies.fedu import FedUClient, PartialUpdate
+from strategies.l_dawa import LDAWA
+
+
+class LDAWAFedU(LDAWA, FedUClient):
+    """L-DAWA with FedU's client half; options as in `LDAWA` and `PartialUpdate`."""
+
+    def __init__(
+        self,
+        *,
+        weighting: str = "examples",
+        buffers: str = "average",
+        warmup_rounds: int = 0,
+        scale_at: str = "server",
+        aggregate: str = "online",
+        update: str = "online",
+        predictor: str = "dapu",
+        distance: str = "mean_conv_l2",
+        predictor_threshold: float = 0.4,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            weighting=weighting, buffers=buffers, warmup_rounds=warmup_rounds, scale_at=scale_at, metrics=metrics
+        )
+        self.partial_update = PartialUpdate(
+            aggregate=aggregate,
+            update=update,
+            predictor=predictor,
+            distance=distance,
+            predictor_threshold=predictor_threshold,
+        )
