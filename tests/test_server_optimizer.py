@@ -1,0 +1,227 @@
+"""Server optimisers: by hand, against Flower's strategies of the same names, and what they leave alone."""
+
+from functools import partial
+from math import sqrt
+
+import flwr.serverapp.strategy as flower
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedssl.config import compose, make
+from fedssl.errors import InputError
+from fedssl.layers import is_weight
+from fedssl.messages import ClientUpdate, from_record, to_record
+from simulation.local_grid import LocalGrid
+from strategies.l_dawa import l_dawa
+from strategies.server_optimizer import Assign, FedAdam, FedAvgM, FedYogi
+from tests.federation import Federation
+
+every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
+
+
+def model(seed, dtype=np.float32):
+    random = np.random.default_rng(seed)
+    return {
+        "conv.weight": random.standard_normal((8, 3, 3, 3)).astype(dtype),
+        "bn.running_mean": random.standard_normal(8).astype(dtype),
+        "bn.running_var": random.uniform(0.5, 1.5, 8).astype(dtype),
+        "bn.num_batches_tracked": np.array(10 * seed + 3),
+        "fc.bias": np.zeros(5, dtype),
+        "temperature": np.array(random.uniform(0.1, 1), dtype),
+    }
+
+
+def same(one, other):
+    return list(one) == list(other) and all(
+        np.array_equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
+    )
+
+
+def moves(optimizer, old, deltas):
+    """A scalar after each round, where clients agree on what it was before plus one of ``deltas``."""
+    values = []
+    for round, delta in enumerate(deltas, start=1):
+        array = np.array([old])
+        old = float(optimizer.step(round, {"a": array}, {"a": array + delta})["a"][0])
+        values.append(old)
+    return values
+
+
+# --- by hand ---
+
+
+def test_fedavgm_by_hand():
+    # v = 0.5 v - delta, x = x - 0.5 v, from x = 1:
+    #   delta -0.4: v = 0.4, x = 0.8    delta -0.2: v = 0.4, x = 0.6    delta 1: v = -0.8, x = 1.0
+    values = moves(FedAvgM(lr=0.5, momentum=0.5), 1.0, [-0.4, -0.2, 1.0])
+    assert values == pytest.approx([0.8, 0.6, 1.0], rel=1e-12)
+
+
+def test_fedadam_by_hand():
+    # m = (m + delta) / 2, v = (3 v + delta^2) / 4, x = x + 0.3 c m / (sqrt(v) + 0.5), from x = 1:
+    #   round 1, delta 2: m = 1, v = 1, c = sqrt(1 - (3/4)^2) / (1 - 1/4) = sqrt(7) / 3
+    #   round 2, delta 3: m = 2, v = 3, c = sqrt(1 - (3/4)^3) / (1 - 1/8) = sqrt(37) / 7
+    first = 1 + 0.3 * sqrt(7) / 3 / 1.5
+    second = first + 0.6 * sqrt(37) / 7 / (sqrt(3) + 0.5)
+    values = moves(FedAdam(lr=0.3, beta_1=0.5, beta_2=0.75, tau=0.5), 1.0, [2.0, 3.0])
+    assert values == pytest.approx([first, second], rel=1e-12)
+
+
+def test_fedyogi_by_hand():
+    # m = (m + delta) / 2, v = v - delta^2 sign(v - delta^2) / 4, x = x + 0.3 m / (sqrt(v) + 0.5), from x = 1:
+    #   delta 2:   m = 1,     v = 0 + 4/4
+    #   delta 0.5: m = 0.75,  v = 1 - 0.25/4 = 0.9375
+    #   delta 3:   m = 1.875, v = 0.9375 + 9/4 = 3.1875
+    first = 1 + 0.3 / 1.5
+    second = first + 0.225 / (sqrt(0.9375) + 0.5)
+    third = second + 0.5625 / (sqrt(3.1875) + 0.5)
+    values = moves(FedYogi(lr=0.3, beta_1=0.5, beta_2=0.75, tau=0.5), 1.0, [2.0, 0.5, 3.0])
+    assert values == pytest.approx([first, second, third], rel=1e-12)
+
+
+# --- against Flower ---
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (FedAvgM(), flower.FedAvgM(server_momentum=0.9)),
+        (FedAvgM(lr=0.3, momentum=0.5), flower.FedAvgM(server_learning_rate=0.3, server_momentum=0.5)),
+        (FedAvgM(lr=0.3, momentum=0.0), flower.FedAvgM(server_learning_rate=0.3, server_momentum=0.0)),
+        (FedAdam(), flower.FedAdam()),
+        (FedAdam(lr=0.2, beta_1=0.6, beta_2=0.8, tau=0.1), flower.FedAdam(eta=0.2, beta_1=0.6, beta_2=0.8, tau=0.1)),
+        (FedYogi(), flower.FedYogi()),
+        (FedYogi(lr=0.2, beta_1=0.6, beta_2=0.8, tau=0.1), flower.FedYogi(eta=0.2, beta_1=0.6, beta_2=0.8, tau=0.1)),
+    ],
+)
+def test_weights_equal_those_of_flowers_strategies(ours, theirs):
+    grid = LocalGrid(ClientApp(), num_clients=2)
+    mine = flowers = {name: array for name, array in model(0).items() if is_weight(name, array)}
+    for round in range(1, 4):
+        theirs.configure_train(round, to_record(flowers), ConfigRecord(), grid)
+        steps = model(round)
+        # Both see the same client: its model is what it received, plus a step.
+        client = {name: np.asarray(array + np.float32(0.1) * steps[name]) for name, array in mine.items()}
+        content = RecordDict({"arrays": to_record(client), "metrics": MetricRecord({"num-examples": 7})})
+        arrays, _ = theirs.aggregate_train(round, [Message(content, 1, "train")])
+        flowers = from_record(arrays)
+        mine = ours.step(round, mine, client)
+        for name, array in mine.items():
+            np.testing.assert_allclose(array, flowers[name], rtol=1e-6, atol=1e-6, err_msg=name)
+            assert array.dtype == np.float32
+    assert not same(mine, client)  # something has happened beside averaging
+
+
+# --- what stays as it is ---
+
+
+@every_optimizer
+def test_statistics_and_counters_are_what_the_rule_made_them(kind):
+    optimizer, old = kind(), model(0)
+    for round in (1, 2, 3):
+        aggregated = model(round)
+        new = optimizer.step(round, old, aggregated)
+        for name, array in aggregated.items():
+            assert is_weight(name, array) or new[name] is array
+        old = new
+    assert set(next(iter(optimizer.moments.values()))) == {"conv.weight", "fc.bias", "temperature"}
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_names_order_shapes_and_dtypes_survive_and_inputs_stay_as_they_are(kind, dtype):
+    optimizer, old = kind(), model(0, dtype)
+    for round in (1, 2):
+        aggregated = model(round, dtype)
+        before = [{name: array.copy() for name, array in layers.items()} for layers in (old, aggregated)]
+        for layers in (old, aggregated):
+            for array in layers.values():
+                array.flags.writeable = False
+        new = optimizer.step(round, old, aggregated)
+        assert same(old, before[0])
+        assert same(aggregated, before[1])
+        assert list(new) == list(old)
+        for name, array in new.items():
+            assert type(array) is np.ndarray
+            assert (array.shape, array.dtype) == (old[name].shape, old[name].dtype), name
+            assert np.isfinite(array).all()
+        old = new
+
+
+@every_optimizer
+def test_an_aggregate_equal_to_the_global_model_changes_nothing(kind):
+    old = model(0)
+    assert same(kind().step(1, old, old), old)
+
+
+def test_neutral_settings_assign_the_aggregate():
+    old, aggregated = model(0), model(1)
+    assert Assign().step(1, old, aggregated) is aggregated
+    for name, array in FedAvgM(lr=1.0, momentum=0.0).step(1, old, aggregated).items():
+        np.testing.assert_allclose(array, aggregated[name], rtol=1e-6, atol=1e-6)
+
+
+@every_optimizer
+def test_layers_that_are_absent_in_a_round_keep_their_moments(kind):
+    # As with EUC, where a layer may be averaged in every second round only.
+    old, step = model(0), partial(kind().step)
+    first = step(1, old, model(1))
+    part = {name: array for name, array in first.items() if not name.startswith("conv")}
+    rest = step(2, part, {name: array for name, array in model(2).items() if name in part})
+    assert set(rest) == set(part)
+    moved = step(3, first, first)["conv.weight"] - first["conv.weight"]
+    assert np.abs(moved).max() > 0  # by the momentum of round 1 alone
+
+
+# --- checkpoints ---
+
+
+@every_optimizer
+def test_a_restored_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
+    whole, resumed = kind(), kind()
+    old = model(0)
+    for round in range(1, 5):
+        new = whole.step(round, old, model(round))
+        assert same(resumed.step(round, old, model(round)), new)
+        torch.save(resumed.state(), tmp_path / "state.pt")
+        resumed = kind()
+        resumed.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+        old = new
+    assert not same(kind().step(4, old, model(5)), whole.step(4, old, model(5)))  # it does depend on the past
+
+
+# --- as part of the product ---
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fedavgm", FedAvgM), ("fedadam", FedAdam), ("fedyogi", FedYogi)])
+def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
+    federation = Federation(tmp_path, "strategy=l_dawa", f"server_optimizer={name}", "num_clients=2")
+    optimizer, layers = kind(), federation.layers  # the settings are the defaults of the class
+    for round in (1, 2):
+        federation.updates.clear()
+        result = federation.run(round)
+        updates = [ClientUpdate.from_content(content, client) for client, content in enumerate(federation.updates)]
+        layers = optimizer.step(round, layers, l_dawa(layers, updates))
+        assert same(result, layers)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["fedavgm", "lr=0"], r"server_optimizer.lr=0 must be positive; server_optimizer=none assigns the average"),
+        (["fedavgm", "lr=-1"], r"server_optimizer.lr=-1 must be positive"),
+        (["fedavgm", "momentum=1"], r"server_optimizer.momentum=1 must be in \[0, 1\); 0 turns it off"),
+        (["fedadam", "lr=0"], r"server_optimizer.lr=0 must be positive"),
+        (["fedadam", "beta_1=-0.1"], r"server_optimizer.beta_1=-0.1 must be in \[0, 1\)"),
+        (["fedadam", "tau=0"], r"server_optimizer.tau=0 must be positive"),
+        (["fedyogi", "beta_2=1.5"], r"server_optimizer.beta_2=1.5 must be in \[0, 1\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused_in_one_sentence(words, reason):
+    name, setting = words
+    with pytest.raises(InputError, match=f"^{reason}") as refusal:
+        make(compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).server_optimizer)
+    assert "\n" not in str(refusal.value)
