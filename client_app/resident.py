@@ -41,6 +41,9 @@ class Resident:
         self.travelling = set(travelling_names(self.method))
         trained = [parameter for parameter in self.method.parameters() if parameter.requires_grad]
         self.optimizer = make(settings.optimizer, trained)
+        self.lrs = [group["lr"] for group in self.optimizer.param_groups]
+        if settings.compile:
+            self.method.encoder.compile()
 
     def train(self, plan: TrainPlan, partition_id: int, state_folder: Path) -> ClientUpdate:
         """One client's part in a round."""
@@ -54,6 +57,8 @@ class Resident:
         seed_torch(derive(*place), self.device)
         self.strategy.load_global(self.method, plan, state)
         self.optimizer.state.clear()
+        for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
+            group["lr"] = lr * plan.lr_factor
         result = train(
             self.method,
             self.images,
@@ -64,6 +69,7 @@ class Resident:
             epochs=self.settings.local_epochs,
             batch_size=self.settings.batch_size,
             precision=self.settings.precision,
+            clip_norm=self.settings.clip_norm,
             generator=torch_generator(*place),
         )
         if self.settings.local_epochs and not math.isfinite(result.loss):

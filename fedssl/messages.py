@@ -82,6 +82,8 @@ class TrainPlan:
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
     keep_from : int
         Oldest round that a resumed run may go back to; a client drops what it kept only for earlier ones.
+    lr_factor : float
+        What the optimiser's learning rate is multiplied by in this round.
     code : str
         Fingerprint of the server's source code; a client that runs other code refuses to train.
     up : tuple of str
@@ -94,6 +96,7 @@ class TrainPlan:
     metrics: tuple[str, ...]
     keep_from: int
     code: str
+    lr_factor: float = 1.0
     up: tuple[str, ...] = ()
 
     def to_content(self) -> RecordDict:
@@ -102,6 +105,7 @@ class TrainPlan:
                 "round": self.round,
                 "settings": self.settings,
                 "keep-from": self.keep_from,
+                "lr-factor": self.lr_factor,
                 "code": self.code,
             }
         )
@@ -121,6 +125,7 @@ class TrainPlan:
             metrics=tuple(str(name) for name in plan.get("metrics", [])),  # type: ignore[union-attr]
             keep_from=int(plan["keep-from"]),  # type: ignore[arg-type]
             code=str(plan["code"]),
+            lr_factor=float(plan["lr-factor"]),  # type: ignore[arg-type]
             up=tuple(str(name) for name in plan.get("up", [])),  # type: ignore[union-attr]
         )
 

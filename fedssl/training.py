@@ -40,6 +40,7 @@ def train(
     epochs: int,
     batch_size: int,
     precision: str,
+    clip_norm: float | None,
     generator: torch.Generator,
 ) -> TrainResult:
     """Train ``method`` in place.
@@ -56,6 +57,8 @@ def train(
         Most pictures per step; an epoch is cut into batches of nearly equal size.
     precision : {"fp32", "bf16"}
         bf16 runs the forward pass under autocast.
+    clip_norm : float or None
+        Longest gradient (2-norm over all trained weights) that is taken as it is; None: any.
     generator : torch.Generator
         CPU generator of everything random in this training.
 
@@ -66,6 +69,7 @@ def train(
     method.train()
     regularizer.start(method)
     device = images.device
+    trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
     epoch_loss = torch.zeros((), device=device)
     for _ in range(epochs):
         epoch_loss.zero_()
@@ -79,6 +83,8 @@ def train(
                 z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
                 loss = regularizer.add_to(loss, Step(method, view1, view2, z1, z2, generator))
             loss.backward()
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trained, clip_norm)
             optimizer.step()
             method.after_step()
             epoch_loss += loss.detach() * (len(batch) / len(indices))

@@ -39,19 +39,9 @@ NODE_WAIT = 10.0  # seconds without a new node before the federation counts as c
 
 # What a client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
-    *(
-        "seed",
-        "num_clients",
-        "dataset",
-        "partition",
-        "augmentation",
-        "encoder",
-        "method",
-        "optimizer",
-        "regularizer",
-        "strategy",
-    ),
-    *("local_epochs", "batch_size", "device", "precision", "threads", "allocator", "output_dir", "run_id"),
+    *("seed", "num_clients", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
+    *("optimizer", "strategy", "local_epochs", "batch_size", "clip_norm", "precision", "compile"),
+    *("device", "threads", "allocator", "output_dir", "run_id"),
 ]
 
 app = ServerApp()
@@ -108,10 +98,12 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         *(sum(array.nbytes for array in layers.values()), recorder.folder),
     )
     strategy.summary()
-    config = train_config(settings, nodes)
+    config, lr_factor = train_config(settings, nodes), make(settings.lr_schedule)
+    lr_factor(1, rounds=settings.rounds)  # are its settings usable?
     for round in range(done + 1, settings.rounds + 1):
         start = time.monotonic()
         config["keep-from"] = _keep_from(recorder)
+        config["lr-factor"] = lr_factor(round, rounds=settings.rounds)
         layers = run_round(grid, strategy, round, layers, config=config, timeout=settings.client_timeout)
         seconds = time.monotonic() - start
         evaluation = {}
@@ -131,7 +123,7 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
 
 
 def train_config(settings: DictConfig, nodes: Sequence[int]) -> ConfigRecord:
-    """What `FedSSLStrategy.configure_train` must know beside the layers; the same in every round but ``keep-from``."""
+    """What `FedSSLStrategy.configure_train` must know beside the layers; same in all rounds but for two keys."""
     return ConfigRecord(
         {
             "seed": settings.seed,
@@ -139,6 +131,7 @@ def train_config(settings: DictConfig, nodes: Sequence[int]) -> ConfigRecord:
             "nodes": list(nodes),
             "settings": OmegaConf.to_yaml(OmegaConf.masked_copy(settings, CLIENT_SETTINGS)),
             "keep-from": 0,
+            "lr-factor": 1.0,
             "code": code_fingerprint(),
         }
     )

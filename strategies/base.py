@@ -181,7 +181,7 @@ class FedSSLStrategy(Strategy):
         """One message per chosen client.
 
         ``config`` carries ``seed``, ``clients-per-round``, ``nodes`` (node ids in the order of partition ids),
-        ``settings``, ``keep-from`` and ``code``.
+        ``settings``, ``keep-from``, ``lr-factor`` and ``code``.
         """
         nodes = list(config["nodes"])  # type: ignore[arg-type]  # Flower's values are a union
         chosen = sample_clients(
@@ -198,6 +198,7 @@ class FedSSLStrategy(Strategy):
             settings=str(config["settings"]),
             metrics=self.metrics(),
             keep_from=int(config["keep-from"]),  # type: ignore[arg-type]
+            lr_factor=float(config["lr-factor"]),  # type: ignore[arg-type]
             code=str(config["code"]),
             up=up,
         )

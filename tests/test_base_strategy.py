@@ -75,7 +75,7 @@ def federation(behaviours, received=None):
 def configure(strategy, grid, *, clients_per_round=None):
     nodes = list(grid.get_node_ids())
     values = {"seed": 0, "clients-per-round": clients_per_round or len(nodes), "nodes": nodes}
-    config = ConfigRecord({**values, "settings": "{}", "keep-from": 0, "code": "x"})
+    config = ConfigRecord({**values, "settings": "{}", "keep-from": 0, "lr-factor": 1.0, "code": "x"})
     return strategy.configure_train(1, to_record(LAYERS), config, grid)
 
 

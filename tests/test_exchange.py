@@ -25,7 +25,7 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
     assert travelling.isdisjoint(kept_names(federation.method))
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         assert set(plan) == {"arrays", "plan"}
-        assert set(plan["plan"]) <= {"round", "settings", "keep-from", "code", "metrics", "up"}
+        assert set(plan["plan"]) <= {"round", "settings", "keep-from", "lr-factor", "code", "metrics", "up"}
         assert set(plan["arrays"]) <= travelling
         assert set(update) == {"arrays", "metrics"}
         assert set(update["arrays"]) == set(plan["plan"].get("up", travelling))

@@ -41,7 +41,7 @@ class Toy(SSLMethod):
         self.steps += 1
 
 
-def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE):
+def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE, clip_norm=None):
     images = torch.tensor([1, 3, 5, 7], dtype=torch.uint8).reshape(4, 1, 1, 1) if images is None else images
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1)
     return train(
@@ -54,6 +54,7 @@ def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE):
         epochs=epochs,
         batch_size=batch_size,
         precision="fp32",
+        clip_norm=clip_norm,
         generator=torch_generator(0, "train"),
     )
 
@@ -74,6 +75,14 @@ def test_loss_is_the_mean_per_picture_whatever_the_batch_sizes():
     method = Toy()
     result = run(method, epochs=1, images=torch.full((3, 1, 1, 1), 2, dtype=torch.uint8))
     assert result.loss == pytest.approx(2 * (2 / 3 * 1.0 + 1 / 3 * 0.8))
+
+
+def test_long_gradients_are_cut_to_length():
+    # The gradient is 4: with clip_norm 1 a step is 0.1, with 5 it is 0.4.
+    for clip_norm, weight in ((1.0, 0.9), (5.0, 0.6)):
+        method = Toy()
+        run(method, epochs=1, batch_size=4, clip_norm=clip_norm)
+        assert method.encoder.weight.item() == pytest.approx(weight)
 
 
 def test_the_proximal_term_by_hand():

@@ -1,0 +1,55 @@
+"""Learning rates over the rounds: by hand, and through to the clients' optimiser."""
+
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from fedssl.errors import InputError
+from fedssl.lr_schedules import constant, cosine, step
+from tests.federation import Federation
+
+
+def test_constant():
+    assert [constant(round, rounds=3) for round in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_cosine_by_hand():
+    # (1 + cos(pi t)) / 2 at t = 0, 1/4, 1/2, 3/4; cos(pi / 4) = sqrt(2) / 2.
+    whole = [cosine(round, rounds=4) for round in (1, 2, 3, 4)]
+    assert whole == pytest.approx([1, (1 + sqrt(0.5)) / 2, 0.5, (1 - sqrt(0.5)) / 2])
+    assert [cosine(round, rounds=8, period=4) for round in range(1, 9)] == pytest.approx(whole * 2)
+    assert cosine(3, rounds=4, least=0.2) == pytest.approx(0.6)
+
+
+def test_step_by_hand():
+    factors = [step(round, rounds=10, milestones=[0.3, 0.6], factor=0.1) for round in range(1, 11)]
+    assert factors == pytest.approx([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: cosine(1, rounds=4, period=0), "lr_schedule.period=0"),
+        (lambda: cosine(1, rounds=4, least=2), "lr_schedule.least=2"),
+        (lambda: step(1, rounds=4, milestones=[3], factor=0.1), r"lr_schedule.milestones=\[3\]"),
+        (lambda: step(1, rounds=4, milestones=[0.5], factor=0), "lr_schedule.factor=0"),
+    ],
+)
+def test_bad_settings_are_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call()
+
+
+def test_the_factor_reaches_the_clients(tmp_path):
+    """With a factor of 0 nothing is learned: weights stay, and only running statistics move."""
+    federation = Federation(tmp_path, "strategy=fedavg", "num_clients=2", "optimizer.weight_decay=0")
+    before = dict(federation.layers)
+    federation.config["lr-factor"] = 0.0
+    after = federation.run(1)
+    assert all(plan["plan"]["lr-factor"] == 0 for plan in federation.plans)
+    weight = "encoder.blocks.0.0.weight"
+    np.testing.assert_allclose(after[weight], before[weight], rtol=1e-6)
+    assert not np.allclose(after["encoder.blocks.0.1.running_mean"], before["encoder.blocks.0.1.running_mean"])
+    federation.config["lr-factor"] = 1.0
+    assert not np.allclose(federation.run(2)[weight], after[weight], rtol=1e-4)
