@@ -83,6 +83,9 @@ def check(settings: DictConfig) -> None:
             f"clients_per_round={settings.clients_per_round} is more than num_clients={settings.num_clients}; "
             "lower clients_per_round or raise num_clients"
         )
+    clip_norm = settings.clip_norm
+    if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
+        raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
     if settings.threads is not None and (type(settings.threads) is not int or settings.threads < 1):
         raise InputError(
             f"threads={settings.threads} but it must be a whole number of at least 1, or null for automatic"

@@ -85,6 +85,8 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     for node in (settings.augmentation, settings.regularizer):  # can they be built?
         make(node)
     make(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    lr_factor = make(settings.lr_schedule)
+    lr_factor(1, rounds=settings.rounds)
     checkpoint = recorder.restore() if settings.resume else None
     recorder.begin()
     write_table(recorder.folder / "partition.csv", parts, pictures.labels, pictures.classes)
@@ -98,8 +100,7 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         *(sum(array.nbytes for array in layers.values()), recorder.folder),
     )
     strategy.summary()
-    config, lr_factor = train_config(settings, nodes), make(settings.lr_schedule)
-    lr_factor(1, rounds=settings.rounds)  # are its settings usable?
+    config = train_config(settings, nodes)
     for round in range(done + 1, settings.rounds + 1):
         start = time.monotonic()
         config["keep-from"] = _keep_from(recorder)
