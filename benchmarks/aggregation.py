@@ -6,10 +6,13 @@
 Prints, for each number of clients K:
 1. all updates at hand: times as multiples of one pass over memory (K clients and the global model read once, the
    result written once, at the copy bandwidth measured in between), and how often they fit into the time of the form in
-   which L-DAWA's authors compute it. Targets: FedAvg at most 1.3 passes, L-DAWA and M-DAWA at most 4, and at least 3.5
-   times into the authors' form with 10 clients;
+   which L-DAWA's authors compute it. Targets: FedAvg and Loss at most 1.3 passes, L-DAWA and M-DAWA at most 4, and at
+   least 3.5 times into the authors' form with 10 clients;
 2. updates that arrive as messages, one by one: time from the last one to the new model (target: at most 10 ms), and
-   the memory beyond the global model and the message at hand (target: two models).
+   the memory beyond the global model and the message at hand (target: two models);
+3. EUA, which needs all updates at once: its parts and its memory beside them, and for up to 10 clients the form in
+   which its authors compute the direction. Targets: 3 s for 100 clients on two cores, at least 25 times into the
+   authors' form.
 
 Repetitions of all candidates are interleaved; numbers are medians, with the least in brackets: on a machine that does
 other work as well, the least comes nearest to what the code takes.
@@ -26,16 +29,19 @@ from functools import reduce
 import numpy as np
 import torch
 
-from fedssl.layers import GlobalLayers, Layers
+from fedssl.layers import GlobalLayers, Layers, is_weight
 from fedssl.messages import ClientUpdate, from_record, to_record
 from fedssl.threads import default_threads, tune_allocator
+from strategies.eua import EUARule, deviation_gram, solve
 from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa
+from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.weighted_sum import WeightedSum
 
 RULES = {
     "FedAvg": WeightedSum(weighting="examples"),
+    "Loss": WeightedSum(weighting="loss"),
     "L-DAWA": WeightedSum(scale="layer"),
     "M-DAWA": WeightedSum(scale="model"),
 }
@@ -62,7 +68,10 @@ def trained(layers: Layers, client: int) -> ClientUpdate:
         return np.add(array, noise, out=noise)
 
     return ClientUpdate(
-        layers={name: noisy(array) for name, array in layers.items()}, partition_id=client, num_examples=100 + client
+        layers={name: noisy(array) for name, array in layers.items()},
+        partition_id=client,
+        num_examples=100 + client,
+        train_loss=4 + float(random.uniform()),
     )
 
 
@@ -113,6 +122,7 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
             "copy": lambda: np.copyto(flat_spare, flat),
             "copy, threads": lambda: reference.for_each(lambda name: np.copyto(spare[name], layers[name])),
             "FedAvg": lambda: fedavg(layers, updates),
+            "Loss": lambda: loss_weighted(layers, updates),
             "L-DAWA": lambda: l_dawa(layers, updates),
             "M-DAWA": lambda: m_dawa(layers, updates),
             "L-DAWA, authors' form": lambda: authors(arrays, models),
@@ -127,7 +137,7 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
     print(f"\nK={len(updates)}, all at hand{'':18}ms {'passes':>18} {'authors/this':>18}")
     print(f"{'one pass':24}{floor}")
     slowest = seconds["L-DAWA, authors' form"]
-    for name in ("FedAvg", "L-DAWA", "M-DAWA", "L-DAWA, authors' form"):
+    for name in ("FedAvg", "Loss", "L-DAWA", "M-DAWA", "L-DAWA, authors' form"):
         own = seconds[name]
         print(
             f"{name:24}{own}"
@@ -170,6 +180,64 @@ def from_messages(layers: Layers, updates: list[ClientUpdate], repetitions: int)
         print(f"{name:24}{Seconds(statistics.median(after[name]), min(after[name]))} {peak / model:26.2f}")
 
 
+def authors_eua(global_layers: Layers, models: list[Layers]) -> torch.Tensor:
+    """The direction of EUA as its authors compute it: unit deviations as columns, products by pairs, steps on p."""
+    names = [name for name, array in global_layers.items() if is_weight(name, array)]
+
+    def flat(layers: Layers) -> torch.Tensor:
+        return torch.cat([torch.from_numpy(layers[name]).reshape(-1) for name in names])
+
+    theta, number = flat(global_layers), len(models)
+    columns = torch.empty(len(theta), number)
+    for k, layers in enumerate(models):
+        delta = theta - flat(layers)
+        columns[:, k] = 2 * delta / delta.norm()
+    gram = torch.tensor([[float(columns[:, i] @ columns[:, j]) for j in range(number)] for i in range(number)])
+    p = torch.full((number,), 1 / number)
+    for _ in range(250):
+        best = torch.zeros(number)
+        best[(gram @ p).argmin()] = 1
+        move = best - p
+        step = float(-(move @ gram @ p) / (move @ gram @ move).clamp_min(1e-12))
+        p = p + min(max(step, 0), 1) * move
+        if step * move.abs().sum() < 1e-5:
+            break
+    return columns @ p
+
+
+def with_all_updates(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
+    """Print EUA's times and memory."""
+    models = [update.layers for update in updates]
+    weights = GlobalLayers({name: array for name, array in layers.items() if is_weight(name, array)})
+    gram = deviation_gram(weights, models)
+    reference = GlobalLayers(layers)
+    alignments = reference.align_all(models)
+
+    def whole() -> None:
+        rule = EUARule()
+        rule.start(reference)
+        for update, alignment in zip(updates, alignments, strict=True):
+            rule.add(update, alignment)
+        rule.finish()
+
+    candidates = {
+        "Gram matrix": lambda: deviation_gram(weights, models),
+        "weights p": lambda: solve(gram),
+        "EUA": whole,
+    }
+    if len(updates) <= 10:
+        candidates["EUA, authors' form"] = lambda: authors_eua(layers, models)
+    seconds = measure(candidates, repetitions)
+    tracemalloc.start()
+    whole()
+    peak = tracemalloc.get_traced_memory()[1] / sum(array.nbytes for array in layers.values())
+    tracemalloc.stop()
+    print(f"\nK={len(updates)}, all at once{'':18}ms {'times EUA':>18}")
+    for name, own in seconds.items():
+        print(f"{name:24}{own} {own.median / seconds['EUA'].median:18.2f}")
+    print(f"{'EUA, memory in models':24}{peak:8.2f} beside the updates, with the new model")
+
+
 def main() -> None:
     tune_allocator()
     torch.set_num_threads(default_threads(32))
@@ -181,6 +249,7 @@ def main() -> None:
         repetitions = max(3, 200 // number)
         at_hand(layers, updates[:number], repetitions)
         from_messages(layers, updates[:number], repetitions)
+        with_all_updates(layers, updates[:number], max(3, repetitions // 4))
 
 
 if __name__ == "__main__":

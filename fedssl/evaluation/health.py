@@ -1,0 +1,111 @@
+"""Whether a representation collapses: numbers that need pictures but no labels.
+
+Constant collapse (all pictures on one point) shows in `spread`, dimensional collapse (pictures in few dimensions) in
+the spectrum and its `effective_rank`; `alignment` and `uniformity` are the two sides between which contrastive learning
+balances. All take representations h of the same pictures ``(n, dim)``.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedssl.augmentation import Augmentation
+from fedssl.evaluation.features import extract
+from fedssl.seeding import torch_generator
+
+TOP = 100
+"""Singular values that are recorded (FedU2 shows as many)."""
+
+
+def spectrum(h: Tensor) -> Tensor:
+    """Singular values of the covariance (divisor n) in float64, descending, ``(min(n, dim),)``; FedU2, Fig. 3."""
+    centred = h.double() - h.double().mean(dim=0)
+    return torch.linalg.svdvals(centred).square() / len(h)
+
+
+def effective_rank(h: Tensor) -> float:
+    """RankMe (Garrido et al., ICML 2023, Eq. 1): exp of the entropy of the singular values' shares, not centred.
+
+    Between 1 (one direction) and min(n, dim) (all directions alike); 0 for representations of zeros.
+    """
+    values = torch.linalg.svdvals(h.double())
+    if not values.sum():
+        return 0.0
+    shares = values / values.sum()
+    return math.exp(-torch.special.xlogy(shares, shares).sum().item())
+
+
+def spread(h: Tensor) -> float:
+    """Standard deviation per dimension of h / ||h||, times sqrt(dim): 0 collapsed, about 1 on the whole sphere."""
+    return float(F.normalize(h.double(), dim=1).std(dim=0, correction=0).mean() * math.sqrt(h.shape[1]))
+
+
+def alignment(h1: Tensor, h2: Tensor) -> float:
+    """Mean squared distance of two views' normalised representations, 0 to 4 (Wang and Isola, ICML 2020, alpha = 2)."""
+    return float((F.normalize(h1.double(), dim=1) - F.normalize(h2.double(), dim=1)).square().sum(dim=1).mean())
+
+
+def uniformity(h: Tensor) -> float:
+    """Log of the mean of exp(-2 d^2) over pairs of different pictures, -8 to 0 (Wang and Isola, t = 2); 0 collapsed."""
+    squares = torch.pdist(F.normalize(h.double(), dim=1)).square()
+    return float(torch.logsumexp(-2 * squares, dim=0) - math.log(len(squares)))
+
+
+class Health:
+    """The numbers above for one encoder after another, always on the same pictures and views.
+
+    Parameters
+    ----------
+    images : Tensor
+        Pictures of the data set, uint8, ``(n, channels, height, width)``.
+    pictures : int
+        How many of them are used, at least 2.
+    augment : Augmentation
+        Makes the views for `alignment`.
+    mean, std : sequence of float
+        Of the data set, per channel.
+    device : torch.device
+        Where encoders run.
+    seed : int
+        Of the run.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        *,
+        pictures: int,
+        augment: Augmentation,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        generator = torch_generator(seed, "health")
+        self._images = images[torch.randperm(len(images), generator=generator)[:pictures]]
+        self._views = augment(self._images.to(device), generator)
+        self._mean, self._std, self._device = mean, std, device
+
+    def measure(self, encoder: nn.Module) -> tuple[dict[str, float], list[float]]:
+        """The numbers, and the largest singular values of the covariance."""
+        h = extract(encoder, self._images, mean=self._mean, std=self._std, device=self._device)
+        h1, h2 = (_forward(encoder, view) for view in self._views)
+        numbers = {
+            "effective_rank": effective_rank(h),
+            "spread": spread(h),
+            "alignment": alignment(h1, h2),
+            "uniformity": uniformity(h),
+        }
+        return numbers, spectrum(h)[:TOP].tolist()
+
+
+def _forward(encoder: nn.Module, pictures: Tensor) -> Tensor:
+    """Representations of pictures that are normalised already."""
+    training = encoder.training
+    with torch.inference_mode():
+        h = encoder.eval()(pictures).float().cpu()
+    encoder.train(training)
+    return h

@@ -1,0 +1,400 @@
+"""EUA, the server half of FedU2: weights under which no client is left behind (Liao et al., CVPR 2024, Sec. 3.4).
+
+With the deviations delta_k = theta - theta_k the new global model is theta minus a step along d = sum_k p_k g_k,
+g_k = grad log ||delta_k||^2 = 2 delta_k / ||delta_k||^2 (Eq. 7), where p makes d the shortest vector in the convex hull
+of the g_k (Eq. 10). Of all directions this one has the largest smallest change rate <g_k, d/||d||> over clients
+(Eq. 8); clients with p_k > 0 share it. Everything but the last step happens on the K x K Gram matrix of the deviations.
+
+Where this differs from the paper, with the option that reproduces it:
+
+- Eq. 12 gives the minimiser of a ridge: the derivative of the penalty in Eq. 11 is ``rho 1 1^T p``, not
+  ``rho I p``, and cutting a solution off at 0 does not minimise over p >= 0. Here ADMM has the former and a split
+  variable for the latter, and its solution is completed to the exact one;
+- the paper gives no step size. Here the step is as long as the mean deviation times ``server_lr``, so that one client
+  alone becomes the global model (``server_lr=1``); ``step="constant"`` is theta - server_lr d.
+
+Where it differs from the authors' code: that has g_k = 2 delta_k / ||delta_k|| (``deviation="unit"``), which favours
+large deviations less, and stops its solver short of the optimum. Statistics and counters are plain means here; there
+they are weighted by batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fedssl.errors import InputError
+from fedssl.layers import ROW, Alignment, GlobalLayers, Layers, is_weight
+from fedssl.messages import ClientUpdate
+from strategies.base import FedSSLStrategy
+from strategies.weighted_sum import WeightedSum, one_of
+
+DEVIATIONS = ("log", "unit")
+STEPS = ("normalized", "constant")
+
+_TILE = 8 * ROW
+"""Numbers of each client in one product; sums in float32 of twice as many may err by 1e-6."""
+
+_MOVE_TILE = 64 * ROW
+"""Numbers moved at a time; few enough to stay in the cache, enough to hide what a call costs."""
+
+_BLOCK = 16
+"""Rows of the Gram matrix in one product, so that little more than its lower triangle is computed."""
+
+_CANCELLED = 1e-6
+"""A sum of vectors whose square is below this part of the square of their lengths' sum is zero up to rounding."""
+
+_ACCURACY = 1e-6
+"""Bound on the error of the Gram matrix of models, relative to the lengths of both deviations."""
+
+_RHO = 1.0
+"""Penalty of the paper."""
+
+_MOST_STEPS = 1 << 16
+"""A few suffice. Where it takes thousands, objectives differ by little more than rounding."""
+
+
+def min_norm_weights(gram: np.ndarray, *, accuracy: float = 1e-12) -> np.ndarray:
+    """Weights of the shortest vector in a convex hull: the p that minimises p^T G p with p >= 0 and sum p = 1.
+
+    ADMM finds which weights are positive and near to what they are; then the nearest point that solves the optimality
+    conditions exactly is taken, as soon as it fulfils them for all vectors. Where several p are optimal, equal vectors
+    have equal weights.
+
+    Parameters
+    ----------
+    gram : ndarray
+        (K, K), inner products of the K vectors, of any scale and rank. A vector of zeros takes all the weight.
+    accuracy : float
+        Error of the inner products relative to the lengths of both vectors. Weights that depend on less are made equal.
+
+    Returns
+    -------
+    ndarray
+        (K,) in float64, on the simplex.
+
+    Raises
+    ------
+    InputError
+        No square matrix of finite numbers.
+    """
+    gram = np.asarray(gram, np.float64)
+    if gram.ndim != 2 or not 0 < gram.shape[0] == gram.shape[1] or not np.isfinite(gram).all():
+        raise InputError(f"gram of shape {gram.shape} must be a square matrix of finite numbers")
+    lengths = np.sqrt(np.maximum(np.diag(gram), 0))
+    if not lengths.all():
+        return (lengths == 0) / np.count_nonzero(lengths == 0)
+    # In q_k = p_k ||g_k|| the matrix is that of cosines, whatever the lengths; sum p = 1 becomes b^T q = constant.
+    cosines = gram / lengths[:, None] / lengths
+    b = lengths.min() / lengths
+    # Rounding may leave negative eigenvalues, with which there are several minima or none.
+    cosines[np.diag_indices_from(cosines)] += max(0.0, -np.linalg.eigvalsh(cosines)[0])
+    q = _admm(cosines, b / np.linalg.norm(b), accuracy)
+    p = q * b
+    return np.asarray(p / p.sum())
+
+
+def _admm(c: np.ndarray, b: np.ndarray, accuracy: float) -> np.ndarray:
+    """The q that minimises q^T C q with b^T q = 1 and q >= 0; ||b|| = 1 and C has a unit diagonal."""
+    number = len(b)
+    # Eq. 11 with a second constraint q = z, z >= 0. Each multiplier is divided by its penalty; that of the split is the
+    # mean curvature along b^T q = 1, without which deviations that hardly differ would take very many steps.
+    split = max((number - b @ c @ b) / max(number - 1, 1), accuracy * number)
+    inverse = np.linalg.inv(c + _RHO * np.outer(b, b) + split * np.eye(number))
+    z = b / (b @ b)
+    mu, nu = 0.0, np.zeros(number)
+    check = 1
+    for step in range(_MOST_STEPS):
+        if step + 1 == check:
+            exact = _exact(c, b, z, accuracy)
+            if exact is not None:
+                return exact
+            check *= 2
+        q = inverse @ (_RHO * (1 - mu) * b + split * (z - nu))  # Eq. 12, first line
+        z = np.maximum(q + nu, 0)
+        nu += q - z
+        mu += b @ q - 1  # Eq. 12, second line
+    return z
+
+
+def _exact(c: np.ndarray, b: np.ndarray, near: np.ndarray, accuracy: float) -> np.ndarray | None:
+    """The optimum nearest to ``near`` with the same positive entries, or None if there is none."""
+    support = np.flatnonzero(near)
+    size = len(support)
+    # C q = f b and b^T q = 1, f = q^T C q; least squares, because vectors may depend on each other.
+    system = np.zeros((size + 1, size + 1))
+    system[:size, :size] = c[np.ix_(support, support)]
+    system[:size, size], system[size, :size] = -b[support], b[support]
+    guess = np.append(near[support], near @ c @ near)
+    target = np.append(np.zeros(size), 1.0)
+    found = guess + np.linalg.lstsq(system, target - system @ guess, rcond=accuracy)[0]
+    q = np.zeros(len(b))
+    q[support] = np.maximum(found[:size], 0)
+    if not b @ q > 0:
+        return None
+    q /= b @ q
+    slope = c @ q
+    return q if np.all(slope - (q @ slope) * b >= -accuracy * q.sum()) else None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What EUA makes of the deviations of one round.
+
+    Attributes
+    ----------
+    weights : ndarray
+        (K,), p; 0 for a client that equals the global model, all 0 if every client does.
+    factors : ndarray
+        (K,), c: the new weights are theta + sum_k c_k (theta_k - theta).
+    before, after : float or None
+        Smallest change rate over clients (Eq. 7 with eta = 1) along the mean deviation, and along d: negative if a
+        client is left behind, 0 if the direction vanishes, None if every client equals the global model.
+    """
+
+    weights: np.ndarray
+    factors: np.ndarray
+    before: float | None
+    after: float | None
+
+
+def solve(gram: np.ndarray, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> Solution:
+    """EUA on the (K, K) Gram matrix of the deviations theta - theta_k; options as in `eua`."""
+    weights, factors = np.zeros((2, len(gram)))
+    moved = np.flatnonzero(np.diag(gram) > 0)
+    if not moved.size:
+        return Solution(weights, factors, None, None)
+    gram = gram[np.ix_(moved, moved)]
+    lengths = np.sqrt(np.diag(gram))
+    scales = 2 / lengths**2 if deviation == "log" else 2 / lengths  # g_k = scale_k delta_k, Eq. 7
+    p = min_norm_weights(scales[:, None] * gram * scales, accuracy=_ACCURACY)  # Eq. 10
+    mean, direction = np.full(len(moved), 1 / len(moved)), p * scales
+    mean_length, length = _length(mean, gram, lengths), _length(direction, gram, lengths)
+
+    def worst(coefficients: np.ndarray, length: float) -> float:
+        # <g_k, e> along e = sum_j a_j delta_j / length is 2 (A a)_k / (||delta_k||^2 length), A the Gram matrix.
+        return float((2 * (gram @ coefficients) / lengths**2).min() / length) if length else 0.0
+
+    weights[moved] = p
+    if length:
+        factors[moved] = server_lr * direction * (mean_length / length if step == "normalized" else 1)
+    return Solution(weights, factors, worst(mean, mean_length), worst(direction, length))
+
+
+def _length(coefficients: np.ndarray, gram: np.ndarray, lengths: np.ndarray) -> float:
+    """Length of the sum of vectors with these coefficients (not negative), 0 if they cancel."""
+    square = coefficients @ gram @ coefficients
+    return float(np.sqrt(square)) if square > _CANCELLED * (coefficients @ lengths) ** 2 else 0.0
+
+
+class EUARule:
+    """EUA for one round at a time. It keeps references to all updates: what d is depends on every one of them.
+
+    Parameters
+    ----------
+    deviation, step : str
+    server_lr : float
+        As in `eua`.
+
+    Attributes
+    ----------
+    clients : list of int
+        Partition ids, in the order in which they were added.
+    solution : Solution
+        What the last `finish` found.
+    """
+
+    def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
+        self.deviation = one_of("strategy.deviation", deviation, DEVIATIONS)
+        self.step = one_of("strategy.step", step, STEPS)
+        if not 0 < server_lr < np.inf:
+            raise InputError(f"strategy.server_lr={server_lr} must be positive; 1 moves as far as the clients' mean")
+        self.server_lr = server_lr
+        self._buffers = WeightedSum()
+
+    def start(self, global_layers: GlobalLayers) -> None:
+        """Begin a round."""
+        layers = global_layers.layers
+        self._names = list(layers)
+        self._weights = GlobalLayers({name: array for name, array in layers.items() if is_weight(name, array)})
+        self._buffers.start(GlobalLayers({name: layers[name] for name in layers if name not in self._weights.layers}))
+        self._models: list[Layers] = []
+        self.clients: list[int] = []
+
+    def add(self, update: ClientUpdate, alignment: Alignment) -> None:
+        """Remember an update that passed `GlobalLayers.check`."""
+        self._buffers.add(update, alignment)
+        self._models.append(update.layers)
+        self.clients.append(update.partition_id)
+
+    def finish(self) -> Layers:
+        """The new global layers, with names, order, shapes and dtypes of the old ones.
+
+        Raises
+        ------
+        InputError
+            No update was added.
+        """
+        result = self._buffers.finish()
+        gram = deviation_gram(self._weights, self._models)
+        self.solution = solve(gram, deviation=self.deviation, step=self.step, server_lr=self.server_lr)
+        result |= _moved(self._weights, self._models, self.solution.factors)
+        self._models = []
+        return {name: result[name] for name in self._names}
+
+
+def deviation_gram(weights: GlobalLayers, models: Sequence[Layers]) -> np.ndarray:
+    """The (K, K) inner products of theta - theta_k, each taken over all layers of ``weights`` as one vector.
+
+    The global model is subtracted before anything is multiplied (deviations are small: with expanded products they
+    would drown in rounding), tile by tile, so that the deviations never exist as a whole. Errors are below 1e-6 of the
+    product of the lengths, about 1e-8 in models of millions of weights. One thread works on a layer, so that results do
+    not depend on the number of threads.
+    """
+    grams: dict[str, np.ndarray] = {}
+
+    def measure(name: str) -> None:
+        arrays = [model[name].reshape(-1) for model in models]
+        grams[name] = _gram(weights.layers[name].reshape(-1), arrays)
+
+    weights.for_each(measure)
+    lower = sum((grams[name] for name in weights.layers), np.zeros((len(models), len(models))))
+    return np.asarray(np.tril(lower) + np.tril(lower, -1).T)
+
+
+def _gram(g: np.ndarray, clients: Sequence[np.ndarray]) -> np.ndarray:
+    """The lower triangle of (K, K) products of w - g; what is above it has no meaning."""
+    number, dtype = len(clients), np.result_type(g.dtype, np.float32)
+    origin, arrays = torch.from_numpy(g), [torch.from_numpy(w) for w in clients]
+    total, part = np.zeros((number, number)), np.zeros((number, number), dtype)
+    buffer, products = torch.from_numpy(np.empty(number * min(_TILE, len(g)), dtype)), torch.from_numpy(part)
+    for start in range(0, len(g), _TILE):
+        tile = slice(start, start + _TILE)
+        y = origin[tile].to(buffer.dtype)
+        x = buffer[: number * len(y)].view(number, len(y))
+        # Few long calls: threads that hand the interpreter over for each array would wait for each other.
+        torch.stack([w[tile].to(x.dtype) for w in arrays], out=x)
+        x -= y
+        # torch's products stay on one thread here; those of NumPy's OpenBLAS have other bits on another number of them.
+        for first in range(0, number, _BLOCK):
+            end = first + _BLOCK
+            torch.mm(x[first:end], x[:end].T, out=products[first:end, :end])
+        total += part
+    return total
+
+
+def _moved(weights: GlobalLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:
+    """theta + sum_k c_k (theta_k - theta)."""
+    used = [(model, float(factor)) for model, factor in zip(models, factors, strict=True) if factor]
+    result: Layers = {}
+
+    def move(name: str) -> None:
+        old = weights.layers[name]
+        new = old.astype(np.result_type(old.dtype, np.float32), order="C")
+        g, target = old.reshape(-1), new.reshape(-1)
+        clients = [(model[name].reshape(-1), factor) for model, factor in used]
+        buffer = np.empty((2, min(_MOVE_TILE, g.size)), new.dtype)
+        for start in range(0, g.size, _MOVE_TILE):
+            tile = slice(start, start + _MOVE_TILE)
+            deviation, total = buffer[:, : len(g[tile])]
+            total[:] = 0
+            addend, sums = torch.from_numpy(deviation), torch.from_numpy(total)
+            for w, factor in clients:
+                np.subtract(w[tile], g[tile], out=deviation, dtype=deviation.dtype)
+                sums.add_(addend, alpha=factor)
+            target[tile] += total
+        result[name] = new.astype(old.dtype, copy=False)
+
+    weights.for_each(move)
+    return result
+
+
+def eua(
+    global_layers: Layers,
+    updates: Sequence[ClientUpdate],
+    *,
+    deviation: str = "log",
+    step: str = "normalized",
+    server_lr: float = 1.0,
+) -> Layers:
+    """Step along the direction whose smallest change rate over clients is largest.
+
+    A client whose weights equal the global ones has no direction and is left out, except of the means of statistics
+    and counters. If clients pull in opposite directions (d = 0), the weights stay as they are.
+
+    Parameters
+    ----------
+    global_layers : Layers
+        The layers the clients started from.
+    updates : sequence of ClientUpdate
+        One per client, in any order.
+    deviation : {"log", "unit"}
+        g_k = 2 delta_k / ||delta_k||^2 (Eq. 7), or 2 delta_k / ||delta_k|| as in the authors' code.
+    step : {"normalized", "constant"}
+        theta - server_lr ||mean_k delta_k|| d / ||d||, or theta - server_lr d.
+    server_lr : float
+        Positive.
+
+    Returns
+    -------
+    Layers
+        The new global layers.
+
+    Raises
+    ------
+    InputError
+        No updates, an unknown option, or a layer that does not fit or has values that are not finite.
+    """
+    rule = EUARule(deviation=deviation, step=step, server_lr=server_lr)
+    reference = GlobalLayers(global_layers)
+    rule.start(reference)
+    for update in sorted(updates, key=lambda update: update.partition_id):
+        try:
+            reference.check(update.layers)
+        except InputError as problem:
+            raise InputError(f"client {update.partition_id}: {problem}") from problem
+        alignment = reference.align(update.layers)
+        if not alignment.finite:
+            raise InputError(f"client {update.partition_id}: layer {alignment.offender} has NaN or infinite values")
+        rule.add(update, alignment)
+    return rule.finish()
+
+
+class EUA(FedSSLStrategy):
+    """Efficient unified aggregator; see `eua`. Clients report nothing but their layers.
+
+    Each round it records p by client ("weights") and the smallest change rate over clients along the mean deviation
+    ("conflict_before") and along d ("conflict_after"), see `Solution`.
+
+    Parameters
+    ----------
+    deviation, step : str
+    server_lr : float
+        As in `eua`.
+    metrics : sequence of str
+        What clients report for the log in addition.
+    """
+
+    def __init__(
+        self,
+        *,
+        deviation: str = "log",
+        step: str = "normalized",
+        server_lr: float = 1.0,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        super().__init__(metrics=metrics)
+        self._rule = EUARule(deviation=deviation, step=step, server_lr=server_lr)
+
+    def rule(self, round: int) -> EUARule:
+        return self._rule
+
+    def after_aggregate(self, round: int, layers: Layers) -> Layers:
+        found = self._rule.solution
+        self.report.findings["weights"] = {
+            str(client): float(p) for client, p in zip(self._rule.clients, found.weights, strict=True)
+        }
+        self.report.findings["conflict_before"] = found.before
+        self.report.findings["conflict_after"] = found.after
+        return layers

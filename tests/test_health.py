@@ -1,0 +1,68 @@
+"""Numbers of collapse: by hand, against slow transcriptions, and on representations whose collapse is known."""
+
+from math import exp, log, sqrt
+
+import pytest
+import torch
+
+from fedssl.evaluation.health import alignment, effective_rank, spectrum, spread, uniformity
+
+
+def sphere(n: int, dim: int, seed: int = 0) -> torch.Tensor:
+    return torch.nn.functional.normalize(torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+def test_spectrum_by_hand():
+    # Two points at +-(3, 4) around (1, 1): the covariance is (3, 4)^T (3, 4) with the eigenvalues 25 and 0.
+    h = torch.tensor([[4.0, 5.0], [-2.0, -3.0]])
+    assert spectrum(h).tolist() == pytest.approx([25, 0], abs=1e-12)
+
+
+def test_spectrum_is_that_of_the_covariance():
+    h = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(1, 8) + 5
+    expected = torch.linalg.svdvals(torch.cov(h.T, correction=0))
+    torch.testing.assert_close(spectrum(h), expected)
+    assert len(spectrum(h[:3])) == 3  # fewer pictures than dimensions
+
+
+def test_effective_rank_by_hand():
+    assert effective_rank(torch.eye(5)) == pytest.approx(5)
+    assert effective_rank(torch.ones(9, 4)) == pytest.approx(1)
+    # Singular values 3 and 1: shares 3/4 and 1/4.
+    expected = exp(-(0.75 * log(0.75) + 0.25 * log(0.25)))
+    assert effective_rank(torch.tensor([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx(expected)
+    assert effective_rank(torch.zeros(4, 3)) == 0
+
+
+def test_spread_by_hand():
+    assert spread(torch.ones(6, 3)) == pytest.approx(0)
+    # +-e1, +-e2 in two dimensions: each has the variance 1/2, and sqrt(1/2) sqrt(2) = 1; lengths do not count.
+    h = torch.tensor([[1.0, 0], [-5, 0], [0, 2], [0, -1]])
+    assert spread(h) == pytest.approx(1)
+
+
+def test_alignment_by_hand():
+    h1, h2 = torch.tensor([[2.0, 0], [0, 1]]), torch.tensor([[0, 3.0], [0, 7]])
+    assert alignment(h1, h2) == pytest.approx(1)  # squared distances 2 and 0
+    assert alignment(h1, -h1) == pytest.approx(4)
+
+
+def test_uniformity_by_hand():
+    assert uniformity(torch.tensor([[1.0, 0], [-1, 0]])) == pytest.approx(-8)  # one pair, d^2 = 4
+    assert uniformity(torch.ones(5, 3)) == pytest.approx(0)
+    # e1, e2 and -e1: squared distances 2, 4, 2.
+    h = torch.tensor([[1.0, 0], [0, 1], [-1, 0]])
+    assert uniformity(h) == pytest.approx(log((2 * exp(-4) + exp(-8)) / 3))
+
+
+def test_they_tell_a_collapse():
+    whole = sphere(256, 64)
+    point = torch.ones(256, 64) + 1e-3 * whole
+    plane = sphere(256, 2) @ sphere(2, 64)
+    assert effective_rank(whole) > 50 > 3 > effective_rank(plane) > effective_rank(point) > 0.99
+    assert spread(whole) == pytest.approx(1, abs=0.02)
+    assert spread(point) < 0.01
+    assert uniformity(whole) < uniformity(plane) < uniformity(point) < 0
+    assert spectrum(plane)[2] < 1e-12 < spectrum(plane)[1]
+    assert alignment(whole, sphere(256, 64, seed=1)) == pytest.approx(2, abs=0.1)
+    assert sqrt(alignment(whole, whole)) == 0
