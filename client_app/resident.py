@@ -38,6 +38,7 @@ class Resident:
         self.regularizer = make(settings.regularizer)
         self.strategy = make(settings.strategy)
         self.method = build(settings).to(self.device)
+        self.labels = pictures.labels.to(self.device) if self.method.uses_labels else None
         self.travelling = set(travelling_names(self.method))
         trained = [parameter for parameter in self.method.parameters() if parameter.requires_grad]
         self.optimizer = make(settings.optimizer, trained)
@@ -71,9 +72,11 @@ class Resident:
             precision=self.settings.precision,
             clip_norm=self.settings.clip_norm,
             generator=torch_generator(*place),
+            labels=self.labels,
         )
         if self.settings.local_epochs and not math.isfinite(result.loss):
             raise ValueError(f"training diverged: the loss is {result.loss}; what it kept from before stays")
+        self.method.end_round()
         kept = self.strategy.keep(self.method, plan)
         if kept:
             save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)

@@ -34,6 +34,7 @@ MINIMUM = {
     "batch_size": 2,
     "client_timeout": 1,
     "evaluate_every": 0,
+    "health_pictures": 0,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
 }
@@ -42,7 +43,7 @@ CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16")}
 # Settings that do not change the numbers of a run, and its length.
 MAY_CHANGE = (
     *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
-    *("evaluate_every", "checkpoint_every", "keep_checkpoints", "final_evaluation"),
+    *("evaluate_every", "health_pictures", "checkpoint_every", "keep_checkpoints", "final_evaluation"),
 )
 
 
@@ -78,6 +79,8 @@ def check(settings: DictConfig) -> None:
     for key, choices in CHOICES.items():
         if settings[key] not in choices:
             raise InputError(f"{key}={settings[key]} is not valid; choose one of {', '.join(choices)}")
+    if settings.health_pictures == 1:
+        raise InputError("health_pictures=1 but a picture alone has no spread; set 2 or more, or 0 to turn it off")
     if settings.clients_per_round > settings.num_clients:
         raise InputError(
             f"clients_per_round={settings.clients_per_round} is more than num_clients={settings.num_clients}; "

@@ -5,6 +5,8 @@ the similarity of a picture with itself in the denominator and goes in one direc
 do not. All are computed in at least float32, also inside autocast.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -96,6 +98,35 @@ def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
     return (2 + 2 * negative_cosine(p1, z2)) + (2 + 2 * negative_cosine(p2, z1))  # Eq. 2, both directions
 
 
+def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -> Tensor:
+    """Relational loss of FedX (arXiv 2207.09158): both views of a picture are as similar to the other pictures.
+
+    With s_ij the cosine of z1_i and anchor j divided by the temperature, p_i is the softmax of s_ij over all j != i,
+    q_i likewise from z2, and m = (p + q) / 2: the mean over i of their Jensen-Shannon divergence,
+    ``(KL(p_i, m_i) + KL(q_i, m_i)) / 2``.
+
+    Parameters
+    ----------
+    z1, z2 : Tensor
+        Vectors of the two views, ``(batch, dim)``; need not be normalised.
+    anchors : Tensor
+        A vector for each picture, by which the others see it, ``(batch, dim)``. The gradient flows into all three.
+    temperature : float
+        Positive.
+
+    Returns
+    -------
+    Tensor
+        Scalar in [0, log 2]; 0 for fewer than three pictures, whose relations have no choice.
+    """
+    a = F.normalize(_full(anchors), dim=1).T
+    p, q = (F.log_softmax(_others(_product(F.normalize(_full(z), dim=1) / temperature, a)), dim=1) for z in (z1, z2))
+    m = torch.logaddexp(p, q) - math.log(2)
+    return (
+        F.kl_div(m, p, reduction="batchmean", log_target=True) + F.kl_div(m, q, reduction="batchmean", log_target=True)
+    ) / 2
+
+
 def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     """Redundancy reduction of Barlow Twins (arXiv 2103.03230, Eq. 1 and 2).
 
@@ -126,6 +157,13 @@ def _standardised(z: Tensor) -> Tensor:
     z = _full(z)
     variance, mean = torch.var_mean(z, dim=0, correction=0)
     return (z - mean) * torch.rsqrt(variance + 1e-5)
+
+
+def _others(square: Tensor) -> Tensor:
+    """A matrix ``(n, n)`` without its diagonal, ``(n, n - 1)``."""
+    n = len(square)
+    # Behind the first number, every (n + 1)-th is on the diagonal.
+    return square.flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)
 
 
 def _full(z: Tensor) -> Tensor:

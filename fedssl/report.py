@@ -213,6 +213,35 @@ def draw_cosines(folder: Path) -> Path | None:
     return _save(figure, folder / "figures" / "cosines.png")
 
 
+def draw_spectra(folder: Path) -> Path | None:
+    """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
+
+    Those of the global model and of every client, in the last round in which they were measured, as base-10 logarithms.
+
+    Returns
+    -------
+    Path or None
+        The picture; None if nothing was measured.
+    """
+    file = folder / "health.jsonl"
+    lines = _read_lines(file) if file.exists() else []
+    if not lines:
+        return None
+    last = lines[-1]["round"]
+    figure = _figure(height=3.5)
+    axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
+    for line in (line for line in lines if line["round"] == last):
+        values = np.log10(np.maximum(line["singular_values"], 1e-12))
+        if line["client"] is None:
+            axes.plot(values, color="black", linewidth=2, zorder=3, label=f"global model, round {last}")
+        else:
+            axes.plot(values, color="tab:blue", alpha=0.4, label="clients")
+    handles, labels = axes.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    axes.legend(once.values(), once.keys())
+    return _save(figure, folder / "figures" / "spectrum.png")
+
+
 def _figure(*, height: float) -> "Figure":
     # Not pyplot: it keeps figures and may look for a display. Imported here because it takes half a second.
     from matplotlib.figure import Figure

@@ -42,6 +42,7 @@ def train(
     precision: str,
     clip_norm: float | None,
     generator: torch.Generator,
+    labels: Tensor | None = None,
 ) -> TrainResult:
     """Train ``method`` in place.
 
@@ -61,6 +62,8 @@ def train(
         Longest gradient (2-norm over all trained weights) that is taken as it is; None: any.
     generator : torch.Generator
         CPU generator of everything random in this training.
+    labels : Tensor or None
+        Classes of all pictures ``(n,)``, int64, on their device; needed by methods that use them.
 
     Notes
     -----
@@ -74,12 +77,14 @@ def train(
     for _ in range(epochs):
         epoch_loss.zero_()
         for batch in batches(indices, batch_size, generator=generator):
-            views = augment(images[batch.to(device, non_blocking=True)], generator)
+            rows = batch.to(device, non_blocking=True)
+            views = augment(images[rows], generator)
             view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
+            known = (labels[rows],) if method.uses_labels and labels is not None else ()
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
                 with outputs_of(method, regularizer.on) as outputs:
-                    loss = method.loss(view1, view2)
+                    loss = method.loss(view1, view2, *known)
                 z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
                 loss = regularizer.add_to(loss, Step(method, view1, view2, z1, z2, generator))
             loss.backward()

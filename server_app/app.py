@@ -6,7 +6,7 @@ The same on every engine. The run config has one key, ``overrides``: the words o
 import logging
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,9 +27,11 @@ from fedssl.messages import from_record, read_who, to_record
 from fedssl.methods import SSLMethod, build
 from fedssl.partition import split
 from fedssl.partition_report import draw, write_table
+from fedssl.regularizers.base import Regularizer
 from fedssl.threads import tune_allocator
 from server_app.checkpoint import saved_rounds
 from server_app.evaluator import Evaluator
+from server_app.monitor import Monitor
 from server_app.recorder import Recorder, logging_to
 from strategies.base import FedSSLStrategy
 
@@ -81,9 +83,19 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     strategy.check(method, clients_per_round=settings.clients_per_round)
     nodes = find_nodes(grid, settings.num_clients)
     pictures = load(settings.dataset, "federated")
+    if method.uses_labels and pictures.labels is None:
+        raise InputError(
+            f"{type(method).__name__} needs labels but the pictures of dataset.splits.federated="
+            f"{settings.dataset.splits.federated} have none; choose another dataset, split or method"
+        )
     parts = split(settings, pictures)
-    for node in (settings.augmentation, settings.regularizer):  # can they be built?
-        make(node)
+    regularizer: Regularizer = make(settings.regularizer)
+    if regularizer.on not in (None, *(name for name, _ in method.named_children())):
+        raise InputError(
+            f"{type(regularizer).__name__} works on the {regularizer.on}, which {type(method).__name__} does not have; "
+            "set another regularizer or method"
+        )
+    make(settings.augmentation)  # can they be built?
     make(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     lr_factor = make(settings.lr_schedule)
     lr_factor(1, rounds=settings.rounds)
@@ -101,26 +113,38 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     )
     strategy.summary()
     config = train_config(settings, nodes)
+    monitor = Monitor(settings, method, device)
     for round in range(done + 1, settings.rounds + 1):
         start = time.monotonic()
+        strategy.observe = monitor.observe if evaluator.due(round) else None
         config["keep-from"] = _keep_from(recorder)
         config["lr-factor"] = lr_factor(round, rounds=settings.rounds)
         layers = run_round(grid, strategy, round, layers, config=config, timeout=settings.client_timeout)
         seconds = time.monotonic() - start
-        evaluation = {}
+        evaluation, health = {}, []
         if evaluator.due(round):
-            load_layers(method, layers)
-            evaluation = evaluator.evaluate(method.encoder)
+            health = monitor.finish(layers)
+            evaluation = evaluator.evaluate(in_turn(method, strategy.models(layers)))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
-        recorder.round(strategy.report, seconds=seconds, evaluation=evaluation)
+        recorder.round(strategy.report, seconds=seconds, evaluation=evaluation, health=health)
         recorder.checkpoint(round, layers, strategy)
-    load_layers(method, layers)
-    results = evaluator.compare({"untrained": build(settings).to(device).encoder, "federated": method.encoder})
-    export(recorder.folder / "encoder.pt", method, settings)
+    models = strategy.models(layers)
+    results = evaluator.compare({"untrained": [build(settings).to(device)], "federated": in_turn(method, models)})
+    for name, model in models.items():
+        load_layers(method, model)
+        export(recorder.folder / f"encoder{name}.pt", method, settings)
     draw(recorder.folder / "figures" / "partition.png", parts, pictures.labels, pictures.classes)
     report.draw_metrics(recorder.folder)
     report.draw_cosines(recorder.folder)
+    report.draw_spectra(recorder.folder)
     return results
+
+
+def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[SSLMethod]:
+    """The method with each of the models in it, one after the other."""
+    for layers in models.values():
+        load_layers(method, layers)
+        yield method
 
 
 def train_config(settings: DictConfig, nodes: Sequence[int]) -> ConfigRecord:

@@ -1,6 +1,7 @@
 """Evaluation on the server: the frozen global encoder under the protocols that the settings name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
 
 import torch
 from omegaconf import DictConfig
@@ -8,7 +9,11 @@ from torch import nn
 
 from fedssl.config import make
 from fedssl.datasets.base import load
-from fedssl.evaluation.features import Features, extract, pixels
+from fedssl.evaluation.features import Features, accuracy, extract, pixels
+from fedssl.evaluation.probes import Evaluation
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.supervised import Supervised
+from fedssl.report import SPREAD
 
 
 class Evaluator:
@@ -37,20 +42,30 @@ class Evaluator:
         every = self.settings.evaluate_every
         return every > 0 and (round % every == 0 or round == self.settings.rounds)
 
-    def evaluate(self, encoder: nn.Module) -> dict[str, float]:
-        """Results of the protocol for the rounds."""
-        features = self._features(encoder)
-        return self.protocol(features, seed=self.settings.seed) if features else {}
+    def evaluate(self, models: Iterable[SSLMethod]) -> dict[str, float]:
+        """Results of the protocol for the rounds, over the models (see `over_models`), which are used in turn."""
+        return over_models([self._results(self.protocol, model) for model in models])
 
-    def compare(self, encoders: Mapping[str, nn.Module]) -> dict[str, dict[str, float]]:
-        """Results of the final protocols for each named encoder and for raw pixels, on the same draws."""
-        features = {name: self._features(encoder) for name, encoder in encoders.items()}
-        features["pixels"] = self._features(None)
-        return {
-            name: self.final_protocol(data, seed=self.settings.seed)
-            for name, data in features.items()
-            if data is not None
+    def compare(self, columns: Mapping[str, Iterable[SSLMethod]]) -> dict[str, dict[str, float]]:
+        """Results of the final protocols for each named group of models and for raw pixels, on the same draws."""
+        results = {
+            name: over_models([self._results(self.final_protocol, model) for model in models])
+            for name, models in columns.items()
         }
+        raw = self._features(None)
+        return {} if raw is None else {**results, "pixels": self.final_protocol(raw, seed=self.settings.seed)}
+
+    def _results(self, protocol: Evaluation, method: SSLMethod) -> dict[str, float]:
+        """What the protocol says of the encoder, and the accuracy of a classifier of the method's own."""
+        features = self._features(method.encoder)
+        if features is None:
+            return {}
+        results = protocol(features, seed=self.settings.seed)
+        if isinstance(method, Supervised):
+            with torch.inference_mode():
+                logits = method.classifier(features.test.to(self.device))
+            results["classifier"] = accuracy(logits.argmax(dim=1), features.test_labels)
+        return results
 
     def _features(self, encoder: nn.Module | None) -> Features | None:
         train, test = load(self.settings.dataset, "train"), load(self.settings.dataset, "test")
@@ -64,3 +79,15 @@ class Evaluator:
             for split in (train, test)
         ]
         return Features(maps[0], train.labels, maps[1], test.labels, num_classes=int(train.labels.max()) + 1)
+
+
+def over_models(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The results of one model as they are; of several the mean and, under ``_std``, the standard deviation."""
+    if len(results) == 1:
+        return dict(results[0])
+    averaged: dict[str, float] = {}
+    for name in results[0]:
+        if not name.endswith(SPREAD):
+            values = [result[name] for result in results]
+            averaged |= {name: mean(values), name + SPREAD: stdev(values)}
+    return averaged

@@ -24,6 +24,7 @@ from fedssl import config
 from fedssl.errors import InputError
 from fedssl.layers import Layers
 from server_app.checkpoint import Checkpoint, drop_after, latest_checkpoint, save_checkpoint
+from server_app.monitor import summary, warn_of_collapse
 from strategies.base import FedSSLStrategy, RoundReport
 
 log = logging.getLogger("fedssl")
@@ -101,12 +102,19 @@ class Recorder:
         if done > self.settings.rounds:
             raise InputError(f"rounds={self.settings.rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
-        for name in ("metrics.jsonl", "clients.jsonl"):
+        for name in ("metrics.jsonl", "clients.jsonl", "health.jsonl"):
             lines = [line for line in _read_lines(self.folder / name) if line["round"] <= done]
             _write(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
         return checkpoint
 
-    def round(self, report: RoundReport, *, seconds: float, evaluation: Mapping[str, float]) -> None:
+    def round(
+        self,
+        report: RoundReport,
+        *,
+        seconds: float,
+        evaluation: Mapping[str, float],
+        health: Sequence[Mapping[str, Any]],
+    ) -> None:
         """Write the lines of a round and print its progress line."""
         losses = [row.loss for row in report.clients if row.loss is not None]
         line: dict[str, Any] = {
@@ -123,6 +131,10 @@ class Recorder:
             line["strategy"] = report.findings
         if evaluation:
             line["evaluation"] = dict(evaluation)
+        if health:
+            line["health"] = summary(health)
+            warn_of_collapse(health)
+            _append(self.folder / "health.jsonl", [{"round": report.round, **row} for row in health])
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
         self._tracker(report.round, line)

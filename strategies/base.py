@@ -7,7 +7,7 @@ implemented with them, so the classes also run under Flower's ``Strategy.start``
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -112,6 +112,7 @@ class FedSSLStrategy(Strategy):
             raise InputError(f"strategy.metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
         self.extra_metrics = tuple(metrics)
         self.server_optimizer: ServerOptimizer = Assign()
+        self.observe: Callable[[int, Layers], None] | None = None  # sees client and layers of every update that is used
         self.report = RoundReport(round=0)
 
     # --- server half: what an algorithm defines ---
@@ -135,6 +136,13 @@ class FedSSLStrategy(Strategy):
     def after_aggregate(self, round: int, layers: Layers) -> Layers:
         """Last change to the new global layers, e.g. calibration on the server."""
         return layers
+
+    def models(self, layers: Layers) -> dict[str, Layers]:
+        """The models that are evaluated and exported, results being means over them; here the global ``layers``.
+
+        A key is what the name of the model's file has behind "encoder".
+        """
+        return {"": layers}
 
     def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
         """Refuse, by an `InputError`, a method or a number of clients that the algorithm cannot work with."""
@@ -295,6 +303,8 @@ class FedSSLStrategy(Strategy):
             self._drop(client, str(problem))
             return
         rule.add(update, alignment)
+        if self.observe is not None:
+            self.observe(client, update.layers)
         self.report.clients.append(self._row(round, update, alignment, content_bytes(reply.content, update.layers)))
 
     def _drop(self, client: int, reason: str) -> None:

@@ -15,7 +15,8 @@ layers, running statistics included. Where paper, authors' code and this differ:
 - in a client's first round the authors' target *is* the online network, here it starts as a copy of it;
 - the authors' clients also send and receive the networks that no option asks for, here they stay at home.
 
-Methods without a predictor (SimCLR): there DAPU decides on the projector, the last part of the network in its place.
+Methods without a predictor (SimCLR, supervised): there DAPU decides on the projector or the classifier, the last part
+of the network in its place.
 """
 
 import math
@@ -250,7 +251,8 @@ def _targets(method: SSLMethod) -> dict[str, str]:
 
 def _head(method: SSLMethod) -> str:
     """The part that DAPU decides on."""
-    return "predictor" if "predictor" in _parts(travelling_names(method)) else "projector"
+    parts = _parts(travelling_names(method))
+    return next((part for part in ("predictor", "projector", "classifier") if part in parts), "predictor")
 
 
 def _parts(names: Sequence[str]) -> list[str]:

@@ -152,7 +152,7 @@ class Toys:
         self.grid = LocalGrid(app, num_clients=num_clients)
         nodes = list(self.grid.get_node_ids())
         values = {"seed": 0, "clients-per-round": clients_per_round, "nodes": nodes}
-        self.config = ConfigRecord({**values, "settings": "{}", "keep-from": 0, "code": "x"})
+        self.config = ConfigRecord({**values, "settings": "{}", "keep-from": 0, "lr-factor": 1.0, "code": "x"})
 
     def round(self, number):
         self.layers = run_round(self.grid, self.strategy, number, self.layers, config=self.config, timeout=60)

@@ -11,8 +11,11 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("kind", METHODS)
+# Its centroids must be clustered by the server, which only one strategy does; the method refuses all others.
+PAIRS = [(name, kind) for kind in METHODS for name in STRATEGIES if kind != "orchestra" or name == "orchestra"]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declares(tmp_path, name, kind):
     federation = Federation(tmp_path, f"strategy={name}", f"method={kind}", "clients_per_round=5")
     before = {key: (array.shape, array.dtype) for key, array in federation.layers.items()}

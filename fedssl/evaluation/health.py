@@ -7,6 +7,7 @@ balances. All take representations h of the same pictures ``(n, dim)``.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,17 +90,17 @@ class Health:
         self._views = augment(self._images.to(device), generator)
         self._mean, self._std, self._device = mean, std, device
 
-    def measure(self, encoder: nn.Module) -> tuple[dict[str, float], list[float]]:
-        """The numbers, and the largest singular values of the covariance."""
+    def measure(self, encoder: nn.Module) -> dict[str, Any]:
+        """The numbers above by name, and under ``singular_values`` the largest of the covariance."""
         h = extract(encoder, self._images, mean=self._mean, std=self._std, device=self._device)
         h1, h2 = (_forward(encoder, view) for view in self._views)
-        numbers = {
+        return {
             "effective_rank": effective_rank(h),
             "spread": spread(h),
             "alignment": alignment(h1, h2),
             "uniformity": uniformity(h),
+            "singular_values": spectrum(h)[:TOP].tolist(),
         }
-        return numbers, spectrum(h)[:TOP].tolist()
 
 
 def _forward(encoder: nn.Module, pictures: Tensor) -> Tensor:

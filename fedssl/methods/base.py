@@ -21,10 +21,13 @@ class SSLMethod(nn.Module):
         Maps pictures ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
     kept : tuple of str
         Parts that never leave the client.
+    uses_labels : bool
+        Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
     """
 
     encoder: Encoder
     kept: tuple[str, ...] = ()
+    uses_labels: bool = False
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -44,3 +47,6 @@ class SSLMethod(nn.Module):
 
     def after_step(self) -> None:
         """Follow-up of one optimiser step, e.g. the moving average of a target network."""
+
+    def end_round(self) -> None:
+        """Follow-up of local training, before it is read what stays with the client and what travels."""

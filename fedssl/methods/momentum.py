@@ -1,4 +1,4 @@
-"""What BYOL and MoCo v3 share: an online network with a predictor, and a target network that follows it slowly.
+"""What BYOL, MoCo v3 and Orchestra share: an online network, and a target network that follows it slowly.
 
 As in the code of FedU and FedEMA the decay of the target is constant, and the target stays with the client between
 rounds. Unlike FedU's code, in which a client's first target *is* the online network, so that it does not lag behind at
@@ -18,12 +18,12 @@ from fedssl.heads import MLP
 from fedssl.methods.base import SSLMethod
 
 
-class MomentumMethod(SSLMethod):
-    """Online encoder, projector and predictor, and a target encoder and projector that follow them.
+class FollowedMethod(SSLMethod):
+    """Online encoder and projector, and a target encoder and projector that follow them.
 
-    Every view has a forward pass of its own through each network. The target is in train mode like the online network:
-    its batch normalisation uses the statistics of the batch, and its running statistics come from its own passes; the
-    moving average concerns parameters only. It is taken after each step, which is before the next targets are computed.
+    The target is in train mode like the online network: its batch normalisation uses the statistics of the batch, and
+    its running statistics come from its own passes; the moving average concerns parameters only. It is taken after each
+    step, which is before the next targets are computed.
 
     Parameters
     ----------
@@ -31,8 +31,6 @@ class MomentumMethod(SSLMethod):
         The online encoder, trained in place.
     projector : callable
         Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
-    predictor : callable
-        Makes the predictor from the length of a projection, which must be the length of its own output too.
     ema_decay : float
         Share of its old self that the target keeps at each step, in [0, 1]: 0 makes it the online network of the step
         before, 1 never moves it.
@@ -43,19 +41,13 @@ class MomentumMethod(SSLMethod):
     Raises
     ------
     InputError
-        If ``ema_decay`` is outside [0, 1], ``target`` is another word, or the predictor's output does not fit.
+        If ``ema_decay`` is outside [0, 1] or ``target`` is another word.
     """
 
-    kept = ("target_encoder", "target_projector")
+    kept: tuple[str, ...] = ("target_encoder", "target_projector")
 
     def __init__(
-        self,
-        encoder: Encoder,
-        *,
-        projector: Callable[[int], MLP],
-        predictor: Callable[[int], MLP],
-        ema_decay: float,
-        target: str = "keep",
+        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target: str = "keep"
     ) -> None:
         if not 0 <= ema_decay <= 1:
             raise InputError(f"method.ema_decay={ema_decay} must be in [0, 1]; FedU uses 0.99")
@@ -64,18 +56,10 @@ class MomentumMethod(SSLMethod):
         super().__init__()
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
-        self.predictor = predictor_for(self.projector, predictor)
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.ema_decay = ema_decay
         self.target = target
-
-    def passes(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Predictions p1, p2 of the online network and projections z1, z2 of the target, each ``(batch, dim)``."""
-        p1, p2 = (self.predictor(self.projector(self.encoder(view))) for view in (view1, view2))
-        with torch.no_grad():
-            z1, z2 = (self.target_projector(self.target_encoder(view)) for view in (view1, view2))
-        return p1, p2, z1, z2
 
     def start_round(self, *, first: bool) -> None:
         if first or self.target == "copy":
@@ -87,6 +71,42 @@ class MomentumMethod(SSLMethod):
         target = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
         # target = ema_decay * target + (1 - ema_decay) * online; the third argument is one that torch ignores
         get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)
+
+
+class MomentumMethod(FollowedMethod):
+    """Adds a predictor behind the online projector; every view has a forward pass of its own through each network.
+
+    Parameters
+    ----------
+    predictor : callable
+        Makes the predictor from the length of a projection, which must be the length of its own output too.
+    encoder, projector, ema_decay, target
+        As in `FollowedMethod`.
+
+    Raises
+    ------
+    InputError
+        As `FollowedMethod`, or if the predictor's output does not fit.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        projector: Callable[[int], MLP],
+        predictor: Callable[[int], MLP],
+        ema_decay: float,
+        target: str = "keep",
+    ) -> None:
+        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target=target)
+        self.predictor = predictor_for(self.projector, predictor)
+
+    def passes(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Predictions p1, p2 of the online network and projections z1, z2 of the target, each ``(batch, dim)``."""
+        p1, p2 = (self.predictor(self.projector(self.encoder(view))) for view in (view1, view2))
+        with torch.no_grad():
+            z1, z2 = (self.target_projector(self.target_encoder(view)) for view in (view1, view2))
+        return p1, p2, z1, z2
 
 
 def predictor_for(projector: MLP, predictor: Callable[[int], MLP]) -> MLP:

@@ -1,0 +1,183 @@
+"""Orchestra (Lubana et al., ICML 2022, arXiv 2205.11506): the federation agrees on clusters of all its pictures.
+
+Clusters are directions C in the space of projections. A client learns to assign one view of a picture as its target
+network assigns the other, and, against collapse, to tell by how much a picture was turned. At the end of a round it
+clusters the newest projections of its target network; its L local centroids go up, the server clusters those of all
+clients (`strategies.orchestra`), and the G centroids found there come down as the clusters of the next round. Clusters
+of equal size keep all pictures from ending in one.
+
+Where this differs from the authors' code:
+
+- they begin with a round without training, in which clients only cluster. Here the first centroids are zero: all
+  clusters are alike, the consistency term is constant and has no gradient, and round 1 learns from turned pictures
+  alone;
+- their target networks travel and are averaged; here they stay with the client, like the memory;
+- their memory begins with random numbers and ends in the client's object, which every round makes anew; here it begins
+  empty and stays with the client;
+- a picture of a batch is turned by as many quarters as its position, modulo 4, instead of at random: positions are
+  random already, and all four angles come equally often;
+- the target network moves after a step, not before the next one, which is the same but for a round's first step;
+- local clustering begins with projections far from each other instead of random ones.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl.encoders import Encoder
+from fedssl.errors import InputError
+from fedssl.heads import MLP
+from fedssl.methods.clustering import equal_clusters
+from fedssl.methods.momentum import FollowedMethod
+
+STRATEGY = "strategies.orchestra.Orchestra"
+
+
+def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: float) -> Tensor:
+    """Cross entropy of one view's assignment to clusters with the target's assignment of the other view.
+
+    With p(z) the softmax over the centroids c of ``cos(z, c) / temperature``, the mean over pictures of
+    ``-sum_c p(target)_c log p(z)_c``.
+
+    Parameters
+    ----------
+    z : Tensor
+        Projections of the online network, ``(batch, dim)``; need not be normalised. The gradient flows into them only.
+    target : Tensor
+        Projections of the target network from the other view, ``(batch, dim)``; need not be normalised.
+    centroids : Tensor
+        Unit vectors, or all zeros, ``(clusters, dim)``.
+    temperature : float
+        Positive; small values make assignments hard.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0; log(clusters) for centroids of zeros.
+    """
+    with torch.autocast(z.device.type, enabled=False):
+        own, other = (F.normalize(x.to(centroids.dtype), dim=1) @ centroids.T / temperature for x in (z, target))
+    return F.cross_entropy(own, other.detach().softmax(dim=1))
+
+
+def quarter_turns(pictures: Tensor) -> tuple[Tensor, Tensor]:
+    """Picture i turned counter-clockwise by i modulo 4 quarters.
+
+    Parameters
+    ----------
+    pictures : Tensor
+        ``(batch, channels, size, size)``.
+
+    Returns
+    -------
+    turned : Tensor
+        Like ``pictures``.
+    quarters : Tensor
+        i modulo 4, int64, ``(batch,)``.
+    """
+    turned = pictures.clone()
+    for quarters in (1, 2, 3):
+        turned[quarters::4] = pictures[quarters::4].rot90(quarters, (2, 3))
+    return turned, torch.arange(len(pictures), device=pictures.device) % 4
+
+
+class Orchestra(FollowedMethod):
+    """Orchestra's client: online and target networks, a layer that tells turns, a memory and the centroids.
+
+    Beside the networks' its parts are ``rotation``, ``memory`` ``(memory_size, dim)`` (newest first; a row of zeros is
+    empty), ``local_centroids`` ``(local_clusters, dim)`` and ``centroids`` ``(global_clusters, dim)``.
+
+    Parameters
+    ----------
+    local_clusters, global_clusters : int
+        L of every client, and G of the federation; at least 1 and 2.
+    memory_size : int
+        How many of the newest projections of its target network a client clusters; at least ``local_clusters``.
+    temperature : float
+        Of the assignments to clusters; positive.
+    strategy : str or None
+        ``_target_`` of the run's strategy; None: there is no run.
+    encoder, projector, ema_decay, target
+        As in `FollowedMethod`.
+
+    Raises
+    ------
+    InputError
+        A number is out of range, or the strategy is not Orchestra's: any other would average local centroids, whose
+        order means nothing, and nobody would make global ones.
+    """
+
+    kept = (*FollowedMethod.kept, "memory")
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        projector: Callable[[int], MLP],
+        local_clusters: int,
+        global_clusters: int,
+        memory_size: int,
+        temperature: float,
+        ema_decay: float,
+        target: str = "keep",
+        strategy: str | None = None,
+    ) -> None:
+        _check(local_clusters, global_clusters, memory_size, temperature)
+        if strategy not in (None, STRATEGY):
+            raise InputError(
+                f"method=orchestra needs the server to cluster its centroids, which {strategy} does not; "
+                "set strategy=orchestra"
+            )
+        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target=target)
+        dim = self.projector.out_features
+        self.rotation = nn.Linear(dim, 4)
+        self.temperature = temperature
+        self.memory: Tensor
+        self.local_centroids: Tensor
+        self.centroids: Tensor
+        self.register_buffer("memory", torch.zeros(memory_size, dim))
+        self.register_buffer("local_centroids", torch.zeros(local_clusters, dim))
+        self.register_buffer("centroids", torch.zeros(global_clusters, dim))
+
+    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
+        turned, quarters = quarter_turns(view1)
+        rotation = F.cross_entropy(self.rotation(self.projector(self.encoder(turned))).float(), quarters)
+        z2 = self.projector(self.encoder(view2))
+        with torch.no_grad():
+            target1 = self.target_projector(self.target_encoder(view1))
+        self.remember(target1)
+        return consistency(z2, target1, self.centroids, temperature=self.temperature) + rotation
+
+    @torch.no_grad()
+    def remember(self, projections: Tensor) -> None:
+        """Put projections ``(batch, dim)``, normalised, in front of the memory, from whose end the oldest fall off."""
+        newest = F.normalize(projections.to(self.memory.dtype), dim=1)
+        self.memory.copy_(torch.cat((newest, self.memory))[: len(self.memory)])
+
+    def start_round(self, *, first: bool) -> None:
+        super().start_round(first=first)
+        if first:
+            self.memory.zero_()
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        memory = self.memory.cpu()  # where many small operations are fastest
+        projections = memory[memory.any(dim=1)]
+        if len(projections):  # none without a local epoch
+            self.local_centroids.copy_(equal_clusters(projections, clusters=len(self.local_centroids)))
+
+
+def _check(local_clusters: int, global_clusters: int, memory_size: int, temperature: float) -> None:
+    if local_clusters < 1:
+        raise InputError(f"method.local_clusters={local_clusters} must be at least 1; the authors use 16")
+    if global_clusters < 2:
+        raise InputError(f"method.global_clusters={global_clusters} must be at least 2; the authors use 128")
+    if memory_size < local_clusters:
+        raise InputError(
+            f"method.memory_size={memory_size} must be at least method.local_clusters={local_clusters}; "
+            "the authors use 512"
+        )
+    if temperature <= 0:
+        raise InputError(f"method.temperature={temperature} must be positive; the authors use 0.1")

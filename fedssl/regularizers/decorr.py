@@ -1,0 +1,72 @@
+"""FedDecorr (Shi et al., ICLR 2023, arXiv 2210.00226): no two dimensions of what a network puts out are correlated.
+
+The paper divides the squared Frobenius norm of the correlation matrix K by dim^2. The authors' code, with which their
+weight 0.1 goes, leaves the diagonal out and the correlations undivided by the batch; so does this:
+``(batch - 1)^2 / batch`` times the mean of K_ij^2 over i != j. It grows with the batch. ``weight * batch / (batch -
+1)^2`` gives, up to the diagonal, the paper's term. Their networks are supervised and the term is on what the classifier
+sees; FedU2's code has it on projections, as here.
+"""
+
+import torch
+from torch import Tensor
+
+from fedssl.errors import InputError
+from fedssl.regularizers.base import Regularizer, Step
+
+
+def feature_decorrelation(z: Tensor) -> Tensor:
+    """Mean squared correlation of two different dimensions, times ``(batch - 1)^2 / batch``.
+
+    Parameters
+    ----------
+    z : Tensor
+        Representations or projections, ``(batch, dim)``.
+
+    Returns
+    -------
+    Tensor
+        Scalar from 0 to ``(batch - 1)^2 / batch``; 0 for one picture or one dimension, which have no correlations. A
+        dimension that is constant counts as uncorrelated.
+    """
+    batch, dim = z.shape
+    if batch == 1 or dim == 1:
+        return z.new_zeros((), dtype=torch.float32)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    variance, mean = torch.var_mean(z, dim=0)  # divided by batch - 1
+    z = (z - mean) * torch.rsqrt(variance + 1e-8)
+    with torch.autocast(z.device.type, enabled=False):
+        products = z.T @ z  # (batch - 1) K
+    others = products.square().sum() - products.diagonal().square().sum()
+    return others / (dim * (dim - 1)) / batch
+
+
+class Decorrelation(Regularizer):
+    """Decorrelates what the projector or the encoder makes of either view.
+
+    Parameters
+    ----------
+    weight : float
+        beta; 0 turns it off.
+    part : {"projector", "encoder"}
+        Part of the method whose outputs are decorrelated; not named ``on``, which YAML reads as true.
+
+    Raises
+    ------
+    InputError
+        If ``weight`` is negative or ``part`` is another word.
+    """
+
+    def __init__(self, *, weight: float = 0.1, part: str = "projector") -> None:
+        if weight < 0:
+            raise InputError(f"regularizer.weight={weight} must not be negative; FedDecorr uses 0.1, 0 turns it off")
+        if part not in ("projector", "encoder"):
+            raise InputError(
+                f"regularizer.part={part} is unknown; set regularizer.part=projector or regularizer.part=encoder"
+            )
+        self.on = part if weight else None
+        self.weight = weight
+
+    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+        if step.z1 is None or step.z2 is None:
+            return loss
+        return loss + self.weight * (feature_decorrelation(step.z1) + feature_decorrelation(step.z2))

@@ -1,0 +1,177 @@
+"""The bounds of a federation: all pictures in one place, and every client alone, with the budget of the federation."""
+
+import io
+import json
+from collections import Counter
+from statistics import mean, stdev
+
+import numpy as np
+import pytest
+import torch
+
+import fedssl.training
+from client_app.state import load_state
+from fedssl.config import compose, make
+from fedssl.datasets.base import load
+from fedssl.evaluation.features import Features, extract
+from fedssl.export import load_encoder
+from fedssl.messages import TrainPlan
+from server_app.checkpoint import latest_checkpoint
+from server_app.evaluator import over_models
+from simulation.cli import run
+from strategies.local_only import LocalOnly
+from tests.federation import Federation
+
+FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
+QUICK = [*FEDERATION, "evaluate_every=0", "final_evaluation=none"]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_the_experiments_change_who_holds_what_and_the_strategy_alone():
+    usual = compose(["partition=iid", "strategy=fedavg"])
+    centralised = compose(["experiment=centralised"])
+    assert (centralised.num_clients, centralised.clients_per_round) == (1, 1)
+    for key in usual:
+        if key not in ("num_clients", "clients_per_round"):
+            assert centralised[key] == usual[key], key
+    usual, alone = compose([]), compose(["experiment=single_client"])
+    assert [key for key in usual if alone[key] != usual[key]] == ["strategy"]
+    assert isinstance(make(alone.strategy), LocalOnly)
+
+
+def test_every_picture_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
+    """2 rounds of 2 epochs: 4 times; in steps of nearly 10 pictures: 60 * 4 / 10 steps if 10 divides all parts."""
+    original, seen, steps = fedssl.training.batches, Counter(), Counter()
+
+    def counted(indices, batch_size, *, generator):
+        for batch in original(indices, batch_size, generator=generator):
+            seen[name].update(batch.tolist())
+            steps[name] += 1
+            yield batch
+
+    monkeypatch.setattr(fedssl.training, "batches", counted)
+    clients = ["num_clients=3", "partition=iid"]
+    for name, words in {
+        "federated": clients,
+        "centralised": ["experiment=centralised"],
+        "alone": ["experiment=single_client", *clients],
+    }.items():
+        seen[name] = Counter()
+        run([*QUICK, *words, f"output_dir={tmp_path / name}"])
+        assert seen[name] == dict.fromkeys(range(60), 4), name
+        assert steps[name] == 24
+
+
+def test_a_client_goes_on_from_its_own_model_and_the_global_one_stays(tmp_path):
+    federation = Federation(tmp_path, "strategy=local_only", "method=byol", "num_clients=2")
+    start = {name: array.copy() for name, array in federation.layers.items()}
+    after = federation.run(1)
+    assert all((after[name] == start[name]).all() for name in start)
+    sent = [{name: array.numpy().copy() for name, array in update["arrays"].items()} for update in federation.updates]
+    assert any((sent[0][name] != sent[1][name]).any() for name in start)
+    for client, own in enumerate(sent):
+        plan = TrainPlan(round=2, layers=after, settings="", metrics=(), keep_from=0, code="")
+        state = load_state(tmp_path / "clients" / str(client), before=2)
+        assert set(state) == set(federation.method.tensors)
+        federation.strategy.load_global(federation.method, plan, state)
+        for name, array in own.items():
+            assert torch.equal(federation.method.tensors[name], torch.from_numpy(array)), name
+        for name in set(state) - set(own):  # BYOL's target
+            assert torch.equal(federation.method.tensors[name], state[name]), name
+
+
+def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
+    federation = Federation(tmp_path, "strategy=local_only", "num_clients=4", "clients_per_round=2")
+    newest, taking_part = {}, []
+    for round in (1, 2, 3):
+        federation.run(round)
+        clients = [row.client for row in federation.strategy.report.clients]
+        taking_part += clients
+        for client, update in zip(clients, federation.updates[-2:], strict=True):
+            newest[f"-{client}"] = {name: array.numpy().copy() for name, array in update["arrays"].items()}
+    assert len(set(taking_part)) < len(taking_part)  # somebody took part twice
+    models = federation.strategy.models(federation.layers)
+    assert list(models) == sorted(newest)
+    for client, model in models.items():
+        assert all((model[name] == array).all() for name, array in newest[client].items())
+
+    # A checkpoint gives them back.
+    file = io.BytesIO()
+    torch.save(federation.strategy.state(), file)
+    file.seek(0)
+    restored = make(federation.settings.strategy)
+    restored.restore(torch.load(file, weights_only=True))
+    for client, model in restored.models(federation.layers).items():
+        assert all((model[name] == array).all() for name, array in newest[client].items())
+    assert len(restored.models(federation.layers)) == len(models)
+
+
+def test_one_client_alone_is_all_pictures_in_one_place(tmp_path):
+    """With a single client the two bounds are the same run, bit for bit."""
+    one = ["method=byol", "num_clients=1", "clients_per_round=1"]
+    weighting = "strategy.weighting=uniform"  # multiplies by 1, so that nothing is rounded
+    central = Federation(tmp_path / "central", *one, "strategy=fedavg", weighting).run(1, 2)
+    alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
+    alone.run(1, 2)
+    (model,) = alone.strategy.models(alone.layers).values()
+    for name, array in central.items():
+        np.testing.assert_array_equal(model[name], array, err_msg=name)
+
+
+def test_results_are_means_and_deviations_over_models():
+    results = [{"knn": 0.5, "few": 0.2, "few_std": 0.01}, {"knn": 0.7, "few": 0.6, "few_std": 0.05}]
+    # Deviations from the means 0.6 and 0.4 are 0.1 and 0.2; with divisor 2 - 1 they give 0.1 * sqrt 2 and 0.2 * sqrt 2.
+    expected = {"knn": 0.6, "knn_std": 0.1 * 2**0.5, "few": 0.4, "few_std": 0.2 * 2**0.5}
+    assert over_models(results) == pytest.approx(expected)
+    assert over_models(results[:1]) == results[0]
+    assert over_models([{}, {}]) == {}
+
+
+def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path):
+    words = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
+    run([*words, f"output_dir={tmp_path}"])
+    settings = compose(words)
+    train, test = (load(settings.dataset, split) for split in ("train", "test"))
+    accuracies = []
+    for client in range(3):
+        encoder = load_encoder(tmp_path / f"encoder-{client}.pt")
+        h = [extract(encoder, p.images, mean=encoder.mean, std=encoder.std, device="cpu") for p in (train, test)]
+        data = Features(h[0], train.labels, h[1], test.labels, num_classes=10)
+        accuracies.append(make(settings.final_evaluation)(data, seed=0)["knn"])
+    assert not (tmp_path / "encoder.pt").exists()
+    assert len(set(accuracies)) > 1
+    expected = {"knn": mean(accuracies), "knn_std": stdev(accuracies)}
+    final = json.loads((tmp_path / "summary.json").read_text())["final"]
+    assert final["federated"] == pytest.approx(expected)
+    assert set(final["untrained"]) == set(final["pixels"]) == {"knn"}
+    assert lines(tmp_path / "metrics.jsonl")[-1]["evaluation"] == pytest.approx(expected)
+
+
+def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
+    words = ["experiment=single_client", *QUICK, "num_clients=4", "clients_per_round=2"]
+    run([*words, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
+    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    run([f"resume={tmp_path / 'parts'}", "rounds=3"])
+    one, other = (latest_checkpoint(tmp_path / name / "checkpoints").strategy["models"] for name in ("whole", "parts"))
+    assert list(one) == list(other)
+    assert len(one) > 2
+    for client, model in one.items():
+        assert all(torch.equal(tensor, other[client][name]) for name, tensor in model.items())
+
+
+@pytest.mark.slow
+def test_the_federation_stands_between_its_bounds(tmp_path):
+    words = ["method=simclr", "rounds=10", "evaluate_every=0"]
+    found = {}
+    for name, own in {
+        "alone": ["experiment=single_client"],
+        "federated": ["strategy=fedavg"],
+        "central": ["experiment=centralised"],
+    }.items():
+        run([*words, *own, f"output_dir={tmp_path / name}"])
+        found[name] = json.loads((tmp_path / name / "summary.json").read_text())["final"]["federated"]
+    for protocol in ("knn", "linear_2_per_class"):
+        assert found["alone"][protocol] + 0.01 < found["federated"][protocol] < found["central"][protocol] - 0.01

@@ -1,0 +1,27 @@
+"""The README's table of what travels is what the strategies say."""
+
+import pytest
+
+from fedssl.config import CONF, compose, make
+from fedssl.methods import build
+
+README = CONF.parent / "README.md"
+STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+
+
+def row(name: str) -> str:
+    settings = compose([f"strategy={name}", "method=simclr"])
+    strategy = make(settings.strategy)
+    travels = strategy.travels(build(settings))
+    log = [metric for metric in travels.metrics if metric not in strategy.needs()]
+    cells = [f"`{name}`", travels.down, travels.up, _listed(strategy.needs()), _listed(log), travels.stays]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _listed(metrics) -> str:
+    return ", ".join(f"`{metric}`" for metric in metrics) or "none"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_has_its_row(name):
+    assert row(name) in README.read_text().splitlines()
