@@ -226,6 +226,8 @@ def test_the_terms_of_both_views_are_added_with_the_weight():
     step = Step(SSLMethod(), z1, z2, z1, z2, torch_generator(0, "train"))
     s1, s2 = F.normalize(torch.randn(2, 5, 4, generator=torch_generator(0, "train")), dim=-1)
     alone = [uot_uniformity(z, samples=s, max_iter=200, tolerance=0).item() for z, s in ((z1, s1), (z2, s2))]
+    together = uot_uniformity(torch.stack((z1, z2)), samples=torch.stack((s1, s2)), max_iter=200, tolerance=0)
+    assert together.tolist() == pytest.approx(alone, rel=1e-6)
     both = FUR(weight=0.3, max_iter=200, tolerance=0).add_to(torch.tensor(2.0), step).item()  # Eq. 2
     assert both == pytest.approx(2 + 0.3 * sum(alone), rel=1e-6)
     both = Decorrelation(weight=0.3).add_to(torch.tensor(2.0), step).item()
