@@ -98,6 +98,9 @@ def encoder_file(own: Mapping[str, str]) -> Path:
         advice = (
             f"finish the run with fedssl resume={own['run']}" if unfinished else "give the folder of a finished run"
         )
+        several = sorted(file.parent.glob("encoder-*.pt"))
+        if several:  # every client has its own
+            advice = f"the run has {len(several)} encoders; give one of them: encoder={several[0]}"
         raise InputError(f"there is no {file}; {advice}")
     return file
 
