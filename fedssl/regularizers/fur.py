@@ -203,8 +203,8 @@ class FUR(Regularizer):
         views = torch.stack((step.z1, step.z2))
         samples = _sphere(views, step.generator)
         if self.variant == "uot":
-            # Both at once are half the launches of a GPU; on a CPU two couplings of 128 x 128 are as much as makes torch
-            # share the work among threads, and small as it is that takes several times as long.
+            # Both at once are half the launches of a GPU. On a CPU torch shares two couplings of 128 x 128 among
+            # threads, which takes twice as long as one after the other.
             together = 2 if views.is_cuda else 1
             drawn = zip(views.split(together), samples.split(together), strict=True)
             terms = torch.cat([self.transport(z, samples=s) for z, s in drawn])
