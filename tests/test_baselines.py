@@ -164,7 +164,7 @@ def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
 
 @pytest.mark.slow
 def test_the_federation_stands_between_its_bounds(tmp_path):
-    words = ["method=simclr", "rounds=10", "evaluate_every=0"]
+    words = ["method=simclr", "rounds=4", "evaluate_every=0"]
     found = {}
     for name, own in {
         "alone": ["experiment=single_client"],
