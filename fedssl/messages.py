@@ -122,11 +122,11 @@ class TrainPlan:
             round=int(plan["round"]),  # type: ignore[arg-type]  # Flower's values are a union
             layers=from_record(content.array_records[ARRAYS]),
             settings=str(plan["settings"]),
-            metrics=tuple(str(name) for name in plan.get("metrics", [])),  # type: ignore[union-attr]
-            keep_from=int(plan["keep-from"]),  # type: ignore[arg-type]
+            metrics=tuple(str(name) for name in plan.get("metrics", [])),  # type: ignore[union-attr]  # Flower's values are a union
+            keep_from=int(plan["keep-from"]),  # type: ignore[arg-type]  # Flower's values are a union
             code=str(plan["code"]),
-            lr_factor=float(plan["lr-factor"]),  # type: ignore[arg-type]
-            up=tuple(str(name) for name in plan.get("up", [])),  # type: ignore[union-attr]
+            lr_factor=float(plan["lr-factor"]),  # type: ignore[arg-type]  # Flower's values are a union
+            up=tuple(str(name) for name in plan.get("up", [])),  # type: ignore[union-attr]  # Flower's values are a union
         )
 
 
@@ -199,4 +199,4 @@ def who_reply(message: Message, partition_id: int, num_partitions: int) -> Messa
 def read_who(message: Message) -> tuple[int, int]:
     """Partition id and number of partitions from a client's answer."""
     record = message.content.metric_records[METRICS]
-    return int(record["partition-id"]), int(record["num-partitions"])  # type: ignore[arg-type]
+    return int(record["partition-id"]), int(record["num-partitions"])  # type: ignore[arg-type]  # Flower's values are a union

@@ -193,10 +193,10 @@ class FedSSLStrategy(Strategy):
         """
         nodes = list(config["nodes"])  # type: ignore[arg-type]  # Flower's values are a union
         chosen = sample_clients(
-            int(config["seed"]),  # type: ignore[arg-type]
+            int(config["seed"]),  # type: ignore[arg-type]  # Flower's values are a union
             server_round,
             num_clients=len(nodes),
-            clients_per_round=int(config["clients-per-round"]),  # type: ignore[arg-type]
+            clients_per_round=int(config["clients-per-round"]),  # type: ignore[arg-type]  # Flower's values are a union
         )
         layers = from_record(arrays)
         up = self.up(server_round, layers)
@@ -205,14 +205,14 @@ class FedSSLStrategy(Strategy):
             layers=layers,
             settings=str(config["settings"]),
             metrics=self.metrics(),
-            keep_from=int(config["keep-from"]),  # type: ignore[arg-type]
-            lr_factor=float(config["lr-factor"]),  # type: ignore[arg-type]
+            keep_from=int(config["keep-from"]),  # type: ignore[arg-type]  # Flower's values are a union
+            lr_factor=float(config["lr-factor"]),  # type: ignore[arg-type]  # Flower's values are a union
             code=str(config["code"]),
             up=up,
         )
         self._layers = layers
         self._global = GlobalLayers({name: layers[name] for name in up} if up else layers)
-        self._clients = {int(nodes[client]): client for client in chosen}  # type: ignore[call-overload]
+        self._clients = {int(nodes[client]): client for client in chosen}  # type: ignore[call-overload]  # Flower's values are a union
         contents: dict[tuple[str, ...], RecordDict] = {}  # clients that receive the same share a record
         self._bytes_down: dict[int, int] = {}
         self._sent = []

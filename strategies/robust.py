@@ -28,7 +28,7 @@ from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
 from fedssl.messages import ARRAYS, METRICS, ClientUpdate, to_record
 from fedssl.methods.base import SSLMethod
 from strategies.base import FedSSLStrategy
-from strategies.weighted_sum import WeightedSum, weighted_sum
+from strategies.weighted_sum import WeightedSum, check_all, weighted_sum
 
 log = logging.getLogger("fedssl")
 
@@ -142,7 +142,7 @@ def closest(
         }
         contents.append(RecordDict({ARRAYS: to_record(deviations), METRICS: MetricRecord({_POSITION: position})}))
     best = select_multikrum(contents, num_malicious_nodes=malicious, num_nodes_to_select=select)
-    return [updates[k] for k in sorted(int(content.metric_records[METRICS][_POSITION]) for content in best)]  # type: ignore[arg-type]
+    return [updates[k] for k in sorted(int(content.metric_records[METRICS][_POSITION]) for content in best)]  # type: ignore[arg-type]  # Flower's values are a union
 
 
 class Collected:
@@ -251,12 +251,7 @@ def _checked(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[Cli
     """The updates in order of partition id, if they fit the global layers."""
     if not updates:
         raise InputError("no client sent an update; at least one is needed")
-    reference = GlobalLayers(global_layers)
-    for update in updates:
-        try:
-            reference.check(update.layers)
-        except InputError as problem:
-            raise InputError(f"client {update.partition_id}: {problem}") from problem
+    check_all(GlobalLayers(global_layers), updates)
     return sorted(updates, key=lambda update: update.partition_id)
 
 

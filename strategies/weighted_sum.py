@@ -106,11 +106,7 @@ class WeightedSum:
             An update does not fit the global layers, lacks a metric, or (if cosines are used) has a value that is not
             finite.
         """
-        for update in updates:
-            try:
-                self._global.check(update.layers)
-            except InputError as problem:
-                raise InputError(f"client {update.partition_id}: {problem}") from problem
+        check_all(self._global, updates)
         if self.scale == "none":
             alignments = [_UNMEASURED] * len(updates)
         else:
@@ -194,6 +190,15 @@ class WeightedSum:
         if weight:
             return [term.weight * term.alignment.cosines[name] for term in terms]  # Eqs. 4-6
         return [term.weight * term.alignment.buffer_cosines[name] for term in terms]
+
+
+def check_all(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:
+    """`GlobalLayers.check` for every update; the InputError names the client."""
+    for update in updates:
+        try:
+            global_layers.check(update.layers)
+        except InputError as problem:
+            raise InputError(f"client {update.partition_id}: {problem}") from problem
 
 
 def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, rule: WeightedSum) -> Layers:

@@ -71,7 +71,7 @@ def main(grid: Grid, context: Context) -> None:
         replies = list(grid.send_and_receive(strategy.configure_train(round, arrays, config, grid), timeout=600))
         assert len(replies) == clients
         assert not any(reply.has_error() for reply in replies)
-        arrays, _ = strategy.aggregate_train(round, replies)  # type: ignore[assignment]
+        arrays, _ = strategy.aggregate_train(round, replies)  # type: ignore[assignment]  # None only if all failed
         seconds["usual"].append(time.monotonic() - start)
     summary = {"status": "finished", "rounds": sum(map(len, seconds.values())), "seconds": seconds}
     Path(words["output_dir"], "summary.json").write_text(json.dumps(summary))
