@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedssl.methods import build
 from fedssl.partition import split
 from fedssl.seeding import derive, seed_torch, torch_generator
 from fedssl.threads import tune_allocator
+from fedssl.stages import enter, frozen_names
 from fedssl.training import train
 
 
@@ -39,9 +41,7 @@ class Resident:
         self.strategy = make(settings.strategy)
         self.method = build(settings).to(self.device)
         self.labels = pictures.labels.to(self.device) if self.method.uses_labels else None
-        self.travelling = set(travelling_names(self.method))
-        trained = [parameter for parameter in self.method.parameters() if parameter.requires_grad]
-        self.optimizer = make(settings.optimizer, trained)
+        self.optimizer = make(settings.optimizer, [self.method.tensors[name] for name in self.method.trainable])
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
         if settings.compile:
             self.method.encoder.compile()
@@ -49,8 +49,14 @@ class Resident:
     def train(self, plan: TrainPlan, partition_id: int, state_folder: Path) -> ClientUpdate:
         """One client's part in a round."""
         start = time.perf_counter()
+        if plan.depth is not None:
+            enter(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout)
         state = load_state(state_folder, before=plan.round)
-        absent = self.travelling - plan.layers.keys() - (state or {}).keys()
+        arrived = plan.layers
+        if plan.frozen:
+            before = load_state(state_folder / "frozen", before=plan.round) or {}
+            plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | arrived)
+        absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
             raise ValueError(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         indices = self.parts[partition_id]
@@ -80,6 +86,9 @@ class Resident:
         kept = self.strategy.keep(self.method, plan)
         if kept:
             save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
+        if plan.hold and not arrived.keys().isdisjoint(frozen_names(self.method)):
+            held = {name: torch.from_numpy(plan.layers[name]) for name in frozen_names(self.method)}
+            save_state(state_folder / "frozen", held, round=plan.round, keep_from=plan.keep_from)
         return ClientUpdate(
             layers=self.strategy.send(self.method, plan),
             partition_id=partition_id,

@@ -148,6 +148,8 @@ def load_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
         for key, values in differences(saved, settings).items()
         if key not in own and key.split(".")[0] not in MAY_CHANGE
     }
+    if settings.rounds != saved.rounds and settings.schedule["_target_"] != "fedssl.schedules.end_to_end":
+        changed["rounds"] = (saved.rounds, settings.rounds)  # they decide which stage a round belongs to
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
         raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")

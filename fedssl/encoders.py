@@ -7,30 +7,149 @@ CIFAR-10 (arXiv 2002.05709, appendix B.9) and the federated papers after it. Not
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fedssl.errors import InputError
 
 
+class Part(NamedTuple):
+    """When a layer of an encoder runs and when it is trained.
+
+    It runs if the encoder's depth is from ``first`` to ``last``, and is trained unless ``freezes`` or more stages are
+    frozen.
+    """
+
+    first: float
+    last: float
+    freezes: float
+
+
+@dataclass
+class Span:
+    """The stages that run: one object for an encoder and all copies of it (online, target, received).
+
+    Attributes
+    ----------
+    depth : int
+        Stages that run, from the first on.
+    frozen : int
+        Of these the first ones, which are not trained, and with them the stem; 0: all are trained.
+    dropout : float
+        Depth dropout: share of steps for which a frozen stage is left out, drawn for each stage.
+    """
+
+    depth: int
+    frozen: int = 0
+    dropout: float = 0.0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Span":
+        return self
+
+
 class Encoder(nn.Module):
     """Maps pictures ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
 
-    The type under which all encoders are passed around; torchvision's carry the attribute without being instances.
+    It is a stem, a sequence of stages and a readout. Layer-wise training (see `fedssl.schedules`) runs the first stages
+    only (``span.depth``) and trains the last of these (``span.frozen``). Frozen stages are in eval mode and are run by
+    `prefix`, once for all networks of a method, and `forward` then takes what that puts out in place of pictures.
 
     Attributes
     ----------
     feature_dim : int
         Length of a representation.
+    stage_names : tuple of str
+        The stages' names among the submodules.
+    span : Span
+        What runs.
+    bridges : ModuleDict
+        Linear maps of what an earlier stage puts out to representations, for layer-wise training of encoders whose
+        stages differ in width; see `add_bridges`.
+    even : bool
+        Whether every stage takes what any other puts out.
     """
 
     feature_dim: int
+    stage_names: tuple[str, ...] = ()
+    span: Span
+    bridges: nn.ModuleDict
+    even = False
+
+    def divide(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
+        """Name the stages, the lengths of what `readout` gives behind each, and the modules that belong to it."""
+        self.stage_names, self._widths = stages, widths
+        self._parts = {name: Part(number, math.inf, number) for number, name in enumerate(stages, start=1)}
+        self._parts |= dict.fromkeys(tail, Part(0, math.inf, math.inf))
+        self.span = Span(depth=len(stages))
+        self.bridges = nn.ModuleDict()
+
+    def stem(self, pictures: Tensor) -> Tensor:
+        """What the first stage takes."""
+        return pictures
+
+    def readout(self, x: Tensor) -> Tensor:
+        """The representation ``(batch, width)`` that a stage's output stands for."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        span = self.span
+        if not span.frozen:
+            x = self.stem(x)
+        for stage in self.stages()[span.frozen : span.depth]:
+            x = stage(x)
+        h = self.readout(x)
+        bridge = str(span.depth)
+        return self.bridges[bridge](h) if bridge in self.bridges else h
+
+    def prefix(self, pictures: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+        """What the stem and the frozen stages make of batches of pictures, each by itself, without gradient.
+
+        Depth dropout leaves the same stages out for all of them.
+        """
+        stages = self.stages()[: self.span.frozen]
+        if self.span.dropout:
+            draws = torch.rand(len(stages), generator=generator).tolist()
+            stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= self.span.dropout]
+        with torch.no_grad():
+            outputs = [self.stem(batch) for batch in pictures]
+            for stage in stages:
+                outputs = [stage(x) for x in outputs]
+        return outputs
+
+    def train(self, mode: bool = True) -> "Encoder":
+        super().train(mode)
+        if self.span.frozen:
+            for name, module in self.named_modules():
+                if self.part(name).freezes <= self.span.frozen:
+                    module.training = False  # not eval(), which would concern what is inside as well
+        return self
+
+    def stages(self) -> list[nn.Module]:
+        """The stages in order."""
+        return [self.get_submodule(name) for name in self.stage_names]
+
+    def part(self, name: str) -> Part:
+        """When the layer or module ``name`` runs and is trained; what is in no other part belongs to the stem."""
+        found = (part for module, part in self._parts.items() if f"{name}.".startswith(f"{module}."))
+        return next(found, Part(0, math.inf, 1))
+
+    def add_bridges(self) -> None:
+        """Make a bridge behind every stage that is narrower than a representation."""
+        for number, width in enumerate(self._widths, start=1):
+            if width != self.feature_dim:
+                self.bridges[str(number)] = nn.Linear(width, self.feature_dim)
+                self._parts[f"bridges.{number}"] = Part(number, number, math.inf)
 
 
 class ConvSmall(Encoder):
     """Blocks of 3x3 convolution, batch normalisation and ReLU, then the mean over all positions.
 
-    ``widths`` are the channels before the first block and after each, ``strides`` one number per block.
+    Every block is a stage. ``widths`` are the channels before the first block and after each, ``strides`` one number
+    per block.
     """
 
     def __init__(self, *, widths: tuple[int, ...], strides: tuple[int, ...]) -> None:
@@ -41,9 +160,10 @@ class ConvSmall(Encoder):
             conv = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
             self.blocks.append(nn.Sequential(conv, nn.BatchNorm2d(after), nn.ReLU(inplace=True)))
         self.feature_dim = widths[-1]
+        self.divide(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        return self.blocks(pictures).mean(dim=(2, 3))
+    def readout(self, x: Tensor) -> Tensor:
+        return x.mean(dim=(2, 3))
 
 
 def conv_small(*, channels: int, size: int, width: int = 32) -> Encoder:
@@ -103,8 +223,17 @@ def resnet50(*, channels: int, size: int, stem: str = "small") -> Encoder:
     return _resnet("resnet50", channels=channels, size=size, stem=stem)
 
 
-def vit_tiny(*, channels: int, size: int, patch: int = 4, depth: int = 12, width: int = 192, heads: int = 3) -> Encoder:
-    """torchvision's VisionTransformer in the "tiny" size of DeiT (arXiv 2012.12877); h is the class token.
+def vit_tiny(
+    *,
+    channels: int,
+    size: int,
+    patch: int = 4,
+    depth: int = 12,
+    width: int = 192,
+    heads: int = 3,
+    pool: str = "token",
+) -> Encoder:
+    """torchvision's VisionTransformer in the "tiny" size of DeiT (arXiv 2012.12877).
 
     Parameters
     ----------
@@ -115,11 +244,14 @@ def vit_tiny(*, channels: int, size: int, patch: int = 4, depth: int = 12, width
     depth, width, heads : int
         Transformer blocks, length of a token (``feature_dim``), attention heads. The inner layer of a block is four
         times as wide as a token.
+    pool : {"token", "mean"}
+        h is the class token, or the mean over the patches of a transformer without class token.
 
     Raises
     ------
     InputError
-        If a number is not positive, ``patch`` does not divide ``size`` or ``heads`` does not divide ``width``.
+        If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``, or
+        ``pool`` is another word.
     """
     _check_pictures("vit_tiny", channels=channels, size=size, smallest=1)
     if min(patch, depth, width, heads) < 1:
@@ -135,18 +267,17 @@ def vit_tiny(*, channels: int, size: int, patch: int = 4, depth: int = 12, width
         )
     if width % heads:
         raise InputError(f"encoder.heads={heads} does not divide encoder.width={width}; set encoder.heads=1 or another")
+    if pool not in ("token", "mean"):
+        raise InputError(f"encoder.pool={pool} is unknown; set encoder.pool=token or encoder.pool=mean")
 
-    from torchvision.models import VisionTransformer  # here: takes a second, and conv_small does without
+    from fedssl.torchvision_encoders import ViTEncoder  # here: takes a second, and conv_small does without
 
-    encoder = VisionTransformer(
-        image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
-    )
+    encoder = ViTEncoder(size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool)
     if channels != 3:
-        encoder.conv_proj = nn.Conv2d(channels, width, patch, patch)
-        nn.init.trunc_normal_(encoder.conv_proj.weight, std=math.sqrt(1 / (channels * patch * patch)))
-        nn.init.zeros_(encoder.conv_proj.bias)
-    encoder.heads = nn.Identity()
-    encoder.feature_dim = width
+        projection = nn.Conv2d(channels, width, patch, patch)
+        nn.init.trunc_normal_(projection.weight, std=math.sqrt(1 / (channels * patch * patch)))
+        nn.init.constant_(projection.get_parameter("bias"), 0)
+        encoder.conv_proj = projection
     return encoder
 
 
@@ -156,9 +287,12 @@ def _resnet(name: str, *, channels: int, size: int, stem: str) -> Encoder:
     if stem not in ("small", "imagenet"):
         raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
 
-    from torchvision.models import get_model  # here: takes a second, and conv_small does without
+    from torchvision.models.resnet import BasicBlock, Bottleneck  # here: takes a second, and conv_small does without
 
-    encoder = get_model(name, weights=None)
+    from fedssl.torchvision_encoders import ResNetEncoder
+
+    blocks = [2, 2, 2, 2] if name == "resnet18" else [3, 4, 6, 3]
+    encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks)
     if stem == "small":
         encoder.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
         encoder.maxpool = nn.Identity()
@@ -166,8 +300,6 @@ def _resnet(name: str, *, channels: int, size: int, stem: str) -> Encoder:
         encoder.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     # torchvision's own rule, again for a first convolution that is not its own.
     nn.init.kaiming_normal_(encoder.conv1.weight, mode="fan_out", nonlinearity="relu")
-    encoder.feature_dim = encoder.fc.in_features
-    encoder.fc = nn.Identity()
     return encoder
 
 

@@ -39,18 +39,24 @@ def copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def kept_names(method: SSLMethod) -> list[str]:
-    """Names of the layers of the parts that never leave the client."""
-    return [name for name in method.tensors if is_kept(method, name)]
+    """Names of the layers in use of the parts that never leave the client."""
+    return [name for name in method.tensors if is_kept(method, name) and name not in method.idle]
 
 
 def travelling_names(method: SSLMethod) -> list[str]:
-    """Names of the layers of all parts that are exchanged."""
-    return [name for name in method.tensors if not is_kept(method, name)]
+    """Names of the layers in use of all parts that are exchanged."""
+    return [name for name in method.tensors if not is_kept(method, name) and name not in method.idle]
 
 
 def is_kept(method: SSLMethod, name: str) -> bool:
     """Whether the named layer belongs to a part that never leaves the client."""
     return name.partition(".")[0] in method.kept
+
+
+def start_from(method: SSLMethod, layers: Layers) -> None:
+    """Load layers and prepare the method for a client's local training."""
+    load_layers(method, layers)
+    method.start_round(first=not layers.keys() >= set(kept_names(method)))
 
 
 @torch.no_grad()

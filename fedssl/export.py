@@ -111,10 +111,12 @@ def save_encoder(
         "mean": [float(value) for value in mean],
         "std": [float(value) for value in std],
         "metadata": _plain(metadata),
-        # Copies: a weight may be a view into a larger buffer, which would be saved as a whole.
+        # Copies: a weight may be a view into a larger buffer, which would be saved as a whole. The whole encoder needs
+        # no bridges; they served its first stages while these were trained.
         "weights": {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in encoder.state_dict().items()
+            if not name.startswith("bridges.")
         },
     }
     path = Path(path)

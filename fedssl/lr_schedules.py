@@ -1,46 +1,44 @@
 """Learning rates over the rounds: pure functions of the round, whose value the server sends with the plan.
 
-Every function maps a round, counted from 1, and the number of rounds of the run to the factor by which the optimiser's
-learning rate is multiplied in that round. Within a round the rate is constant: a client that takes part in few rounds
-is no further on its way than the others.
+Every function maps a round, counted from 1, the number of rounds of the run and the stage of its schedule to the factor
+by which the optimiser's learning rate is multiplied in that round. Within a round the rate is constant: a client that
+takes part in few rounds is no further on its way than the others.
 """
 
 import math
 from collections.abc import Sequence
 
 from fedssl.errors import InputError
+from fedssl.schedules import Stage
 
 
-def constant(round: int, *, rounds: int) -> float:
+def constant(round: int, *, rounds: int, stage: Stage) -> float:
     """1 in every round."""
     return 1.0
 
 
-def cosine(round: int, *, rounds: int, period: int | None = None, least: float = 0.0) -> float:
+def cosine(round: int, *, rounds: int, stage: Stage, per_stage: bool = False, least: float = 0.0) -> float:
     """From 1 in the first round along half a cosine towards ``least``, which the round after the last would have.
 
     Parameters
     ----------
-    period : int, optional
-        Rounds after which it begins anew, e.g. those of a stage; None: it takes the whole run.
+    per_stage : bool
+        Whether it begins anew with every stage of the schedule (LW-FedSSL's "cyclic").
     least : float
         In [0, 1].
 
     Raises
     ------
     InputError
-        If ``period`` or ``least`` is out of range.
+        If ``least`` is out of range.
     """
     if not 0 <= least <= 1:
         raise InputError(f"lr_schedule.least={least} must be in [0, 1]; 0 goes down to nothing")
-    length = rounds if period is None else period
-    if length < 1:
-        raise InputError(f"lr_schedule.period={period} must be at least 1, or null for the whole run")
-    done = (round - 1) % length / length
+    done = (round - stage.first) / stage.rounds if per_stage else (round - 1) / rounds
     return least + (1 - least) * (1 + math.cos(math.pi * done)) / 2
 
 
-def step(round: int, *, rounds: int, milestones: Sequence[float], factor: float) -> float:
+def step(round: int, *, rounds: int, stage: Stage, milestones: Sequence[float], factor: float) -> float:
     """Multiplied by ``factor`` at each milestone.
 
     Parameters

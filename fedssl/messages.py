@@ -88,6 +88,14 @@ class TrainPlan:
         Fingerprint of the server's source code; a client that runs other code refuses to train.
     up : tuple of str
         Names of the layers that the client sends back; empty: all that its model exchanges.
+    depth : int or None
+        Stages of the encoder that run, see `fedssl.schedules`; None: all, and all are trained.
+    frozen : int
+        Of these the first ones, which are not trained.
+    hold : bool
+        Whether the client keeps the frozen layers, because the server will not send them again.
+    depth_dropout : float
+        Probability that a frozen stage is left out of a training step.
     """
 
     round: int
@@ -98,6 +106,10 @@ class TrainPlan:
     code: str
     lr_factor: float = 1.0
     up: tuple[str, ...] = ()
+    depth: int | None = None
+    frozen: int = 0
+    hold: bool = False
+    depth_dropout: float = 0.0
 
     def to_content(self) -> RecordDict:
         plan = ConfigRecord(
@@ -113,6 +125,9 @@ class TrainPlan:
             plan["metrics"] = list(self.metrics)
         if self.up:
             plan["up"] = list(self.up)
+        if self.depth is not None:
+            plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
+            plan["depth-dropout"] = self.depth_dropout
         return RecordDict({ARRAYS: to_record(self.layers), PLAN: plan})
 
     @classmethod
@@ -127,6 +142,10 @@ class TrainPlan:
             code=str(plan["code"]),
             lr_factor=float(plan["lr-factor"]),  # type: ignore[arg-type]  # Flower's values are a union
             up=tuple(str(name) for name in plan.get("up", [])),  # type: ignore[union-attr]  # Flower's values are a union
+            depth=int(plan["depth"]) if "depth" in plan else None,  # type: ignore[arg-type]  # Flower's values are a union
+            frozen=int(plan.get("frozen", 0)),  # type: ignore[arg-type]  # Flower's values are a union
+            hold=bool(plan.get("hold", False)),
+            depth_dropout=float(plan.get("depth-dropout", 0.0)),  # type: ignore[arg-type]  # Flower's values are a union
         )
 
 

@@ -183,12 +183,33 @@ def _checked(parts: list[np.ndarray], num_pictures: int) -> list[np.ndarray]:
 
 
 def split(settings: DictConfig, pictures: Pictures) -> list[np.ndarray]:
-    """The partition of a run: positions of every client's pictures, from the settings alone."""
+    """The partition of a run: positions of every client's pictures, from the settings alone.
+
+    Pictures that the server keeps for its calibration (see `auxiliary`) are no client's.
+    """
+    number, labels = len(pictures.images), pictures.labels
+    rows = np.arange(number)
+    if settings.calibration.at and settings.calibration.dataset is None:
+        rows = np.delete(rows, auxiliary(number, share=settings.calibration.share, seed=settings.seed))
+        labels = None if labels is None else labels[torch.from_numpy(rows)]
     parts: list[np.ndarray] = make(
-        settings.partition,
-        pictures.labels,
-        num_pictures=len(pictures.images),
-        num_clients=settings.num_clients,
-        seed=settings.seed,
+        settings.partition, labels, num_pictures=len(rows), num_clients=settings.num_clients, seed=settings.seed
     )
-    return parts
+    return [rows[part] for part in parts]
+
+
+def auxiliary(num_pictures: int, *, share: float, seed: int) -> np.ndarray:
+    """Positions, ascending, of the pictures that the server calibrates with; a pure function of the seed.
+
+    Raises
+    ------
+    InputError
+        ``share`` is out of range, or leaves fewer than two pictures.
+    """
+    number = round(share * num_pictures) if 0 < share <= 1 else 0
+    if number < MIN_PICTURES:
+        raise InputError(
+            f"calibration.share={share} of {num_pictures} pictures gives the server {number}, but it needs at least "
+            f"{MIN_PICTURES}; set calibration.share=0.1"
+        )
+    return np.sort(numpy_generator(seed, "auxiliary").choice(num_pictures, size=number, replace=False))

@@ -80,13 +80,16 @@ def train(
             rows = batch.to(device, non_blocking=True)
             views = augment(images[rows], generator)
             view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
+            inputs = list(method.inputs(view1, view2))
             known = (labels[rows],) if method.uses_labels and labels is not None else ()
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+                if method.frozen:
+                    inputs = method.encoder.prefix(inputs, generator)
                 with outputs_of(method, regularizer.on) as outputs:
-                    loss = method.loss(view1, view2, *known)
+                    loss = method.loss(*inputs, *known)
                 z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
-                loss = regularizer.add_to(loss, Step(method, view1, view2, z1, z2, generator))
+                loss = regularizer.add_to(loss, Step(method, inputs[0], inputs[1], z1, z2, generator))
             loss.backward()
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trained, clip_norm)

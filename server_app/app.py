@@ -28,12 +28,17 @@ from fedssl.methods import SSLMethod, build
 from fedssl.partition import split
 from fedssl.partition_report import draw, write_table
 from fedssl.regularizers.base import Regularizer
+from fedssl.schedules import Stage, stage_at
+from fedssl.stages import Stages, enter
+from fedssl.stages import check as check_schedule
 from fedssl.threads import tune_allocator
+from server_app.calibration import Calibration
 from server_app.checkpoint import saved_rounds
 from server_app.evaluator import Evaluator
 from server_app.monitor import Monitor
 from server_app.recorder import Recorder, logging_to
 from strategies.base import FedSSLStrategy
+from strategies.staging import Staging
 
 log = logging.getLogger("fedssl")
 
@@ -42,7 +47,17 @@ NODE_WAIT = 10.0  # seconds without a new node before the federation counts as c
 # What a client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
-    *("optimizer", "strategy", "local_epochs", "batch_size", "clip_norm", "precision", "compile"),
+    *(
+        "schedule",
+        "calibration",
+        "optimizer",
+        "strategy",
+        "local_epochs",
+        "batch_size",
+        "clip_norm",
+        "precision",
+        "compile",
+    ),
     *("device", "threads", "allocator", "output_dir", "run_id"),
 ]
 
@@ -98,7 +113,9 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     make(settings.augmentation)  # can they be built?
     make(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     lr_factor = make(settings.lr_schedule)
-    lr_factor(1, rounds=settings.rounds)
+    schedule = make_schedule(settings, method)
+    lr_factor(1, rounds=settings.rounds, stage=schedule[0])
+    strategy.staging = make_staging(settings, method, schedule, device)
     checkpoint = recorder.restore() if settings.resume else None
     recorder.begin()
     write_table(recorder.folder / "partition.csv", parts, pictures.labels, pictures.classes)
@@ -118,16 +135,19 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         start = time.monotonic()
         strategy.observe = monitor.observe if evaluator.due(round) else None
         config["keep-from"] = _keep_from(recorder)
-        config["lr-factor"] = lr_factor(round, rounds=settings.rounds)
+        stage = stage_at(schedule, round)
+        config["lr-factor"] = lr_factor(round, rounds=settings.rounds, stage=stage)
         layers = run_round(grid, strategy, round, layers, config=config, timeout=settings.client_timeout)
         seconds = time.monotonic() - start
         evaluation, health = {}, []
         if evaluator.due(round):
+            enter(method, depth=stage.depth)
             health = monitor.finish(layers)
             evaluation = evaluator.evaluate(in_turn(method, strategy.models(layers)))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         recorder.round(strategy.report, seconds=seconds, evaluation=evaluation, health=health)
         recorder.checkpoint(round, layers, strategy)
+    enter(method, depth=schedule[-1].depth)
     models = strategy.models(layers)
     results = evaluator.compare({"untrained": [build(settings).to(device)], "federated": in_turn(method, models)})
     for name, model in models.items():
@@ -138,6 +158,21 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     report.draw_cosines(recorder.folder)
     report.draw_spectra(recorder.folder)
     return results
+
+
+def make_schedule(settings: DictConfig, method: SSLMethod) -> list[Stage]:
+    """The stages of the run, which the method's encoder must allow."""
+    schedule: list[Stage] = make(settings.schedule)(rounds=settings.rounds, depth=len(method.encoder.stage_names))
+    check_schedule(method, schedule)
+    return schedule
+
+
+def make_staging(settings: DictConfig, method: SSLMethod, schedule: list[Stage], device: torch.device) -> Staging:
+    """What the strategy does beside aggregating."""
+    return Staging(
+        Stages(method, schedule) if len(schedule) > 1 else None,
+        Calibration(settings, method, schedule, device) if settings.calibration.at else None,
+    )
 
 
 def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[SSLMethod]:

@@ -17,12 +17,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.exchange import copies, kept_names, load_layers, take_layers, travelling_names
+from fedssl.exchange import copies, kept_names, start_from, take_layers, travelling_names
 from fedssl.layers import Alignment, GlobalLayers, Layers
 from fedssl.messages import CLIENT_METRICS, ClientUpdate, TrainPlan, content_bytes, from_record, to_record
 from fedssl.methods.base import SSLMethod
 from fedssl.seeding import numpy_generator
 from strategies.server_optimizer import Assign, ServerOptimizer
+from strategies.staging import Staging
 
 log = logging.getLogger("fedssl")
 
@@ -112,6 +113,7 @@ class FedSSLStrategy(Strategy):
             raise InputError(f"strategy.metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
         self.extra_metrics = tuple(metrics)
         self.server_optimizer: ServerOptimizer = Assign()
+        self.staging = Staging()
         self.observe: Callable[[int, Layers], None] | None = None  # sees client and layers of every update that is used
         self.report = RoundReport(round=0)
 
@@ -126,7 +128,10 @@ class FedSSLStrategy(Strategy):
         raise NotImplementedError
 
     def up(self, round: int, layers: Layers) -> tuple[str, ...]:
-        """Names of the global ``layers`` that clients send back in this round; empty: all."""
+        """Names of the global ``layers`` that clients send back in this round; empty: all.
+
+        Here and in the next two, ``layers`` are those that are trained in the round.
+        """
         return ()
 
     def down(self, round: int, layers: Layers, client: int) -> tuple[str, ...]:
@@ -134,7 +139,7 @@ class FedSSLStrategy(Strategy):
         return ()
 
     def after_aggregate(self, round: int, layers: Layers) -> Layers:
-        """Last change to the new global layers, e.g. calibration on the server."""
+        """Last change to the new global ``layers``, before the server calibrates the model."""
         return layers
 
     def models(self, layers: Layers) -> dict[str, Layers]:
@@ -154,20 +159,19 @@ class FedSSLStrategy(Strategy):
 
     def state(self) -> dict[str, Any]:
         """What the server half keeps between rounds, for a checkpoint: tensors, numbers and dicts of them."""
-        return {"server_optimizer": self.server_optimizer.state()}
+        return {"server_optimizer": self.server_optimizer.state(), "staging": self.staging.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.server_optimizer.restore(state["server_optimizer"])
+        self.staging.restore(state["staging"])
 
     # --- client half ---
 
     def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
         """Merge the global layers with what this client kept (None: it takes part for the first time)."""
-        load_layers(method, plan.layers)
-        if state is not None:
-            load_layers(method, {name: value.numpy() for name, value in state.items()})
-        method.start_round(first=state is None)
+        own = {} if state is None else {name: value.numpy() for name, value in state.items()}
+        start_from(method, {**plan.layers, **own})
 
     def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
         """What the client keeps until its next participation; called after training, before `send`."""
@@ -198,30 +202,37 @@ class FedSSLStrategy(Strategy):
             num_clients=len(nodes),
             clients_per_round=int(config["clients-per-round"]),  # type: ignore[arg-type]  # Flower's values are a union
         )
-        layers = from_record(arrays)
-        up = self.up(server_round, layers)
+        self._all = self.staging.begin(server_round, from_record(arrays))
+        stage, trained, frozen = self.staging.divide(server_round, self._all)
+        layers = {name: self._all[name] for name in trained}
+        up = self.up(server_round, layers) or (trained if stage else ())
         plan = TrainPlan(
             round=server_round,
-            layers=layers,
+            layers={},
             settings=str(config["settings"]),
             metrics=self.metrics(),
             keep_from=int(config["keep-from"]),  # type: ignore[arg-type]  # Flower's values are a union
             lr_factor=float(config["lr-factor"]),  # type: ignore[arg-type]  # Flower's values are a union
             code=str(config["code"]),
             up=up,
+            depth=stage.depth if stage else None,
+            frozen=stage.frozen if stage else 0,
+            hold=self.staging.hold,
+            depth_dropout=stage.dropout if stage else 0.0,
         )
         self._layers = layers
+        self._frozen = {name: self._all[name] for name in frozen}
         self._global = GlobalLayers({name: layers[name] for name in up} if up else layers)
         self._clients = {int(nodes[client]): client for client in chosen}  # type: ignore[call-overload]  # Flower's values are a union
         contents: dict[tuple[str, ...], RecordDict] = {}  # clients that receive the same share a record
         self._bytes_down: dict[int, int] = {}
         self._sent = []
         for node, client in self._clients.items():
-            down = self.down(server_round, layers, client)
+            down = self.staging.lacks(client, frozen) + (self.down(server_round, layers, client) or trained)
+            part = {name: self._all[name] for name in down}
             if down not in contents:
-                part = {name: layers[name] for name in down} if down else layers
                 contents[down] = replace(plan, layers=part).to_content()
-            self._bytes_down[client] = content_bytes(contents[down], {name: layers[name] for name in down or layers})
+            self._bytes_down[client] = content_bytes(contents[down], part)
             self._sent.append(Message(contents[down], node, "train", group_id=str(server_round)))
         return self._sent
 
@@ -250,7 +261,9 @@ class FedSSLStrategy(Strategy):
                 f"round {server_round}: none of {len(self._clients)} clients sent a usable update ({reasons})"
             )
         new = self.server_optimizer.step(server_round, self._global.layers, rule.finish())
-        layers = self.after_aggregate(server_round, {**self._layers, **new})
+        layers = {**self._all, **self.after_aggregate(server_round, {**self._layers, **new})}
+        used = [row.client for row in self.report.clients]
+        layers = self.staging.end(server_round, layers, used=used, dropped=self.report.dropped)
         return to_record(layers), MetricRecord({"clients": len(self.report.clients)})
 
     def configure_evaluate(
@@ -304,7 +317,7 @@ class FedSSLStrategy(Strategy):
             return
         rule.add(update, alignment)
         if self.observe is not None:
-            self.observe(client, update.layers)
+            self.observe(client, {**self._frozen, **update.layers})
         self.report.clients.append(self._row(round, update, alignment, content_bytes(reply.content, update.layers)))
 
     def _drop(self, client: int, reason: str) -> None:

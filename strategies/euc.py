@@ -17,6 +17,7 @@ Where this differs from the authors' code:
 The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mean ||x_k - g||^2 - ||avg - g||^2.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -168,7 +169,7 @@ class EUC(FedSSLStrategy):
         if client not in self._seen:
             return ()
         # An average of the round in which the client took part was made after the client had left.
-        new = tuple(name for name in layers if self._averaged[name] >= self._seen[client])
+        new = tuple(name for name in layers if self._averaged.get(name, math.inf) >= self._seen[client])
         return () if len(new) == len(layers) else new
 
     def after_aggregate(self, round: int, layers: Layers) -> Layers:

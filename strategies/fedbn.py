@@ -38,4 +38,5 @@ class FedBN(FedAvg):
         return replace(super().travels(method), stays=", ".join(["its batch norm", *method.kept]))
 
     def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
-        return copies(method, dict.fromkeys([*kept_names(method), *batch_norm_names(method)]))
+        own = {*kept_names(method), *batch_norm_names(method)}
+        return copies(method, [name for name in method.tensors if name in own and name not in method.idle])

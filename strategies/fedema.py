@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from fedssl.errors import InputError
-from fedssl.exchange import copies, kept_names, load_layers, travelling_layers
+from fedssl.exchange import copies, kept_names, start_from, travelling_layers
 from fedssl.layers import Layers, is_weight
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
@@ -116,8 +116,7 @@ class FedEMA(FedAvg):
             own = {name: value.numpy() for name, value in state.items() if name in method.tensors}
             layers = blend(plan.layers, own, mu=mu)
         self._start = {name: layers[name] for name in compared(layers, distance=self.distance)}
-        load_layers(method, layers)
-        method.start_round(first=state is None)
+        start_from(method, layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
         distance = moved(method, self._start, distance=self.distance)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.exchange import copies, kept_names, load_layers, take_layers, travelling_layers, travelling_names
+from fedssl.exchange import copies, kept_names, start_from, take_layers, travelling_layers, travelling_names
 from fedssl.layers import Layers, is_weight, products
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
@@ -91,9 +91,10 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
 
 
 def moved(method: SSLMethod, start: Layers, *, distance: str) -> float:
-    """`divergence` of a method's encoder, as it is now, from ``start``."""
-    names = compared(start, distance=distance)
-    return divergence({name: method.tensors[name].detach().cpu().numpy() for name in names}, start, distance=distance)
+    """`divergence` of what is trained of a method's encoder, as it is now, from ``start``."""
+    names = [name for name in compared(start, distance=distance) if method.tensors[name].requires_grad]
+    trained = {name: method.tensors[name].detach().cpu().numpy() for name in names}
+    return divergence(trained, {name: start[name] for name in names}, distance=distance) if names else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +182,7 @@ class FedUClient(FedSSLStrategy):
             if self.partial_update.update != "online":
                 layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
             layers |= {name: value.numpy() for name, value in state.items() if name in method.tensors}
-        load_layers(method, layers)
-        method.start_round(first=state is None)
+        start_from(method, layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
         options = self.partial_update

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fedssl.exchange import copies
+from fedssl.exchange import copies, kept_names, travelling_names
 from fedssl.layers import Alignment, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
@@ -36,7 +36,7 @@ class NewestModels:
         self._global = global_layers.layers
 
     def add(self, update: ClientUpdate, alignment: Alignment) -> None:
-        self.models[update.partition_id] = update.layers
+        self.models[update.partition_id] = {**self.models.get(update.partition_id, {}), **update.layers}
 
     def finish(self) -> Layers:
         return self._global
@@ -53,7 +53,7 @@ class LocalOnly(FedSSLStrategy):
         return self._newest
 
     def models(self, layers: Layers) -> dict[str, Layers]:
-        return {f"-{client}": model for client, model in sorted(self._newest.models.items())}
+        return {f"-{client}": {**layers, **model} for client, model in sorted(self._newest.models.items())}
 
     def travels(self, method: SSLMethod) -> Travels:
         return replace(super().travels(method), stays="its whole model")
@@ -73,4 +73,4 @@ class LocalOnly(FedSSLStrategy):
         }
 
     def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
-        return copies(method, method.tensors)
+        return copies(method, [*travelling_names(method), *kept_names(method)])

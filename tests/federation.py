@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
 from fedssl.config import compose, make
 from fedssl.exchange import travelling_layers
 from fedssl.methods import build
-from server_app.app import find_nodes, run_round, train_config
+from server_app.app import find_nodes, make_schedule, make_staging, run_round, train_config
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
 
@@ -41,6 +42,8 @@ class Federation:
         self.strategy: FedSSLStrategy = make(self.settings.strategy)
         self.strategy.server_optimizer = make(self.settings.server_optimizer)
         self.strategy.check(self.method, clients_per_round=self.settings.clients_per_round)
+        self.schedule = make_schedule(self.settings, self.method)
+        self.strategy.staging = make_staging(self.settings, self.method, self.schedule, torch.device("cpu"))
         self.layers = travelling_layers(self.method)
         self.config = train_config(self.settings, find_nodes(self.grid, self.settings.num_clients))
 

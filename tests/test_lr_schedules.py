@@ -7,33 +7,41 @@ import pytest
 
 from fedssl.errors import InputError
 from fedssl.lr_schedules import constant, cosine, step
+from fedssl.schedules import Stage, layer_wise, stage_at
 from tests.federation import Federation
+
+WHOLE = Stage(number=1, first=1, rounds=10, depth=1)
 
 
 def test_constant():
-    assert [constant(round, rounds=3) for round in (1, 2, 3)] == [1, 1, 1]
+    assert [constant(round, rounds=3, stage=WHOLE) for round in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_cosine_by_hand():
     # (1 + cos(pi t)) / 2 at t = 0, 1/4, 1/2, 3/4; cos(pi / 4) = sqrt(2) / 2.
-    whole = [cosine(round, rounds=4) for round in (1, 2, 3, 4)]
+    whole = [cosine(round, rounds=4, stage=WHOLE) for round in (1, 2, 3, 4)]
     assert whole == pytest.approx([1, (1 + sqrt(0.5)) / 2, 0.5, (1 - sqrt(0.5)) / 2])
-    assert [cosine(round, rounds=8, period=4) for round in range(1, 9)] == pytest.approx(whole * 2)
-    assert cosine(3, rounds=4, least=0.2) == pytest.approx(0.6)
+    assert cosine(3, rounds=4, stage=WHOLE, least=0.2) == pytest.approx(0.6)
+
+
+def test_cosine_per_stage_begins_anew():
+    # Stages of 2 and 4 rounds: t = 0, 1/2 and then 0, 1/4, 1/2, 3/4.
+    stages = layer_wise(rounds=6, depth=2, rounds_per_stage=[2, 4])
+    factors = [cosine(r, rounds=6, stage=stage_at(stages, r), per_stage=True) for r in range(1, 7)]
+    assert factors == pytest.approx([1, 0.5, 1, (1 + sqrt(0.5)) / 2, 0.5, (1 - sqrt(0.5)) / 2])
 
 
 def test_step_by_hand():
-    factors = [step(round, rounds=10, milestones=[0.3, 0.6], factor=0.1) for round in range(1, 11)]
+    factors = [step(round, rounds=10, stage=WHOLE, milestones=[0.3, 0.6], factor=0.1) for round in range(1, 11)]
     assert factors == pytest.approx([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01])
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: cosine(1, rounds=4, period=0), "lr_schedule.period=0"),
-        (lambda: cosine(1, rounds=4, least=2), "lr_schedule.least=2"),
-        (lambda: step(1, rounds=4, milestones=[3], factor=0.1), r"lr_schedule.milestones=\[3\]"),
-        (lambda: step(1, rounds=4, milestones=[0.5], factor=0), "lr_schedule.factor=0"),
+        (lambda: cosine(1, rounds=4, stage=WHOLE, least=2), "lr_schedule.least=2"),
+        (lambda: step(1, rounds=4, stage=WHOLE, milestones=[3], factor=0.1), r"lr_schedule.milestones=\[3\]"),
+        (lambda: step(1, rounds=4, stage=WHOLE, milestones=[0.5], factor=0), "lr_schedule.factor=0"),
     ],
 )
 def test_bad_settings_are_refused(call, words):

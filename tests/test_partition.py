@@ -80,12 +80,13 @@ def test_split_follows_the_settings_of_a_run() -> None:
     labels = labels_of(30, 30)
     pictures = Pictures(torch.zeros(60, 1, 1, 1, dtype=torch.uint8), labels)
     settings = {"_target_": "fedssl.partition.skew", "beta": 0.0}
-    parts = partition.split(OmegaConf.create({"seed": 7, "num_clients": 2, "partition": settings}), pictures)
+    run = {"seed": 7, "num_clients": 2, "partition": settings, "calibration": {"at": None}}
+    parts = partition.split(OmegaConf.create(run), pictures)
     expected = split("skew", labels, 2, seed=7, beta=0.0)
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
     settings["beta"] = 2.0
     with pytest.raises(InputError, match=r"partition\.beta=2\.0"):
-        partition.split(OmegaConf.create({"seed": 7, "num_clients": 2, "partition": settings}), pictures)
+        partition.split(OmegaConf.create(run), pictures)
 
 
 def test_iid_sizes_and_labels_do_not_matter() -> None:

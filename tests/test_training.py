@@ -112,9 +112,9 @@ def test_the_proximal_term_equals_its_equation():
 
 def test_frozen_parameters_have_no_proximal_term():
     method, regularizer = Toy(), Proximal(weight=2.0)
-    method.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    method.untrained = nn.Parameter(torch.ones(1), requires_grad=False)
     regularizer.start(method)
-    method.frozen.data.fill_(9.0)
+    method.untrained.data.fill_(9.0)
     step = Step(method, torch.ones(1), torch.ones(1), None, None, torch_generator(0, "x"))
     assert regularizer.add_to(torch.tensor(1.5), step).item() == 1.5
 

@@ -12,5 +12,9 @@ def build(settings: DictConfig) -> SSLMethod:
     """The method with its encoder and heads, initialised from the run's seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(settings.seed, "initialise"))
-        method: SSLMethod = make(settings.method, encoder=make(settings.encoder))
+        encoder = make(settings.encoder)
+        if settings.schedule["_target_"] != "fedssl.schedules.end_to_end":
+            with torch.random.fork_rng(devices=[]):  # heads begin with the same weights under every schedule
+                encoder.add_bridges()
+        method: SSLMethod = make(settings.method, encoder=encoder)
     return method

@@ -21,12 +21,18 @@ class SSLMethod(nn.Module):
         Maps pictures ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
     kept : tuple of str
         Parts that never leave the client.
+    frozen : int
+        Stages of the encoder that are not trained at present, see `fedssl.stages`.
+    idle : frozenset of str
+        Layers that are out of use at present.
     uses_labels : bool
         Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
     """
 
     encoder: Encoder
     kept: tuple[str, ...] = ()
+    frozen: int = 0
+    idle: frozenset[str] = frozenset()
     uses_labels: bool = False
 
     @cached_property
@@ -34,16 +40,29 @@ class SSLMethod(nn.Module):
         """The live parameters and buffers by name; ``state_dict`` would look them up anew at every call."""
         return dict(self.state_dict(keep_vars=True))
 
+    @cached_property
+    def trainable(self) -> list[str]:
+        """Names of the parameters that the method trains if no stage of its encoder is frozen."""
+        return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
         self.__dict__.pop("tensors", None)  # torch replaces buffers when it moves a module
         return super()._apply(fn, recurse)
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        """The training loss, a scalar, of two views ``(batch, channels, size, size)`` of the same pictures."""
+        """The training loss, a scalar, of two views of the same pictures.
+
+        They are ``(batch, channels, size, size)``, or, while stages are frozen, what these make of such views.
+        """
         raise NotImplementedError
 
+    def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
+        """All pictures that `loss` takes: the two views, and others that a method makes of them."""
+        return view1, view2
+
     def start_round(self, *, first: bool) -> None:
-        """Prepare for local training after the global layers were loaded; ``first``: nothing was kept from before."""
+        """Prepare for local training after the global layers were loaded; ``first``: something of what the client
+        keeps was missing, because it takes part for the first time or other stages are trained."""
 
     def after_step(self) -> None:
         """Follow-up of one optimiser step, e.g. the moving average of a target network."""

@@ -67,8 +67,13 @@ class FollowedMethod(SSLMethod):
             self.target_projector.load_state_dict(self.projector.state_dict())
 
     def after_step(self) -> None:
-        online = [*self.encoder.parameters(), *self.projector.parameters()]
-        target = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
+        pairs = [
+            pair
+            for network, follower in ((self.encoder, self.target_encoder), (self.projector, self.target_projector))
+            for pair in zip(network.parameters(), follower.parameters(), strict=True)
+            if pair[0].requires_grad
+        ]
+        online, target = (list(column) for column in zip(*pairs, strict=True))
         # target = ema_decay * target + (1 - ema_decay) * online; the third argument is one that torch ignores
         get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)
 

@@ -62,7 +62,7 @@ def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: fl
     return F.cross_entropy(own, other.detach().softmax(dim=1))
 
 
-def quarter_turns(pictures: Tensor) -> tuple[Tensor, Tensor]:
+def quarter_turns(pictures: Tensor) -> Tensor:
     """Picture i turned counter-clockwise by i modulo 4 quarters.
 
     Parameters
@@ -72,15 +72,13 @@ def quarter_turns(pictures: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns
     -------
-    turned : Tensor
+    Tensor
         Like ``pictures``.
-    quarters : Tensor
-        i modulo 4, int64, ``(batch,)``.
     """
     turned = pictures.clone()
     for quarters in (1, 2, 3):
         turned[quarters::4] = pictures[quarters::4].rot90(quarters, (2, 3))
-    return turned, torch.arange(len(pictures), device=pictures.device) % 4
+    return turned
 
 
 class Orchestra(FollowedMethod):
@@ -141,8 +139,13 @@ class Orchestra(FollowedMethod):
         self.register_buffer("local_centroids", torch.zeros(local_clusters, dim))
         self.register_buffer("centroids", torch.zeros(global_clusters, dim))
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        turned, quarters = quarter_turns(view1)
+    def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
+        return view1, view2, quarter_turns(view1)
+
+    def loss(self, view1: Tensor, view2: Tensor, turned: Tensor | None = None) -> Tensor:
+        """The loss; ``turned`` is what `quarter_turns` made of view 1, None: it is made here."""
+        turned = quarter_turns(view1) if turned is None else turned
+        quarters = torch.arange(len(turned), device=turned.device) % 4
         rotation = F.cross_entropy(self.rotation(self.projector(self.encoder(turned))).float(), quarters)
         z2 = self.projector(self.encoder(view2))
         with torch.no_grad():

@@ -17,7 +17,7 @@ class Step:
     method : SSLMethod
         The method that is trained.
     view1, view2 : Tensor
-        The two views of the batch, ``(batch, channels, size, size)``.
+        The two views of the batch as `SSLMethod.loss` gets them.
     z1, z2 : Tensor or None
         What the part named by the regulariser's ``on`` made of them, ``(batch, dim)``, with gradient.
     generator : torch.Generator

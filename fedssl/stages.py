@@ -1,0 +1,110 @@
+"""A method in a stage of its schedule: what of it runs, is trained, travels, and is handed on from stage to stage."""
+
+import logging
+from collections.abc import Iterable
+
+from fedssl.encoders import Part
+from fedssl.errors import InputError
+from fedssl.exchange import travelling_names
+from fedssl.layers import Layers
+from fedssl.methods.base import SSLMethod
+from fedssl.schedules import Stage, stage_at
+
+log = logging.getLogger("fedssl")
+
+_HEAD = Part(0, float("inf"), float("inf"))
+
+
+def part(method: SSLMethod, name: str) -> Part:
+    """When a layer of the method runs and is trained: always, unless it is one of an encoder."""
+    network, _, rest = name.partition(".")
+    return method.encoder.part(rest) if network in ("encoder", "target_encoder") else _HEAD
+
+
+def enter(method: SSLMethod, *, depth: int, frozen: int = 0, dropout: float = 0.0) -> None:
+    """Let the first ``depth`` stages of the encoder run, of which the first ``frozen`` are not trained.
+
+    `fedssl.exchange` then knows only the layers that run, and of those that stay with a client only what is trained:
+    frozen stages are one and the same for all networks of the method.
+    """
+    span = method.encoder.span
+    if (depth, frozen) != (span.depth, span.frozen):
+        span.depth, span.frozen = depth, frozen
+        method.frozen = frozen
+        parts = {name: part(method, name) for name in method.tensors}
+        runs = {name: found.first <= depth <= found.last for name, found in parts.items()}
+        trained = {name: runs[name] and frozen < parts[name].freezes for name in parts}
+        method.idle = frozenset(
+            name for name in parts if not (trained[name] if name.startswith("target_encoder.") else runs[name])
+        )
+        for name in method.trainable:
+            method.tensors[name].requires_grad_(trained[name])
+    span.dropout = dropout
+
+
+def frozen_names(method: SSLMethod) -> list[str]:
+    """Names of the layers that a client receives and uses without training them."""
+    if not method.frozen:
+        return []
+    return [name for name in travelling_names(method) if part(method, name).freezes <= method.frozen]
+
+
+class Stages:
+    """The stages of a run, applied to the layers of its method.
+
+    Parameters
+    ----------
+    method : SSLMethod
+        Tells which layer belongs to which stage of the encoder.
+    schedule : list of Stage
+        In order; they cover all rounds.
+    """
+
+    def __init__(self, method: SSLMethod, schedule: list[Stage]) -> None:
+        self._parts = {name: part(method, name) for name in method.tensors}
+        self._names = [f"encoder.{name}." for name in method.encoder.stage_names]
+        self._schedule = schedule
+
+    def at(self, round: int) -> Stage:
+        """The stage that a round belongs to."""
+        return stage_at(self._schedule, round)
+
+    def trained(self, round: int, names: Iterable[str]) -> list[str]:
+        """Those of the layers that clients train in a round."""
+        stage = self.at(round)
+        return [name for name in names if self._runs(name, stage) and stage.frozen < self._parts[name].freezes]
+
+    def frozen(self, round: int, names: Iterable[str]) -> list[str]:
+        """Those of the layers that clients use in a round without training them."""
+        stage = self.at(round)
+        return [name for name in names if self._runs(name, stage) and stage.frozen >= self._parts[name].freezes]
+
+    def begin(self, round: int, layers: Layers) -> Layers:
+        """The global layers with which a round begins: in the first one of a stage, weights are handed on.
+
+        Only a stage of the encoder whose layers have the shapes of those before takes them over; the stages of a
+        ResNet do not.
+        """
+        stage = self.at(round)
+        if not stage.transfer or stage.number == 1 or round != stage.first:
+            return layers
+        before, new = self._names[stage.depth - 2], self._names[stage.depth - 1]
+        target = {name: array for name, array in layers.items() if name.startswith(new)}
+        source = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
+        if {n: a.shape for n, a in source.items()} != {n: a.shape for n, a in target.items()}:
+            log.info("stage %d does not begin with the weights of the one before: shapes differ", stage.depth)
+            return layers
+        return {**layers, **{name: array.copy() for name, array in source.items()}}
+
+    def _runs(self, name: str, stage: Stage) -> bool:
+        found = self._parts[name]
+        return found.first <= stage.depth <= found.last
+
+
+def check(method: SSLMethod, schedule: list[Stage]) -> None:
+    """Refuse depth dropout where leaving out a stage changes what the next one takes; raises `InputError`."""
+    if any(stage.dropout for stage in schedule) and not method.encoder.even:
+        raise InputError(
+            "schedule.depth_dropout leaves out stages of the encoder, which only a vision transformer allows; "
+            "set encoder=vit_tiny or schedule.depth_dropout=0"
+        )

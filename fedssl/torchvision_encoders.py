@@ -1,0 +1,81 @@
+"""torchvision's residual networks and vision transformers as encoders in stages; a module of its own because importing
+torchvision takes a second, and ``conv_small`` does without."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import ResNet, VisionTransformer
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+from fedssl.encoders import Encoder
+
+
+class ResNetEncoder(Encoder, ResNet):
+    """torchvision's ResNet; its four groups of blocks are the stages."""
+
+    conv1: nn.Conv2d
+    bn1: nn.Module
+    relu: nn.Module
+    maxpool: nn.Module
+    avgpool: nn.Module
+    fc: nn.Module
+
+    def __init__(self, block: type[BasicBlock | Bottleneck], layers: list[int]) -> None:
+        super().__init__(block, layers)
+        self.feature_dim = 512 * block.expansion
+        self.fc = nn.Identity()
+        self.divide(
+            stages=("layer1", "layer2", "layer3", "layer4"),
+            widths=tuple(width * block.expansion for width in (64, 128, 256, 512)),
+        )
+
+    def stem(self, pictures: Tensor) -> Tensor:
+        return self.maxpool(self.relu(self.bn1(self.conv1(pictures))))
+
+    def readout(self, x: Tensor) -> Tensor:
+        return torch.flatten(self.avgpool(x), 1)
+
+
+class ViTEncoder(Encoder, VisionTransformer):
+    """torchvision's VisionTransformer; its blocks are the stages, the last layer normalisation is the tail.
+
+    Parameters
+    ----------
+    size, patch, depth, heads, width : int
+        Height of a picture and of a patch in pixels, blocks, attention heads, length of a token.
+    pool : {"token", "mean"}
+        h is the class token, or the mean over patches, in which case there is no class token.
+    """
+
+    conv_proj: nn.Conv2d
+    _process_input: Any
+    class_token: nn.Parameter
+    encoder: Any
+    heads: nn.Module
+    even = True
+
+    def __init__(self, *, size: int, patch: int, depth: int, heads: int, width: int, pool: str) -> None:
+        super().__init__(
+            image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
+        )
+        self.feature_dim = width
+        self.heads = nn.Identity()
+        self.pool = pool
+        if pool == "mean":
+            del self.class_token
+            self.encoder.pos_embedding = nn.Parameter(self.encoder.pos_embedding.detach()[:, 1:].clone())
+        self.divide(
+            stages=tuple(f"encoder.layers.{name}" for name, _ in self.encoder.layers.named_children()),
+            widths=(width,) * depth,
+            tail=("encoder.ln",),
+        )
+
+    def stem(self, pictures: Tensor) -> Tensor:
+        tokens: Tensor = self._process_input(pictures)
+        if self.pool == "token":
+            tokens = torch.cat((self.class_token.expand(len(tokens), -1, -1), tokens), dim=1)
+        return self.encoder.dropout(tokens + self.encoder.pos_embedding)
+
+    def readout(self, x: Tensor) -> Tensor:
+        return self.encoder.ln(x[:, 0]) if self.pool == "token" else self.encoder.ln(x).mean(dim=1)
