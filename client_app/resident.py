@@ -19,8 +19,8 @@ from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods import build
 from fedssl.partition import split
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.threads import tune_allocator
 from fedssl.stages import enter, frozen_names
+from fedssl.threads import tune_allocator
 from fedssl.training import train
 
 

@@ -148,7 +148,7 @@ def load_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
         for key, values in differences(saved, settings).items()
         if key not in own and key.split(".")[0] not in MAY_CHANGE
     }
-    if settings.rounds != saved.rounds and settings.schedule["_target_"] != "fedssl.schedules.end_to_end":
+    if settings.rounds != saved.rounds and grows(settings):
         changed["rounds"] = (saved.rounds, settings.rounds)  # they decide which stage a round belongs to
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
@@ -185,6 +185,11 @@ def quote(text: str) -> str:
     # In Hydra's quotes a backslash counts as an escape only before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
     return f"'{escaped}'"
+
+
+def grows(settings: DictConfig) -> bool:
+    """Whether the schedule begins with a part of the encoder."""
+    return str(settings.schedule["_target_"]) != "fedssl.schedules.end_to_end"
 
 
 def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:

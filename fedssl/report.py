@@ -1,20 +1,18 @@
-"""Tables and pictures from run folders: encoders side by side, a sweep as one table, curves over the rounds."""
+"""Tables of results: encoders side by side, the jobs of a sweep, any runs."""
 
 import csv
-import json
-from collections.abc import Iterable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from fedssl.config import MAY_CHANGE
+from fedssl.runs import SPREAD, Run, read_run
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-SPREAD = "_std"  # ending of a result that is the standard deviation of another
+# What a table of any runs always tells of them, and what it never does: settings that change no final number.
+MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
+LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds"}
 
 
 def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
@@ -38,16 +36,16 @@ def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
 
 @dataclass
 class Row:
-    """The jobs of a sweep that differ in nothing but the seed.
+    """Runs that differ in nothing but the seed.
 
     Attributes
     ----------
     settings : dict
         Key to value, as on the command line.
     metrics : dict
-        Protocol to one accuracy per finished job.
+        Protocol to one accuracy per finished run.
     runs, failed : int
-        Number of finished and of other jobs.
+        Number of finished and of other runs.
     """
 
     settings: dict[str, str]
@@ -58,24 +56,34 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A sweep: the settings that vary, the federated encoder's accuracy over seeds, and the jobs that failed.
+    """Settings that vary, the federated encoder's accuracy over seeds, and the runs that did not finish.
 
     Standard deviations are those of a sample (divisor n - 1), and absent where there is one run.
+
+    Attributes
+    ----------
+    rows : list of Row
+    failures : list of str
+        A line for each run that did not finish.
+    always : tuple of str
+        Settings that are shown even if all rows agree in them, unless none has them.
     """
 
     rows: list[Row]
     failures: list[str]
+    always: tuple[str, ...] = ()
 
     @property
     def failed(self) -> int:
-        """Number of jobs that did not finish."""
+        """Number of runs that did not finish."""
         return len(self.failures)
 
     @property
     def keys(self) -> list[str]:
-        """Settings in which rows differ, in the order of the command line."""
-        names = dict.fromkeys(key for row in self.rows for key in row.settings)
-        return [key for key in names if len({row.settings.get(key) for row in self.rows}) > 1]
+        """Settings that are shown: `always`, then those in which rows differ, in the order of the command line."""
+        names = dict.fromkeys([*self.always, *(key for row in self.rows for key in row.settings)])
+        values = {key: {row.settings.get(key, "") for row in self.rows} for key in names}
+        return [key for key in names if len(values[key]) > 1 or (key in self.always and values[key] != {""})]
 
     @property
     def metrics(self) -> list[str]:
@@ -93,15 +101,20 @@ class Table:
         lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in (header, rule, *body)]
         return "\n".join([*lines, *self._failure_lines(bullet="- ")]) + "\n"
 
+    def csv(self) -> str:
+        """As comma-separated values; accuracies in [0, 1], in full precision."""
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        columns = [f"{name}_{kind}" for name in self.metrics for kind in ("mean", "std")]
+        writer.writerow([*self.keys, *columns, "runs", "failed"])
+        for row in self.rows:
+            numbers = [value for name in self.metrics for value in _mean_std(row.metrics.get(name, []))]
+            writer.writerow([*(row.settings.get(key, "") for key in self.keys), *numbers, row.runs, row.failed])
+        return stream.getvalue()
+
     def write(self, folder: Path) -> None:
-        """Write ``results.csv`` (accuracies in [0, 1], full precision) and ``results.md``."""
-        with (folder / "results.csv").open("w", newline="") as stream:
-            writer = csv.writer(stream)
-            columns = [f"{name}_{kind}" for name in self.metrics for kind in ("mean", "std")]
-            writer.writerow([*self.keys, *columns, "runs", "failed"])
-            for row in self.rows:
-                numbers = [value for name in self.metrics for value in _mean_std(row.metrics.get(name, []))]
-                writer.writerow([*(row.settings.get(key, "") for key in self.keys), *numbers, row.runs, row.failed])
+        """Write ``results.csv`` and ``results.md``."""
+        (folder / "results.csv").write_text(self.csv())
         (folder / "results.md").write_text(self.markdown())
 
     def _cells(self) -> list[list[str]]:
@@ -119,7 +132,7 @@ class Table:
 
     def _failure_lines(self, *, bullet: str = "  ") -> list[str]:
         return (
-            ["", "jobs that did not finish:", "", *(bullet + line for line in self.failures)] if self.failures else []
+            ["", "runs that did not finish:", "", *(bullet + line for line in self.failures)] if self.failures else []
         )
 
 
@@ -131,137 +144,39 @@ def sweep_table(folders: Sequence[Path]) -> Table:
     folders : sequence of Path
         Run folders with ``summary.json``. Without a readable one the job counts as failed.
     """
+    return _table(
+        [read_run(folder) for folder in folders],
+        lambda run: {key: value for key, value in run.words.items() if key != "seed"},
+    )
+
+
+def run_table(runs: Sequence[Run]) -> Table:
+    """Any runs as one table: those that agree in `MAIN` and in all settings that one of them was given make one row.
+
+    Settings that one run was given and another has by default are compared by their values, so that it does not matter
+    how a run was told them.
+    """
+    given = dict.fromkeys(key for run in runs for key in run.words if key.partition(".")[0] not in LEFT_OUT)
+    return _table(runs, lambda run: {key: run.value(key) for key in (*MAIN, *given)}, always=MAIN)
+
+
+def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *, always: tuple[str, ...] = ()) -> Table:
     rows: dict[frozenset[tuple[str, str]], Row] = {}
     failures = []
-    for folder in folders:
-        summary = _read_summary(folder)
-        if summary is None:
-            failures.append(f"{folder}: no readable summary.json, so it was ended from outside")
-            continue
-        words = summary["overrides"]
-        pairs = dict(word.partition("=")[::2] for word in words)
-        settings = {key.lstrip("+"): value for key, value in pairs.items() if key != "seed"}
+    for run in runs:
+        if not run.finished:
+            words = f" ({' '.join(f'{key}={value}' for key, value in run.words.items())})" if run.words else ""
+            failures.append(f"{run.folder}{words}: {run.ending}")
+        if run.summary is None and run.settings is None:
+            continue  # nothing tells what it was
+        settings = settings_of(run)
         row = rows.setdefault(frozenset(settings.items()), Row(settings))
-        if summary["status"] != "finished":
-            row.failed += 1
-            reason = " ".join((summary["reason"] or summary["status"]).split())
-            failures.append(f"{folder} ({' '.join(words)}): {reason}")
-            continue
-        row.runs += 1
-        for name, value in summary["final"].get("federated", {}).items():
+        row.runs += run.finished
+        row.failed += not run.finished
+        for name, value in run.results.items():
             if not name.endswith(SPREAD):
                 row.metrics.setdefault(name, []).append(value)
-    return Table(list(rows.values()), failures)
-
-
-def draw_metrics(folder: Path) -> Path | None:
-    """Draw the loss and the accuracies of a run over its rounds to ``figures/metrics.png``.
-
-    Returns
-    -------
-    Path or None
-        The picture; None if the run recorded neither.
-    """
-    lines = _read_lines(folder / "metrics.jsonl")
-    losses = {"loss": [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]}
-    evaluated = [line for line in lines if "evaluation" in line]
-    accuracies = {
-        name: [(line["round"], line["evaluation"][name]) for line in evaluated if name in line["evaluation"]]
-        for name in _protocols(line["evaluation"] for line in evaluated)
-    }
-    panels = [
-        (title, series)
-        for title, series in (("mean loss of the clients", losses), ("accuracy", accuracies))
-        if any(series.values())
-    ]
-    if not panels:
-        return None
-    figure = _figure(height=3.0 * len(panels))
-    for position, (title, series) in enumerate(panels, start=1):
-        axes = _axes(figure, (len(panels), 1, position), title)
-        for name, points in series.items():
-            axes.plot(*zip(*points, strict=True), marker=".", label=name)
-        axes.legend()
-    return _save(figure, folder / "figures" / "metrics.png")
-
-
-def draw_cosines(folder: Path) -> Path | None:
-    """Draw how close the clients stay to the global model to ``figures/cosines.png`` (L-DAWA, Fig. 4).
-
-    A client's value is the mean over its layers; the line is the mean over the clients of a round, the band one
-    standard deviation over them to either side.
-
-    Returns
-    -------
-    Path or None
-        The picture; None if no cosines were recorded.
-    """
-    clients: dict[int, list[float]] = {}
-    for line in _read_lines(folder / "clients.jsonl"):
-        if line["cosine"]:
-            clients.setdefault(line["round"], []).append(mean(line["cosine"].values()))
-    if not clients:
-        return None
-    rounds = sorted(clients)
-    center = np.array([np.mean(clients[round]) for round in rounds])
-    spread = np.array([np.std(clients[round]) for round in rounds])
-    figure = _figure(height=3.5)
-    axes = _axes(figure, (1, 1, 1), "cosine with the global model")
-    axes.plot(rounds, center, marker=".", label="mean over clients and layers")
-    axes.fill_between(rounds, center - spread, center + spread, alpha=0.25, label="standard deviation over clients")
-    axes.legend()
-    return _save(figure, folder / "figures" / "cosines.png")
-
-
-def draw_spectra(folder: Path) -> Path | None:
-    """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
-
-    Those of the global model and of every client, in the last round in which they were measured, as base-10 logarithms.
-
-    Returns
-    -------
-    Path or None
-        The picture; None if nothing was measured.
-    """
-    file = folder / "health.jsonl"
-    lines = _read_lines(file) if file.exists() else []
-    if not lines:
-        return None
-    last = lines[-1]["round"]
-    figure = _figure(height=3.5)
-    axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
-    for line in (line for line in lines if line["round"] == last):
-        values = np.log10(np.maximum(line["singular_values"], 1e-12))
-        if line["client"] is None:
-            axes.plot(values, color="black", linewidth=2, zorder=3, label=f"global model, round {last}")
-        else:
-            axes.plot(values, color="tab:blue", alpha=0.4, label="clients")
-    handles, labels = axes.get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
-    axes.legend(once.values(), once.keys())
-    return _save(figure, folder / "figures" / "spectrum.png")
-
-
-def _figure(*, height: float) -> "Figure":
-    # Not pyplot: it keeps figures and may look for a display. Imported here because it takes half a second.
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(7.0, height), layout="constrained")
-
-
-def _axes(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":
-    """Axes over rounds, with whole numbers on the horizontal one."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes = figure.add_subplot(*position, xlabel="round", ylabel=title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return axes
-
-
-def _save(figure: "Figure", file: Path) -> Path:
-    file.parent.mkdir(exist_ok=True)
-    figure.savefig(file, dpi=150)
-    return file
+    return Table(list(rows.values()), failures, always)
 
 
 def _protocols(results: Iterable[Mapping[str, object]]) -> list[str]:
@@ -289,15 +204,3 @@ def _align(lines: Sequence[Sequence[str]], *, left: int) -> str:
         ).rstrip()
         for line in lines
     )
-
-
-def _read_summary(folder: Path) -> dict[str, Any] | None:
-    try:
-        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
-    return summary
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl import report
 from fedssl.config import load_run, make
+from fedssl.curves import draw_curves
 from fedssl.datasets.base import load
 from fedssl.devices import pick_device
 from fedssl.errors import InputError
@@ -136,12 +137,12 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         strategy.observe = monitor.observe if evaluator.due(round) else None
         config["keep-from"] = _keep_from(recorder)
         stage = stage_at(schedule, round)
+        enter(method, depth=stage.depth)  # in which the monitor sees the clients' models
         config["lr-factor"] = lr_factor(round, rounds=settings.rounds, stage=stage)
         layers = run_round(grid, strategy, round, layers, config=config, timeout=settings.client_timeout)
         seconds = time.monotonic() - start
-        evaluation, health = {}, []
+        evaluation, health = {}, None
         if evaluator.due(round):
-            enter(method, depth=stage.depth)
             health = monitor.finish(layers)
             evaluation = evaluator.evaluate(in_turn(method, strategy.models(layers)))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
@@ -154,9 +155,7 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         load_layers(method, model)
         export(recorder.folder / f"encoder{name}.pt", method, settings)
     draw(recorder.folder / "figures" / "partition.png", parts, pictures.labels, pictures.classes)
-    report.draw_metrics(recorder.folder)
-    report.draw_cosines(recorder.folder)
-    report.draw_spectra(recorder.folder)
+    draw_curves(recorder.folder)
     return results
 
 

@@ -6,7 +6,6 @@ the aggregation, as Section 4.2 has it; ``at="start"``: before clients begin, as
 aggregation is left as it is.
 """
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 

@@ -1,18 +1,31 @@
-"""Health of the representation in rounds of evaluation: of the global model, and of every client's as it arrives."""
+"""Health of the representation in rounds of evaluation: of the global model, and of every client's as it arrives.
+
+The representations themselves are kept as well, to be drawn after the run (FedU2, Figs. 4 and 5).
+"""
 
 import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig
+from torch import nn
 
 from fedssl.config import make
 from fedssl.datasets.base import load
+from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import Health
-from fedssl.exchange import load_layers
+from fedssl.evaluation.representations import Representations
+from fedssl.exchange import load_layers, travelling_names
 from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
+from fedssl.seeding import torch_generator
 
 log = logging.getLogger("fedssl")
 
@@ -20,8 +33,27 @@ log = logging.getLogger("fedssl")
 LEAST_SPREAD, LEAST_RANK = 0.05, 1.5
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """The global model and the clients' models of one round.
+
+    Attributes
+    ----------
+    rows : list of dict
+        Numbers of health by name and, under ``client``, whose they are: the global model's (None), then the clients'.
+    representations : Representations
+        Of the same models, in the same order.
+    """
+
+    rows: list[dict[str, Any]]
+    representations: Representations
+
+
 class Monitor:
     """Measures models on the same pictures of the data set, labelled or not.
+
+    Health is measured on pictures of the clients' split. The representations that are kept are those of test pictures,
+    as in FedU2, or of the clients' where there are none.
 
     Parameters
     ----------
@@ -34,39 +66,71 @@ class Monitor:
     """
 
     def __init__(self, settings: DictConfig, method: SSLMethod, device: torch.device) -> None:
-        self._method = method
-        self._clients: dict[int, dict[str, Any]] = {}
+        self._method, self._device = method, device
+        self._measured: dict[int, tuple[dict[str, Any], list[np.ndarray]]] = {}
         self._health = None
-        if settings.health_pictures:
-            self._health = Health(
-                load(settings.dataset, "federated").images,
-                pictures=settings.health_pictures,
-                augment=make(settings.augmentation),
-                mean=settings.dataset.mean,
-                std=settings.dataset.std,
-                device=device,
-                seed=settings.seed,
-            )
-        self._encoder = {name for name in method.tensors if name.startswith("encoder.")}
+        if not settings.health_pictures:
+            return
+        self._statistics = {"mean": settings.dataset.mean, "std": settings.dataset.std}
+        federated = load(settings.dataset, "federated")
+        self._health = Health(
+            federated.images,
+            pictures=settings.health_pictures,
+            augment=make(settings.augmentation),
+            device=device,
+            seed=settings.seed,
+            **self._statistics,
+        )
+        shown = load(settings.dataset, "test") or federated
+        order = torch.randperm(len(shown.images), generator=torch_generator(settings.seed, "shown"))
+        chosen = order[: settings.health_pictures]
+        self._images = shown.images[chosen]
+        self._labels = None if shown.labels is None else shown.labels[chosen].numpy()
+        # What is kept: h, and z where it lies on a sphere that can be drawn as it is.
+        self._maps: list[nn.Module] = [method.encoder]
+        parts = dict(method.named_children())
+        if "projector" in parts and parts["projector"].out_features == 3:
+            self._maps.append(nn.Sequential(method.encoder, parts["projector"]))
 
     def observe(self, client: int, layers: Layers) -> None:
         """Measure a client's model; one of which only some layers arrived cannot be measured."""
-        encoder = {name: array for name, array in layers.items() if name in self._encoder}
-        if self._health and len(encoder) == len(self._encoder):
-            load_layers(self._method, encoder)
-            self._clients[client] = self._health.measure(self._method.encoder)
+        if self._health and layers.keys() >= self._needed():
+            measured = self._measure(layers, f"client {client}")
+            if measured:
+                self._measured[client] = measured
 
-    def finish(self, layers: Layers) -> list[dict[str, Any]]:
-        """The measures of the global model (``client`` is None) and of the clients observed since the last call."""
-        if not self._health:
-            return []
-        load_layers(self._method, layers)
-        measured = {None: self._health.measure(self._method.encoder), **self._clients}
-        self._clients = {}
-        return [{"client": client, **numbers} for client, numbers in measured.items()]
+    def finish(self, layers: Layers) -> Measurement | None:
+        """The global model and the clients observed since the last call; None if it is off or finds no numbers."""
+        clients, self._measured = self._measured, {}
+        measured = self._measure(layers, "the global model") if self._health else None
+        if not measured:
+            return None
+        models = [measured, *clients.values()]
+        rows = [{"client": client, **numbers} for client, (numbers, _) in zip([None, *clients], models, strict=True)]
+        kept = [np.stack(vectors) for vectors in zip(*(vectors for _, vectors in models), strict=True)]
+        z = kept[1] if len(kept) > 1 else None
+        return Measurement(rows, Representations(np.array(list(clients), dtype=np.int64), kept[0], z, self._labels))
+
+    def _needed(self) -> set[str]:
+        """Names of the layers between pictures and what is kept; stages that do not run at present are not needed."""
+        parts = ("encoder.", "projector.")[: len(self._maps)]
+        return {name for name in travelling_names(self._method) if name.startswith(parts)}
+
+    def _measure(self, layers: Layers, name: str) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+        """Numbers of health and the unit vectors that are kept; a warning and None if some are not finite."""
+        load_layers(self._method, {layer: layers[layer] for layer in self._needed()})
+        maps = [extract(part, self._images, device=self._device, **self._statistics) for part in self._maps]
+        numbers: dict[str, Any] = {}
+        if all(vectors.isfinite().all() for vectors in maps):
+            with suppress(torch.linalg.LinAlgError):  # the pictures of `Health` are others: they may give no spectrum
+                numbers = self._health.measure(self._method.encoder)
+        if not numbers or not all(math.isfinite(value) for value in numbers.values() if isinstance(value, float)):
+            log.warning("%s gives representations that are NaN or infinite: its training has diverged", name)
+            return None
+        return numbers, [F.normalize(vectors.double(), dim=1).half().numpy() for vectors in maps]
 
 
-def summary(measured: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The global model's numbers and their means over clients, without the spectra."""
     numbers = [{key: value for key, value in row.items() if isinstance(value, float)} for row in measured]
     result: dict[str, Any] = {"global": numbers[0]}
@@ -75,7 +139,7 @@ def summary(measured: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def warn_of_collapse(measured: list[dict[str, Any]]) -> None:
+def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
     """A line in the log for models whose pictures lie on nearly one point or one line."""
     ill = [row for row in measured if row["spread"] < LEAST_SPREAD or row["effective_rank"] < LEAST_RANK]
     if ill:

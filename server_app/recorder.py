@@ -23,8 +23,9 @@ from omegaconf import DictConfig
 from fedssl import config
 from fedssl.errors import InputError
 from fedssl.layers import Layers
+from fedssl.runs import read_lines
 from server_app.checkpoint import Checkpoint, drop_after, latest_checkpoint, save_checkpoint
-from server_app.monitor import summary, warn_of_collapse
+from server_app.monitor import Measurement, summary, warn_of_collapse
 from strategies.base import FedSSLStrategy, RoundReport
 
 log = logging.getLogger("fedssl")
@@ -103,7 +104,7 @@ class Recorder:
             raise InputError(f"rounds={self.settings.rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
         for name in ("metrics.jsonl", "clients.jsonl", "health.jsonl"):
-            lines = [line for line in _read_lines(self.folder / name) if line["round"] <= done]
+            lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             _write(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
         return checkpoint
 
@@ -113,9 +114,9 @@ class Recorder:
         *,
         seconds: float,
         evaluation: Mapping[str, float],
-        health: Sequence[Mapping[str, Any]],
+        health: Measurement | None,
     ) -> None:
-        """Write the lines of a round and print its progress line."""
+        """Write the lines of a round and print its progress line; ``health`` is None where it was not measured."""
         losses = [row.loss for row in report.clients if row.loss is not None]
         line: dict[str, Any] = {
             "round": report.round,
@@ -132,9 +133,10 @@ class Recorder:
         if evaluation:
             line["evaluation"] = dict(evaluation)
         if health:
-            line["health"] = summary(health)
-            warn_of_collapse(health)
-            _append(self.folder / "health.jsonl", [{"round": report.round, **row} for row in health])
+            line["health"] = summary(health.rows)
+            warn_of_collapse(health.rows)
+            _append(self.folder / "health.jsonl", [{"round": report.round, **row} for row in health.rows])
+            health.representations.save(self.folder, round=report.round)
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
         self._tracker(report.round, line)
@@ -164,7 +166,7 @@ class Recorder:
 
     def summary(self, status: str, *, reason: str | None = None, **results: Any) -> None:
         """Write ``summary.json``: how the run ended, its results, versions, and the command that repeats it."""
-        rounds = [line["round"] for line in _read_lines(self.folder / "metrics.jsonl")]
+        rounds = [line["round"] for line in read_lines(self.folder / "metrics.jsonl")]
         repeat = [word for word in self.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
         content = {
             "status": status,
@@ -180,7 +182,7 @@ class Recorder:
         _write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
 
     def _dropped(self) -> Iterator[str]:
-        for line in _read_lines(self.folder / "metrics.jsonl"):
+        for line in read_lines(self.folder / "metrics.jsonl"):
             yield from line["dropped"].values()
 
 
@@ -228,14 +230,6 @@ def _tracker(name: str, folder: Path) -> Any:
         writer.flush()
 
     return write
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; a last line that a crash cut short is left out."""
-    if not file.exists():
-        return []
-    text = file.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:

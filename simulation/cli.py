@@ -109,16 +109,18 @@ def run(words: Sequence[str]) -> None:
 
 def print_travels(words: Sequence[str]) -> None:
     """What is exchanged with these settings, as comments behind the printed YAML."""
-    from fedssl.config import compose, make
+    from fedssl.config import compose, grows, make
     from fedssl.methods import build
 
     settings = compose(words)
     travels = make(settings.strategy).travels(build(settings))
+    frozen = "all frozen ones, which calibration changes" if settings.calibration.at else "frozen ones that it lacks"
     print(
         f"\n# down, to the clients: {travels.down}"
         f"\n# up, to the server:    {travels.up}"
         f"\n# metrics, up:          {', '.join(travels.metrics) or 'none'}"
         f"\n# stays at the clients: {travels.stays}"
+        + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if grows(settings) else "")
     )
 
 

@@ -3,12 +3,17 @@
 import json
 import logging
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedssl.config import compose
+from fedssl.datasets.base import load
+from fedssl.evaluation.representations import read_representations
 from fedssl.exchange import travelling_layers
 from fedssl.methods import build
+from fedssl.stages import enter
 from server_app.monitor import Monitor, summary, warn_of_collapse
 from simulation.cli import run
 
@@ -29,23 +34,88 @@ def test_models_are_measured_on_the_same_pictures():
     watch, layers = monitor("health_pictures=40")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
-    measured = watch.finish(layers)
-    assert [row["client"] for row in measured] == [None, 2, 0]
-    assert measured[1] | {"client": None} == measured[0]
-    assert measured[2]["spread"] < 1e-6 < measured[0]["spread"]
-    assert [row["client"] for row in watch.finish(layers)] == [None]  # clients of an earlier round are gone
+    rows = watch.finish(layers).rows
+    assert [row["client"] for row in rows] == [None, 2, 0]
+    assert rows[1] | {"client": None} == rows[0]
+    assert rows[2]["spread"] < 1e-6 < rows[0]["spread"]
+    assert [row["client"] for row in watch.finish(layers).rows] == [None]  # clients of an earlier round are gone
+
+
+def test_representations_of_test_pictures_are_kept():
+    watch, layers = monitor("health_pictures=40", "method.projector.out=5")
+    watch.observe(2, layers)
+    watch.observe(0, collapsed(layers))
+    kept = watch.finish(layers).representations
+    assert kept.clients.tolist() == [2, 0]
+    assert kept.names == ["global model", "client 2", "client 0"]
+    assert kept.h.shape == (3, 40, 16)
+    assert kept.h.dtype == np.float16
+    assert kept.z is None
+    np.testing.assert_array_equal(kept.h[0], kept.h[1])
+    np.testing.assert_allclose(np.linalg.norm(kept.h[0].astype(float), axis=1), 1, atol=1e-3)
+    # Among all test pictures, those with these representations have these labels.
+    settings = compose(TINY)
+    test, encoder = load(settings.dataset, "test"), build(settings).encoder.eval()
+    with torch.no_grad():
+        everything = encoder((test.images / 255 - settings.dataset.mean[0]) / settings.dataset.std[0])
+    distance = torch.cdist(torch.from_numpy(kept.h[0]).float(), torch.nn.functional.normalize(everything))
+    assert distance.amin(dim=1).max() < 1e-3
+    np.testing.assert_array_equal(test.labels[distance.argmin(dim=1)], kept.labels)
+
+
+def test_projections_are_kept_where_they_have_three_dimensions():
+    watch, layers = monitor("health_pictures=40", "method.projector.out=3")
+    watch.observe(1, {name: array for name, array in layers.items() if name.startswith("encoder.")})  # no projector
+    watch.observe(2, layers)
+    kept = watch.finish(layers).representations
+    assert kept.clients.tolist() == [2]
+    assert kept.z.shape == (2, 40, 3)
+    np.testing.assert_allclose(np.linalg.norm(kept.z.astype(float), axis=2), 1, atol=1e-3)
+
+
+def test_stages_that_do_not_run_are_not_needed():
+    watch, layers = monitor("health_pictures=40")
+    first = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.0.")}
+    watch.observe(0, first)
+    assert len(watch.finish(layers).rows) == 1
+    enter(watch._method, depth=1)
+    watch.observe(0, first)
+    kept = watch.finish(layers).representations
+    assert kept.h.shape == (2, 40, 4)  # as wide as the first stage
+    np.testing.assert_array_equal(kept.h[0], kept.h[1])
+
+
+def test_without_test_pictures_those_of_the_clients_are_taken(tmp_path):
+    for number in range(6):
+        Image.new("L", (8, 8), 40 * number).save(tmp_path / f"{number}.png")
+    words = ["dataset=image_folder", f"dataset.path={tmp_path}", "dataset.size=8", "dataset.channels=1"]
+    watch, layers = monitor(*words, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid")
+    kept = watch.finish(layers).representations
+    assert kept.h.shape == (1, 6, 16)
+    assert kept.labels is None
+
+
+def test_a_model_without_numbers_is_left_out_and_told(caplog):
+    """Weights that are finite, as is checked in every update, and representations that are not."""
+    watch, layers = monitor()
+    huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
+    with caplog.at_level(logging.WARNING, logger="fedssl"):
+        watch.observe(3, huge)
+    assert "client 3 gives representations that are NaN or infinite" in caplog.text
+    assert len(watch.finish(layers).rows) == 1
+    assert watch.finish(huge) is None
 
 
 def test_an_encoder_of_which_parts_are_missing_is_left_out():
     watch, layers = monitor()
     watch.observe(0, dict(list(layers.items())[1:]))
-    assert len(watch.finish(layers)) == 1
+    assert len(watch.finish(layers).rows) == 1
 
 
 def test_it_can_be_turned_off():
     watch, layers = monitor("health_pictures=0")
     watch.observe(0, layers)
-    assert watch.finish(layers) == []
+    assert watch.finish(layers) is None
 
 
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():
@@ -77,6 +147,9 @@ def test_a_run_records_and_draws_it(folder):
     assert [(row["round"], row["client"]) for row in rows] == [(r, c) for r in (2, 3) for c in (None, 0, 1, 2)]
     assert rows[0]["singular_values"] == sorted(rows[0]["singular_values"], reverse=True)
     assert (folder / "figures" / "spectrum.png").stat().st_size > 0
+    round, kept = read_representations(folder)
+    assert round == 3  # the last one
+    assert kept.clients.tolist() == [0, 1, 2]
 
 
 def test_measuring_changes_no_number_of_the_training(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Tables and figures from hand-made run folders."""
+"""Tables from hand-made run folders."""
 
 import csv
 import json
@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
+from omegaconf import OmegaConf
 
-from fedssl.report import draw_cosines, draw_metrics, format_table, sweep_table
+from fedssl.config import CONF
+from fedssl.errors import InputError
+from fedssl.report import format_table, run_table, sweep_table
+from fedssl.runs import find_runs, read_run
 
 
 def job(folder: Path, words: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
@@ -19,10 +22,6 @@ def job(folder: Path, words: str, status: str = "finished", reason: str | None =
         summary["final"] = {"untrained": {"knn": 0.1}, "federated": federated, "pixels": {"knn": 0.2}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
-
-
-def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 # --- encoders side by side ---
@@ -88,11 +87,11 @@ def test_sweep_text(sweep: list[Path], tmp_path: Path):
         "l_dawa           80.0        90.0     1       1",
         "m_dawa              -           -     0       1",
         "",
-        "jobs that did not finish:",
+        "runs that did not finish:",
         "",
         f"  {tmp_path / '3'} (strategy=l_dawa partition.alpha=0.1 rounds=5 seed=1): loss is NaN | stop",
         f"  {tmp_path / '4'} (strategy=m_dawa partition.alpha=0.1 rounds=5 seed=0): interrupted",
-        f"  {tmp_path / '5'}: no readable summary.json, so it was ended from outside",
+        f"  {tmp_path / '5'}: no readable summary.json, so it still runs or was ended from outside",
     ]
 
 
@@ -127,7 +126,7 @@ def test_sweep_markdown(tmp_path: Path):
         "| --- | ---: | ---: | ---: |\n"
         "| fedavg,x\\|y | 50.0 | 1 | 0 |\n"
         "| l_dawa | - | 0 | 1 |\n"
-        "\njobs that did not finish:\n\n"
+        "\nruns that did not finish:\n\n"
         f"- {tmp_path / '1'} (strategy=l_dawa seed=0): no GPU\n"
     )
 
@@ -164,82 +163,124 @@ def test_sweep_in_which_nothing_was_evaluated_or_all_failed(tmp_path: Path):
     assert (tmp_path / "results.csv").read_text().split() == ["runs,failed"]
 
 
-# --- figures ---
+# --- any runs ---
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is drawn: points by the label of their line, edges of the band."""
-    calls: dict[str, Any] = {}
-    plot, band = Axes.plot, Axes.fill_between
-
-    def note_plot(axes: Axes, x: Any, y: Any, **style: Any) -> Any:
-        calls[style["label"]] = [tuple(map(float, point)) for point in zip(x, y, strict=True)]
-        return plot(axes, x, y, **style)
-
-    def note_band(axes: Axes, x: Any, low: Any, high: Any, **style: Any) -> Any:
-        calls["band"] = np.stack([low, high], axis=1).tolist()
-        return band(axes, x, low, high, **style)
-
-    monkeypatch.setattr(Axes, "plot", note_plot)
-    monkeypatch.setattr(Axes, "fill_between", note_band)
-    return calls
-
-
-def is_png(file: Path | None) -> bool:
-    return file is not None and file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_draw_metrics(tmp_path: Path, drawn: dict[str, Any]):
-    few = {"linear_2_per_class": 0.5, "linear_2_per_class_std": 0.1}
-    write_lines(
-        tmp_path / "metrics.jsonl",
-        [
-            {"round": 1, "loss": 4.0, "cosine": 0.9},
-            {"round": 2, "loss": None, "cosine": 0.9, "evaluation": {"knn": 0.6, **few}},
-            {"round": 3, "loss": 3.0, "cosine": 0.9},
-            {"round": 4, "loss": 2.0, "cosine": 0.9, "evaluation": {"knn": 0.7}},
-        ],
-    )
-    file = draw_metrics(tmp_path)
-    assert file == tmp_path / "figures" / "metrics.png"
-    assert is_png(file)
-    assert drawn == {
-        "loss": [(1, 4), (3, 3), (4, 2)],
-        "knn": [(2, 0.6), (4, 0.7)],
-        "linear_2_per_class": [(2, 0.5)],
+def with_settings(folder: Path, words: str, settings: dict[str, Any], **federated: float) -> Path:
+    """A finished run with settings, of which ``words`` were typed."""
+    job(folder, words, **federated)
+    defaults = {
+        "seed": 0,
+        "num_clients": 10,
+        "rounds": 20,
+        "threads": 1,
+        "partition": partition("dirichlet", alpha=0.5),
     }
+    defaults |= {name: {"_target_": target} for name, target in TARGETS.items()}
+    (folder / "config.yaml").write_text(json.dumps(defaults | settings))  # JSON is YAML
+    return folder
 
 
-def test_draw_metrics_without_losses_or_without_anything(tmp_path: Path, drawn: dict[str, Any]):
-    write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": None, "evaluation": {"knn": 0.5}}])
-    assert is_png(draw_metrics(tmp_path))
-    assert list(drawn) == ["knn"]
-    other = tmp_path / "other"
-    other.mkdir()
-    write_lines(other / "metrics.jsonl", [{"round": 1, "loss": None}])
-    assert draw_metrics(other) is None
-    assert not (other / "figures").exists()
+def partition(name: str, **values: float) -> dict[str, Any]:
+    return {"_target_": f"fedssl.partition.{name}", **values}
 
 
-def test_draw_cosines(tmp_path: Path, drawn: dict[str, Any]):
-    # Round 1: clients have means 0.8 and 0.6 over their layers: mean 0.7, standard deviation 0.1. Round 2: one client.
-    write_lines(
-        tmp_path / "clients.jsonl",
-        [
-            {"round": 1, "client": 0, "cosine": {"a": 0.9, "b": 0.7}},
-            {"round": 1, "client": 3, "cosine": {"a": 0.6, "b": 0.6}},
-            {"round": 2, "client": 1, "cosine": {"a": 1.0, "b": 0.5}},
-            {"round": 2, "client": 2, "cosine": {}},
-        ],
-    )
-    file = draw_cosines(tmp_path)
-    assert file == tmp_path / "figures" / "cosines.png"
-    assert is_png(file)
-    np.testing.assert_allclose(drawn["mean over clients and layers"], [(1, 0.7), (2, 0.75)])
-    np.testing.assert_allclose(drawn["band"], [[0.6, 0.8], [0.75, 0.75]])
+TARGETS = {
+    "strategy": "strategies.l_dawa.LDAWA",
+    "method": "fedssl.methods.simclr.SimCLR",
+    "encoder": "fedssl.encoders.conv_small",
+    "regularizer": "fedssl.regularizers.base.Regularizer",
+}
 
 
-def test_draw_cosines_without_cosines(tmp_path: Path):
-    write_lines(tmp_path / "clients.jsonl", [{"round": 1, "client": 0, "cosine": {}}])
-    assert draw_cosines(tmp_path) is None
+def rows(*folders: Path) -> list[tuple[dict[str, str], int]]:
+    table = run_table([read_run(folder) for folder in folders])
+    return [({key: row.settings[key] for key in table.keys}, row.runs) for row in table.rows]
+
+
+MAIN = {"strategy": "l_dawa", "method": "simclr", "encoder": "conv_small"}
+MAIN |= {"partition": "dirichlet", "partition.alpha": "0.5", "num_clients": "10", "rounds": "20"}
+
+
+def test_a_default_and_the_same_value_typed_are_one_row(tmp_path: Path):
+    folders = [
+        with_settings(tmp_path / "a", "", {}, knn=0.5),
+        with_settings(tmp_path / "b", "strategy=l_dawa partition.alpha=0.5 threads=2 seed=1", {"threads": 2}, knn=0.7),
+        with_settings(tmp_path / "c", "regularizer=none method=simclr", {}, knn=0.9),
+    ]
+    assert rows(*folders) == [(MAIN, 3)]
+
+
+def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
+    fur = {"regularizer": {"_target_": "fedssl.regularizers.fur.FUR"}}
+    by_class = {"partition": partition("classes", classes_per_client=2)}
+    prox = {"regularizer": {"_target_": "fedssl.regularizers.prox.Proximal"}}
+    folders = [
+        with_settings(tmp_path / "0", "", {}),
+        with_settings(tmp_path / "1", "+experiment=mine", fur),  # an experiment may choose without a word
+        with_settings(tmp_path / "2", "regularizer=fur", fur),
+        with_settings(tmp_path / "3", "partition=classes", by_class),
+        with_settings(
+            tmp_path / "4", "strategy=fedprox", {"strategy": {"_target_": "strategies.fedavg.FedAvg"}} | prox
+        ),
+    ]
+    last = {"regularizer": "none", "experiment": ""}
+    assert rows(*folders) == [
+        (MAIN | {"experiment": "", "regularizer": "none"}, 1),
+        (MAIN | {"experiment": "mine", "regularizer": "fur"}, 1),
+        (MAIN | {"experiment": "", "regularizer": "fur"}, 1),
+        (MAIN | last | {"partition": "classes", "partition.alpha": ""}, 1),
+        (MAIN | last | {"strategy": "fedprox", "regularizer": "prox"}, 1),
+    ]
+
+
+def test_choices_with_one_target_are_told_apart_by_their_values(tmp_path: Path):
+    names = ("cifar10", "cifar100")
+    datasets = [OmegaConf.to_container(OmegaConf.load(CONF / "dataset" / f"{name}.yaml")) for name in names]
+    folders = [
+        with_settings(tmp_path / str(number), "dataset=image_folder" if number == 2 else "", {"dataset": dataset})
+        for number, dataset in enumerate([*datasets, datasets[0]])
+    ]
+    assert [settings["dataset"] for settings, _ in rows(*folders)] == ["cifar10", "cifar100", "image_folder"]
+
+
+def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
+    finished = with_settings(tmp_path / "a", "", {}, knn=0.5)
+    killed = with_settings(tmp_path / "b", "rounds=20", {})
+    (killed / "summary.json").unlink()
+    (killed / "overrides.yaml").write_text("[rounds=20, output_dir=x]")
+    refused = job(tmp_path / "c", "rounds=0", "failed", "rounds=0 but\nit must be 1")
+    nothing = tmp_path / "d"
+    nothing.mkdir()
+    (nothing / "run.log").touch()
+    table = run_table([read_run(folder) for folder in (finished, killed, refused, nothing)])
+    assert [(row.runs, row.failed) for row in table.rows] == [(1, 1), (0, 1)]
+    ended = "no readable summary.json, so it still runs or was ended from outside"
+    assert table.failures == [
+        f"{killed} (rounds=20): {ended}",
+        f"{refused} (rounds=0): rounds=0 but it must be 1",
+        f"{nothing}: {ended}",
+    ]
+
+
+# --- run folders ---
+
+
+def test_runs_are_found_below_folders_once_and_in_natural_order(tmp_path: Path):
+    for place in ("sweep/10", "sweep/9", "sweep/9/clients/0", "single"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.yaml").write_text("seed: 0")
+    found = [run.folder for run in find_runs([tmp_path / "sweep", tmp_path / "sweep" / "9", tmp_path / "single"])]
+    assert found == [tmp_path / "sweep" / "9", tmp_path / "sweep" / "10", tmp_path / "single"]
+
+
+@pytest.mark.parametrize(("name", "problem"), [("empty", "there is no run in"), ("missing", "there is no folder")])
+def test_a_folder_without_runs_is_refused(tmp_path: Path, name: str, problem: str):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=problem):
+        find_runs([tmp_path / name])
+
+
+def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
+    (tmp_path / "summary.json").write_text('{"loss": 1}')
+    assert read_run(tmp_path).summary is None

@@ -53,7 +53,7 @@ def test_run_folder(folder):
     assert names == {
         ".lock",
         *("config.yaml", "overrides.yaml", "summary.json", "encoder.pt", "run.log"),
-        *("metrics.jsonl", "clients.jsonl", "health.jsonl", "figures/spectrum.png"),
+        *("metrics.jsonl", "clients.jsonl", "health.jsonl", "representations.npz", "figures/spectrum.png"),
         *("partition.csv", "figures/partition.png", "figures/metrics.png", "figures/cosines.png"),
         *(f"checkpoints/round-00000{round}.{end}" for round in (1, 2) for end in ("pt", "sha256")),
     }

@@ -3,7 +3,7 @@
 import torch
 from omegaconf import DictConfig
 
-from fedssl.config import make
+from fedssl.config import grows, make
 from fedssl.methods.base import SSLMethod
 from fedssl.seeding import derive
 
@@ -13,7 +13,7 @@ def build(settings: DictConfig) -> SSLMethod:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(settings.seed, "initialise"))
         encoder = make(settings.encoder)
-        if settings.schedule["_target_"] != "fedssl.schedules.end_to_end":
+        if grows(settings):
             with torch.random.fork_rng(devices=[]):  # heads begin with the same weights under every schedule
                 encoder.add_bridges()
         method: SSLMethod = make(settings.method, encoder=encoder)

@@ -1,0 +1,147 @@
+"""Run folders as they lie on the disk: which there are, what their settings are called, and how they ended."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedssl.config import CONF
+from fedssl.errors import InputError
+
+SPREAD = "_std"  # ending of a result that is the standard deviation of another
+
+# Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
+MARKS = ("summary.json", "config.yaml", "run.log")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, finished or not.
+
+    Attributes
+    ----------
+    folder : Path
+    words : dict
+        Key to value, of the command line that gave the settings.
+    settings : DictConfig or None
+        All settings, resolved; None if it ended before they were found usable.
+    summary : dict or None
+        How it ended; None if it goes on, or was ended from outside.
+    """
+
+    folder: Path
+    words: dict[str, str]
+    settings: DictConfig | None
+    summary: dict[str, Any] | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds ran and the results are there."""
+        return self.summary is not None and self.summary["status"] == "finished"
+
+    @property
+    def results(self) -> dict[str, float]:
+        """Accuracies of the federated encoder by protocol, in [0, 1]; none without a finished evaluation."""
+        final: dict[str, dict[str, float]] = self.summary["final"] if self.summary and self.finished else {}
+        return final.get("federated", {})
+
+    @property
+    def ending(self) -> str:
+        """Why there are no results, in one line."""
+        if self.summary is None:
+            return "no readable summary.json, so it still runs or was ended from outside"
+        return " ".join((self.summary["reason"] or self.summary["status"]).split())
+
+    def value(self, key: str) -> str:
+        """A setting as on the command line, a choice by its name; empty where the run has no such setting."""
+        if self.settings is None or (key in self.words and _choices(key)):
+            return self.words.get(key, "")
+        value = OmegaConf.select(self.settings, key) if re.fullmatch(r"[\w.]+", key) else None
+        if isinstance(value, DictConfig):
+            return _choice(key, value)
+        return self.words.get(key, "") if value is None else str(value)
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs that the folders are, or that lie below them, each once.
+
+    Raises
+    ------
+    InputError
+        A folder does not exist, or there is no run in it.
+    """
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        runs = sorted(_below(folder), key=_natural)
+        if not runs:
+            problem = "there is no run in" if folder.is_dir() else "there is no folder"
+            raise InputError(f"{problem} {folder}; give the folders of runs or of sweeps, e.g. runs/* or multirun/*")
+        found |= {run.resolve(): read_run(run) for run in runs if run.resolve() not in found}
+    return list(found.values())
+
+
+def read_run(folder: Path) -> Run:
+    """What the files of a run folder tell; one that is missing or cut short counts as not written."""
+    summary, settings = _read_summary(folder), _read_yaml(folder / "config.yaml")
+    words = summary["overrides"] if summary else _read_yaml(folder / "overrides.yaml")
+    pairs = dict(str(word).partition("=")[::2] for word in words or [])
+    own = {key.lstrip("+"): value for key, value in pairs.items() if key not in ("output_dir", "resume")}
+    return Run(folder, own, settings, summary)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, none if it is missing; a last line that a crash cut short is left out."""
+    if not file.exists():
+        return []
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Run folders at or below ``folder``; there are none within a run."""
+    for place, inner, files in os.walk(folder):
+        if set(MARKS) & set(files):
+            inner.clear()
+            yield Path(place)
+
+
+def _natural(path: Path) -> list[Any]:
+    """Sorts job 10 behind job 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
+
+
+def _read_summary(folder: Path) -> dict[str, Any] | None:
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    ours = isinstance(summary, dict) and {"status", "reason", "overrides"} <= summary.keys()
+    return summary if ours else None
+
+
+def _read_yaml(file: Path) -> Any:
+    return OmegaConf.load(file) if file.is_file() else None
+
+
+def _choice(group: str, node: DictConfig) -> str:
+    """The file of the group that has most in common with ``node``: what it was chosen by is not in the settings."""
+    common = {
+        name: sum(node.get(key) == value for key, value in content.items())
+        for name, content in _choices(group).items()
+        if content.get("_target_") == node.get("_target_")
+    }
+    return max(common, key=lambda name: common[name], default="")
+
+
+@cache
+def _choices(group: str) -> dict[str, dict[str, Any]]:
+    """The content of each file of a configuration group; empty if ``group`` is the name of none."""
+    files = sorted((CONF / group).glob("*.yaml"))
+    contents: dict[str, Any] = {file.stem: OmegaConf.to_container(_read_yaml(file)) for file in files}
+    return contents
