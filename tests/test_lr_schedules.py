@@ -4,10 +4,12 @@ from math import sqrt
 
 import numpy as np
 import pytest
+import torch
 
 from fedssl.errors import InputError
 from fedssl.lr_schedules import constant, cosine, step
 from fedssl.schedules import Stage, layer_wise, stage_at
+from simulation.cli import run
 from tests.federation import Federation
 
 WHOLE = Stage(number=1, first=1, rounds=10, depth=1)
@@ -61,3 +63,20 @@ def test_the_factor_reaches_the_clients(tmp_path):
     assert not np.allclose(after["encoder.blocks.0.1.running_mean"], before["encoder.blocks.0.1.running_mean"])
     federation.config["lr-factor"] = 1.0
     assert not np.allclose(federation.run(2)[weight], after[weight], rtol=1e-4)
+
+
+def test_a_run_follows_its_schedule(tmp_path):
+    """At half the way a cosine is at 0.5: the second of two rounds begins from the same model and learns less."""
+    words = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "strategy=fedavg"]
+    words += ["final_evaluation=none", "evaluate_every=0", "partition=iid"]
+    layers = {}
+    for name in ("constant", "cosine"):
+        run([*words, f"lr_schedule={name}", f"output_dir={tmp_path}/{name}"])
+        layers[name] = [
+            torch.load(tmp_path / name / "checkpoints" / f"round-00000{round}.pt", weights_only=True)["layers"]
+            for round in (1, 2)
+        ]
+    weight = "encoder.blocks.0.0.weight"
+    assert all(torch.equal(layers["constant"][0][key], array) for key, array in layers["cosine"][0].items())
+    moved = {name: (second[weight] - first[weight]).norm() for name, (first, second) in layers.items()}
+    assert 0.3 < moved["cosine"] / moved["constant"] < 0.7

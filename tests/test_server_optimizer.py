@@ -12,8 +12,10 @@ from flwr.clientapp import ClientApp
 
 from fedssl.config import compose, make
 from fedssl.errors import InputError
+from fedssl.export import load_encoder
 from fedssl.layers import is_weight
 from fedssl.messages import ClientUpdate, from_record, to_record
+from simulation.cli import run
 from simulation.local_grid import LocalGrid
 from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import Assign, FedAdam, FedAvgM, FedYogi
@@ -225,3 +227,16 @@ def test_settings_out_of_range_are_refused_in_one_sentence(words, reason):
     with pytest.raises(InputError, match=f"^{reason}") as refusal:
         make(compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).server_optimizer)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["fedavgm", "fedadam"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
+    words = ["num_clients=2", "local_epochs=1", "dataset.limit=40", "threads=1", "strategy=fedavg", "rounds=4"]
+    words += ["final_evaluation=none", "evaluate_every=0", "partition=iid", f"server_optimizer={name}"]
+    run([*words, f"output_dir={tmp_path}/whole"])
+    run([*words, f"output_dir={tmp_path}/again"])
+    for file in sorted((tmp_path / "again" / "checkpoints").glob("*"))[-2:]:  # the newest and its sum
+        file.unlink()
+    run([f"resume={tmp_path}/again"])
+    one, other = (load_encoder(tmp_path / folder / "encoder.pt").state_dict() for folder in ("whole", "again"))
+    assert all(torch.equal(one[key], other[key]) for key in one)

@@ -9,6 +9,7 @@ from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive, torch_generator
 from fedssl.training import batches, train
+from tests.federation import Federation
 
 
 @pytest.mark.parametrize(
@@ -159,3 +160,20 @@ def test_seeds_differ_by_every_part_of_the_path():
     places = [(0, "train", 1, 2), (1, "train", 1, 2), (0, "clients", 1, 2), (0, "train", 2, 1), (0, "train", 1)]
     assert len({derive(*place) for place in places}) == len(places)
     assert derive(0, "train", 1, 2) == derive(0, "train", 1, 2)
+
+
+def test_settings_of_the_local_loss_reach_the_clients(tmp_path):
+    """strategy=fedprox chooses the proximal term, clip_norm shortens steps: both keep clients near the start."""
+    weight = "encoder.blocks.0.0.weight"
+    moved = {}
+    for name, words in {
+        "plain": ["strategy=fedavg"],
+        "prox": ["strategy=fedprox", "regularizer.weight=10"],
+        "clip": ["strategy=fedavg", "clip_norm=0.01"],
+    }.items():
+        federation = Federation(tmp_path / name, *words, "local_epochs=3")
+        before = federation.layers[weight].copy()
+        moved[name] = float(np.linalg.norm(federation.run(1)[weight] - before))
+    assert federation.settings.regularizer["_target_"].endswith("Regularizer")
+    assert moved["prox"] < 0.8 * moved["plain"]
+    assert moved["clip"] < 0.2 * moved["plain"]

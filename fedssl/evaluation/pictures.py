@@ -143,7 +143,7 @@ def sphere_figure(representations: Representations, *, round: int) -> "Figure":
         f"({min(shares):.0%} to {max(shares):.0%} of their squared length)"
     )
     colors = "" if representations.labels is None else "; colours: classes"
-    figure.supxlabel(f"{how}, round {round}{colors}", fontsize="small")
+    figure.supxlabel(f"{how},\nround {round}{colors}", fontsize="small")
     return figure
 
 
