@@ -141,8 +141,8 @@ def test_sphere_figure_says_how_the_points_came_there():
     figure = sphere_figure(some(models=9, labels=np.arange(30)), round=3)
     assert [axes.get_title() for axes in figure.axes] == ["global model", *(f"client {number}" for number in range(5))]
     caption = figure.get_supxlabel()
-    assert caption.startswith("representations of 8 dimensions on their 3 principal directions (")
-    assert caption.endswith("of their squared length),\nround 3; colours: classes")
+    assert caption.startswith("representations of 8 dimensions on their 3 principal directions\n(")
+    assert caption.endswith("of their squared length), round 3; colours: classes")
     figure = sphere_figure(some(dim=3), round=3)
     assert figure.get_supxlabel() == "representations as they are, round 3"
     figure = sphere_figure(some(z=unit(3, 30, 3, seed=5)), round=3)

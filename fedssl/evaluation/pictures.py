@@ -139,11 +139,11 @@ def sphere_figure(representations: Representations, *, round: int) -> "Figure":
     how = (
         f"{'representations' if representations.z is None else 'projections'} as they are"
         if dim == 3
-        else f"representations of {dim} dimensions on their 3 principal directions "
+        else f"representations of {dim} dimensions on their 3 principal directions\n"
         f"({min(shares):.0%} to {max(shares):.0%} of their squared length)"
     )
     colors = "" if representations.labels is None else "; colours: classes"
-    figure.supxlabel(f"{how},\nround {round}{colors}", fontsize="small")
+    figure.supxlabel(f"{how}, round {round}{colors}", fontsize="small")
     return figure
 
 
