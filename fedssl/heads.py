@@ -8,7 +8,7 @@ from fedssl.errors import InputError
 
 
 class MLP(nn.Sequential):
-    """Linear layers with batch normalisation and ReLU between them.
+    """Linear layers with ReLU, and by default batch normalisation, between them.
 
     The papers' heads are settings of this one: the linear head of L-DAWA is ``layers=1``, the projectors of SimCLR and
     BYOL are ``layers=2``, those of SimSiam and MoCo v3 ``layers=3, last_norm=True``.
@@ -23,6 +23,8 @@ class MLP(nn.Sequential):
         Length of the outgoing vectors.
     layers : int
         Number of linear layers.
+    norm : bool
+        Whether a batch normalisation follows every layer but the last; FedX's heads have none.
     last_norm : bool
         Whether a batch normalisation without scale and shift follows the last layer.
 
@@ -37,7 +39,9 @@ class MLP(nn.Sequential):
         If a number is smaller than 1.
     """
 
-    def __init__(self, in_features: int, *, hidden: int, out: int, layers: int = 2, last_norm: bool = False) -> None:
+    def __init__(
+        self, in_features: int, *, hidden: int, out: int, layers: int = 2, norm: bool = True, last_norm: bool = False
+    ) -> None:
         if min(hidden, out, layers) < 1:
             raise InputError(
                 f"a head with hidden={hidden}, out={out} and layers={layers} cannot be built; "
@@ -47,7 +51,8 @@ class MLP(nn.Sequential):
         widths = [in_features, *[hidden] * (layers - 1), out]
         for before, after in pairwise(widths[:-1]):
             # No bias before a normalisation, which would take it out again.
-            self.extend((nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU(inplace=True)))
+            normalisation = [nn.BatchNorm1d(after)] if norm else []
+            self.extend([nn.Linear(before, after, bias=not norm), *normalisation, nn.ReLU(inplace=True)])
         self.append(nn.Linear(widths[-2], out, bias=not last_norm))
         if last_norm:
             self.append(nn.BatchNorm1d(out, affine=False))

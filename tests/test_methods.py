@@ -59,6 +59,9 @@ def test_mlp_layers() -> None:
     linear, norm, relu = nn.Linear, nn.BatchNorm1d, nn.ReLU
     assert kinds(MLP(5, hidden=7, out=3, layers=1)) == [linear]
     assert kinds(MLP(5, hidden=7, out=3)) == [linear, norm, relu, linear]
+    plain = MLP(5, hidden=7, out=3, norm=False)
+    assert kinds(plain) == [linear, relu, linear]
+    assert plain[0].bias is not None
     head = MLP(5, hidden=7, out=3, layers=3, last_norm=True)
     assert kinds(head) == [linear, norm, relu, linear, norm, relu, linear, norm]
     assert [layer.weight.shape for layer in head if isinstance(layer, linear)] == [(7, 5), (7, 7), (3, 7)]
