@@ -43,7 +43,8 @@ CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16")}
 # Settings that do not change the numbers of a run, and its length.
 MAY_CHANGE = (
     *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
-    *("evaluate_every", "health_pictures", "checkpoint_every", "keep_checkpoints", "final_evaluation"),
+    *("evaluate_every", "final_evaluation", "health_pictures", "measure_resources"),
+    *("checkpoint_every", "keep_checkpoints"),
 )
 
 

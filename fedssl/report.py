@@ -31,7 +31,7 @@ def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
         [name, *(_percent(column.get(name), column.get(name + SPREAD)) for column in results.values())]
         for name in protocols
     ]
-    return _align([["accuracy in %", *results], *body], left=1)
+    return align([["accuracy in %", *results], *body], left=1)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Table:
 
     def text(self) -> str:
         """For the terminal; accuracies in per cent."""
-        return "\n".join([_align(self._cells(), left=len(self.keys)), *self._failure_lines()])
+        return "\n".join([align(self._cells(), left=len(self.keys)), *self._failure_lines()])
 
     def markdown(self) -> str:
         """As a Markdown table; accuracies in per cent."""
@@ -194,7 +194,7 @@ def _percent(value: float | None, spread: float | None) -> str:
     return f"{100 * value:.1f}" if spread is None else f"{100 * value:.1f} ± {100 * spread:.1f}"
 
 
-def _align(lines: Sequence[Sequence[str]], *, left: int) -> str:
+def align(lines: Sequence[Sequence[str]], *, left: int) -> str:
     """Columns of equal width; the first ``left`` start, the others end, at the same place."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedssl.cost_table import CostTable, cost_table
 from fedssl.errors import InputError
-from fedssl.report import run_table
+from fedssl.report import Table, run_table
 from fedssl.runs import Run, find_runs
 
 FORMATS = (".md", ".csv")
@@ -48,7 +49,8 @@ def report(folders: Sequence[Path], *, pictures: bool, out: Path | None) -> None
         listed = "; ".join(f"{run.folder}: {run.ending}" for run in runs[:LISTED])
         more = f"; and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
         raise InputError(f"no run has finished, so there are no results ({listed}{more}); try fedssl resume=FOLDER")
-    tables = [run_table(runs)]
+    costs = cost_table(runs)
+    tables: list[Table | CostTable] = [run_table(runs), *([costs] if costs.rows else [])]
     print("\n\n".join(table.text() for table in tables))
     if out is not None:
         kinds = {".md": [table.markdown() for table in tables], ".csv": [table.csv() for table in tables]}

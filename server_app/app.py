@@ -35,6 +35,7 @@ from fedssl.stages import check as check_schedule
 from fedssl.threads import tune_allocator
 from server_app.calibration import Calibration
 from server_app.checkpoint import saved_rounds
+from server_app.costs import Costs
 from server_app.evaluator import Evaluator
 from server_app.monitor import Monitor
 from server_app.recorder import Recorder, logging_to
@@ -132,6 +133,7 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     strategy.summary()
     config = train_config(settings, nodes)
     monitor = Monitor(settings, method, device)
+    costs = Costs(settings, method, pictures, parts, device) if settings.measure_resources else None
     for round in range(done + 1, settings.rounds + 1):
         start = time.monotonic()
         strategy.observe = monitor.observe if evaluator.due(round) else None
@@ -146,7 +148,8 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
             health = monitor.finish(layers)
             evaluation = evaluator.evaluate(in_turn(method, strategy.models(layers)))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
-        recorder.round(strategy.report, seconds=seconds, evaluation=evaluation, health=health)
+        cost = costs(stage, [row.client for row in strategy.report.clients]) if costs else None
+        recorder.round(strategy.report, seconds=seconds, evaluation=evaluation, health=health, cost=cost)
         recorder.checkpoint(round, layers, strategy)
     enter(method, depth=schedule[-1].depth)
     models = strategy.models(layers)

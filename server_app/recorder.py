@@ -21,6 +21,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from fedssl import config
+from fedssl.cost_table import totals
 from fedssl.errors import InputError
 from fedssl.layers import Layers
 from fedssl.runs import read_lines
@@ -115,19 +116,27 @@ class Recorder:
         seconds: float,
         evaluation: Mapping[str, float],
         health: Measurement | None,
+        cost: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the lines of a round and print its progress line; ``health`` is None where it was not measured."""
+        """Write the lines of a round and print its progress line.
+
+        ``health`` and ``cost`` are None where they were not measured.
+        """
         losses = [row.loss for row in report.clients if row.loss is not None]
+        times = [row.seconds for row in report.clients if row.seconds is not None]
         line: dict[str, Any] = {
             "round": report.round,
             "loss": float(np.mean(losses)) if losses else None,
             "cosine": float(np.mean([value for row in report.clients for value in row.cosine.values()])),
             "seconds": seconds,
+            "client_seconds": float(np.mean(times)) if times else None,
             "clients": len(report.clients),
             "dropped": {str(client): reason for client, reason in report.dropped.items()},
             "bytes_up": sum(row.bytes_up for row in report.clients),
             "bytes_down": sum(row.bytes_down for row in report.clients),
         }
+        if cost:
+            line["cost"] = dict(cost)
         if report.findings:
             line["strategy"] = report.findings
         if evaluation:
@@ -166,24 +175,21 @@ class Recorder:
 
     def summary(self, status: str, *, reason: str | None = None, **results: Any) -> None:
         """Write ``summary.json``: how the run ended, its results, versions, and the command that repeats it."""
-        rounds = [line["round"] for line in read_lines(self.folder / "metrics.jsonl")]
+        lines = read_lines(self.folder / "metrics.jsonl")
         repeat = [word for word in self.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
         content = {
             "status": status,
             "reason": reason,
-            "rounds": max(rounds, default=0),
+            "rounds": max((line["round"] for line in lines), default=0),
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,
             "command": shlex.join(["fedssl", *repeat]),
             **results,
-            "dropped": dict(Counter(_kind(text) for text in self._dropped())),
+            "client": asdict(totals(lines)),  # one that took part in every round
+            "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
         _write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
-
-    def _dropped(self) -> Iterator[str]:
-        for line in read_lines(self.folder / "metrics.jsonl"):
-            yield from line["dropped"].values()
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def test_a_real_run(tmp_path: Path, command):
     run([*tiny, "strategy=fedavg", "final_evaluation=knn", "health_pictures=20", f"output_dir={tmp_path / 'out'}"])
     status, out, _ = command(tmp_path / "out", "--pictures")
     assert status == 0
-    drawn, _, header, row = out.splitlines()[-4:]
+    drawn, _, header, row, _, costs, cost = out.splitlines()[-7:]
     assert drawn == f"{tmp_path / 'out' / 'figures'}: {', '.join(f'{name}.png' for name in FIGURES)}"
     assert header.split()[:7] == [
         "strategy",
@@ -153,3 +153,5 @@ def test_a_real_run(tmp_path: Path, command):
     ]
     knn = json.loads((tmp_path / "out" / "summary.json").read_text())["final"]["federated"]["knn"]
     assert row.split() == f"fedavg simclr conv_small dirichlet 0.5 3 1 {100 * knn:.1f} 1 0".split()
+    assert costs.split()[:3] == ["peak", "memory", "FLOPs"]
+    assert cost.count("(1.00x)") == 6

@@ -101,7 +101,20 @@ def test_the_folder_repeats_itself(folder, tmp_path):
     again = lines(tmp_path / "again" / "metrics.jsonl")
     for one, other in zip(lines(folder / "metrics.jsonl"), again, strict=True):
         # The path of the folder is part of the message, and time is time.
-        assert one | {"seconds": 0, "bytes_down": 0} == other | {"seconds": 0, "bytes_down": 0}
+        differ = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
+        assert one | differ == other | differ
+
+
+def test_what_a_client_pays_is_measured_and_changes_nothing(folder, tmp_path):
+    summary = json.loads((folder / "summary.json").read_text())
+    rounds = [line["cost"] for line in lines(folder / "metrics.jsonl")]
+    assert summary["client"]["flops"] == sum(cost["flops"] for cost in rounds) > 0
+    assert summary["client"]["memory"] == max(cost["peak_memory"] for cost in rounds) > 0
+    examples = [line["examples"] for line in lines(folder / "clients.jsonl") if line["round"] == 1]
+    assert rounds[0]["flops"] == pytest.approx(rounds[0]["flops_per_picture"] * sum(examples) / len(examples))
+    run([*summary["overrides"], "measure_resources=false", f"output_dir={tmp_path / 'without'}"])
+    assert all("cost" not in line for line in lines(tmp_path / "without" / "metrics.jsonl"))
+    assert same(weights(folder), weights(tmp_path / "without"))
 
 
 def test_another_seed_gives_other_weights(folder, tmp_path):

@@ -1,0 +1,230 @@
+"""What a client pays under each schedule, beside the account of LW-FedSSL's authors (`fedssl.paper_costs`).
+
+    uv run python benchmarks/layer_wise.py [--batch 256] [--blocks 12] [--sampled 1 4 8 12] [--device cpu] [--threads 2]
+
+The experiments of these names in conf/experiment (ViT-Tiny, MoCo v3 with LW-FedSSL's heads, AdamW; as many rounds per
+block as the paper has), on random pictures of 32x32:
+
+memory   Tensors of a training step at the worst moment, in the worst stage, see `fedssl.resources`.
+FLOPs    Of a training step, torch's count; mean over stages.
+time     Of a training step; mean over stages. A round has a number of steps that does not depend on the schedule.
+bytes    Of all messages down and up to a client that takes part in every round, built as in a run; and of what there is
+         of the encoder in them.
+
+Stages that are not among ``--sampled`` are interpolated between those that are. All is relative to fedmoco, which
+trains end to end; ``*`` marks a missed target: memory at most 0.25 for fedmoco_lw and 0.30 for lw_fedssl, time at most
+0.50 for both.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command fedssl does
+
+import numpy as np
+import torch
+from flwr.clientapp import ClientApp
+from omegaconf import DictConfig
+
+from fedssl.config import compose, make
+from fedssl.devices import pick_device
+from fedssl.exchange import travelling_layers
+from fedssl.layers import Layers
+from fedssl.messages import ARRAYS, ClientUpdate, content_bytes, from_record, to_record
+from fedssl.methods import build
+from fedssl.methods.base import SSLMethod
+from fedssl.paper_costs import paper_bytes, paper_flops
+from fedssl.resources import step_cost
+from fedssl.schedules import Stage
+from fedssl.stages import Stages, enter
+from fedssl.threads import tune_allocator
+from fedssl.training import train
+from server_app.app import make_schedule, train_config
+from simulation.local_grid import LocalGrid
+from strategies.base import FedSSLStrategy
+from strategies.staging import Staging
+
+WAYS = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")
+PAPER_MEMORY = dict(zip(WAYS, (1.0, 0.25, 0.30, 1.0), strict=True))  # measured by the authors, Table 3
+MEMORY, TIME = {"fedmoco_lw": 0.25, "lw_fedssl": 0.30}, {"fedmoco_lw": 0.5, "lw_fedssl": 0.5}  # targets
+ROUNDS_PER_STAGE = 15
+
+WHY = """
+FLOPs: the paper counts the frozen blocks once for each network, ours run once for all of them; so does alignment.
+Memory: heads, their gradients, the optimiser's state and the target network are there whatever is frozen, which is
+what the ratios of small batches show.
+Bytes: heads travel in every round, and the paper leaves them out. Of the encoder we count the patch embedding, the
+positions and the last normalisation too, and that a layer-wise client receives each block once more, as the last
+aggregation left it, when the next one begins."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a training step: bytes at the worst moment, and per picture FLOPs and seconds."""
+
+    memory: int
+    flops: float
+    seconds: float
+
+
+class Same:
+    """A calibration that leaves the layers as they are: bytes do not depend on what is in them."""
+
+    at = "end"
+
+    def __call__(self, round: int, layers: Layers) -> Layers:
+        return layers
+
+
+def measure(settings: DictConfig, method: SSLMethod, stage: Stage, options: argparse.Namespace) -> Cost:
+    """Cost of a step in a stage."""
+    enter(method, depth=stage.depth, frozen=stage.frozen)
+    images = torch.randint(0, 256, (options.batch, 3, 32, 32), dtype=torch.uint8, device=options.device)
+    augment, regularizer = make(settings.augmentation), make(settings.regularizer)
+    optimizer = make(settings.optimizer, [method.tensors[name] for name in method.trainable])
+    cost = step_cost(
+        method,
+        images=images,
+        augment=augment,
+        optimizer=optimizer,
+        regularizer=regularizer,
+        precision=options.precision,
+        clip_norm=None,
+    )
+
+    def seconds(steps: int, pictures: int) -> float:
+        start = time.perf_counter()
+        train(
+            method,
+            images,
+            torch.arange(pictures),
+            augment=augment,
+            optimizer=optimizer,
+            regularizer=regularizer,
+            epochs=steps,
+            batch_size=pictures,
+            precision=options.precision,
+            clip_norm=None,
+            generator=torch.Generator().manual_seed(0),
+        )
+        return (time.perf_counter() - start) / (steps * pictures)  # the loss is read at the end: a GPU has finished
+
+    seconds(1, 2)  # makes the optimiser's state
+    times = [seconds(options.steps, options.batch) for _ in range(options.turns)]
+    return Cost(cost.peak_memory, cost.flops_per_picture, statistics.median(times))
+
+
+def over_stages(costs: dict[int, Cost]) -> Cost:
+    """Memory of the worst stage, and the means of the rest over all stages."""
+    sampled = sorted(costs)
+    every = range(1, sampled[-1] + 1)
+    flops = np.interp(every, sampled, [costs[number].flops for number in sampled])
+    seconds = np.interp(every, sampled, [costs[number].seconds for number in sampled])
+    return Cost(max(cost.memory for cost in costs.values()), float(flops.mean()), float(seconds.mean()))
+
+
+def traffic(settings: DictConfig, method: SSLMethod, schedule: list[Stage]) -> np.ndarray:
+    """Bytes of all messages to and from a client, and of the encoder's layers in them."""
+    enter(method, depth=len(method.encoder.stage_names))
+    strategy: FedSSLStrategy = make(settings.strategy)
+    stages = Stages(method, schedule) if len(schedule) > 1 else None
+    strategy.staging = Staging(stages, Same() if settings.calibration.at else None)
+    grid = LocalGrid(ClientApp(), num_clients=1)  # messages are made for it, and never sent
+    config = train_config(settings, nodes=list(grid.get_node_ids()))
+    layers = travelling_layers(method)
+    total = np.zeros(2)
+    for round in range(1, settings.rounds + 1):
+        (message,) = strategy.configure_train(round, to_record(layers), config, grid)
+        _, trained, _ = strategy.staging.divide(round, layers)
+        update = ClientUpdate(layers={name: layers[name] for name in trained}, partition_id=0, num_examples=1)
+        for content in (message.content, update.to_content(strategy.metrics())):
+            there = from_record(content.array_records[ARRAYS])
+            encoder = sum(array.nbytes for name, array in there.items() if name.startswith("encoder."))
+            total += content_bytes(content, there), encoder
+        strategy.staging.end(round, layers, used=[0], dropped=[])
+    return total
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    tune_allocator()
+    name = torch.cuda.get_device_name() if options.device.type == "cuda" else f"CPU, {options.threads} threads"
+    print(f"torch {torch.__version__}, {name}, {options.blocks} blocks, batch {options.batch}, {options.precision}\n")
+    words = ["num_clients=1", f"encoder.depth={options.blocks}", f"rounds={ROUNDS_PER_STAGE * options.blocks}"]
+    settings = {way: compose([f"experiment={way}", *words]) for way in WAYS}
+    method = build(settings["fedmoco"]).to(options.device)
+    schedules = {way: make_schedule(settings[way], method) for way in WAYS}
+
+    done: dict[tuple[int, int, str], Cost] = {}
+    found = {}
+    for way in WAYS:
+        costs = {}
+        for stage in schedules[way]:
+            if stage.depth in options.sampled:
+                # The last stage of prog_fedssl is fedmoco's, and its first one fedmoco_lw's.
+                key = stage.depth, stage.frozen, settings[way].regularizer["_target_"]
+                if key not in done:
+                    done[key] = measure(settings[way], method, stage, options)
+                cost = costs[stage.number] = done[key]
+                print(
+                    f"{way:11s}  {stage.depth:2d} blocks, {stage.frozen:2d} frozen: {cost.memory / 2**20:7.0f} MiB"
+                    f"  {cost.flops / 1e9:6.3f} GFLOPs per picture  {1000 * cost.seconds:7.2f} ms per picture",
+                    flush=True,
+                )
+        found[way] = over_stages(costs)
+    table(settings, method.to("cpu"), schedules, found)
+
+
+def table(
+    settings: dict[str, DictConfig], method: SSLMethod, schedules: dict[str, list[Stage]], found: dict[str, Cost]
+) -> None:
+    """Print all costs relative to fedmoco's, and the paper's beside them."""
+    print("\n             measured                                                  as the paper counts")
+    print("             memory   FLOPs   time    bytes (GiB)  of the encoder      memory  FLOPs (x 1e10)  bytes")
+    ours, papers = {}, {}
+    for way, schedule in schedules.items():
+        ours[way] = traffic(settings[way], method, schedule)
+        aligned = settings[way].regularizer["_target_"].endswith("Alignment")
+        flops = paper_flops(method, schedule, picture=torch.zeros(1, 3, 32, 32), aligned=aligned)
+        papers[way] = flops, sum(paper_bytes(method, schedule, calibrated=settings[way].calibration.at is not None))
+        memory = found[way].memory / found[WAYS[0]].memory
+        seconds = found[way].seconds / found[WAYS[0]].seconds
+        both, encoder = ours[way] / ours[WAYS[0]]
+        paper_ratio, bytes_ratio = (mine / whole for mine, whole in zip(papers[way], papers[WAYS[0]], strict=True))
+        print(
+            f"{way:11s}  {memory:6.2f}{mark(memory, MEMORY.get(way))}"
+            f" {found[way].flops / found[WAYS[0]].flops:6.2f} {seconds:6.2f}{mark(seconds, TIME.get(way))}"
+            f" {both:7.2f} {f'({ours[way][0] / 2**30:.1f})':>7s}  {encoder:14.3f}"
+            f"      {PAPER_MEMORY[way]:6.2f} {paper_ratio:6.2f} {f'({flops / 1e10:.2f})':>8s} {bytes_ratio:6.3f}"
+        )
+    print(WHY)
+
+
+def mark(value: float, target: float | None) -> str:
+    return "*" if target is not None and value > target else " "
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What a client pays under each schedule.")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--sampled", type=int, nargs="+", default=[], help="blocks of the stages that are measured")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=1, help="timings, whose median counts")
+    parser.add_argument("--steps", type=int, help="training steps per timing; default: 1 on a CPU, 20 on a GPU")
+    options = parser.parse_args()
+    options.device = pick_device(options.device)
+    options.steps = options.steps or (20 if options.device.type == "cuda" else 1)
+    thirds = {max(1, round(part * options.blocks / 3)) for part in (1, 2)}
+    options.sampled = sorted({*(options.sampled or thirds), 1, options.blocks})
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""What a client's training step costs, measured on the step itself: floating point operations and memory.
+
+The step is that of `fedssl.training.train`, augmentation and optimiser included, on copies of all that it changes.
+
+FLOPs are those of torch's `FlopCounterMode`: two for every multiplication of a matrix product, a convolution or an
+attention, forward and backward; all else (normalisation, softmax, activations, the optimiser) counts nothing. The
+backward pass of attention counts the scores anew, as memory-saving kernels compute them.
+
+Memory is that of tensors at the worst moment: weights and buffers, those out of use in the stage included, gradients,
+the optimiser's state, activations that wait for the backward pass, views, and what a regulariser or a method keeps of
+its own. On a GPU it is what torch's allocator says. On a CPU every operation's outputs are followed until their memory
+is freed, so what a kernel needs for itself while it runs is not in it. In neither is the data set, what a library
+holds outside torch's allocator (cuBLAS, oneDNN), the message that brought the layers, Python, and what an allocator
+keeps beyond what is in use.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from fedssl.methods.base import SSLMethod
+from fedssl.regularizers.base import Regularizer
+from fedssl.seeding import torch_generator
+from fedssl.training import Augment, train
+
+WARM = 2  # pictures of the step before the one that is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Cost of one training step.
+
+    Attributes
+    ----------
+    pictures : int
+        Of the step.
+    flops : float
+        Forward and backward; with depth dropout the expected number.
+    peak_memory : int
+        Bytes at the worst moment; with depth dropout where no stage is left out.
+    trained_parameters, resident_parameters : int
+        How many numbers are trained, and how many are in use: trained, frozen, or of a target network.
+    """
+
+    pictures: int
+    flops: float
+    peak_memory: int
+    trained_parameters: int
+    resident_parameters: int
+
+    @property
+    def flops_per_picture(self) -> float:
+        """FLOPs of an epoch, divided by its pictures."""
+        return self.flops / self.pictures
+
+
+def step_cost(
+    method: SSLMethod,
+    *,
+    images: Tensor,
+    augment: Augment,
+    optimizer: torch.optim.Optimizer,
+    regularizer: Regularizer,
+    precision: str,
+    clip_norm: float | None,
+    labels: Tensor | None = None,
+) -> StepCost:
+    """Measure a step of ``method`` in the stage it is in.
+
+    Nothing changes by it: not the method, the optimiser, the regulariser, nor any random generator.
+
+    Parameters
+    ----------
+    images : Tensor
+        The pictures of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device.
+        What is on them does not matter.
+    augment, optimizer, regularizer, precision, clip_norm, labels
+        As in `fedssl.training.train`.
+    """
+    device = images.device
+
+    def measure() -> tuple[int, int]:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), memory_of(device) as memory:
+            own, its_optimizer, its_regularizer = copy.deepcopy((method, optimizer, regularizer))
+
+            def step(pictures: int) -> None:
+                train(
+                    own,
+                    images,
+                    torch.arange(pictures),
+                    augment=augment,
+                    optimizer=its_optimizer,
+                    regularizer=its_regularizer,
+                    epochs=1,
+                    batch_size=pictures,
+                    precision=precision,
+                    clip_norm=clip_norm,
+                    generator=torch_generator(0, "cost"),
+                    labels=labels,
+                )
+
+            step(WARM)  # after it there is all that stays from step to step, such as the optimiser's state
+            memory.restart()
+            flops = count_flops()
+            with flops:
+                step(len(images))
+            return flops.get_total_flops(), memory.peak()
+
+    flops, peak = _expected(method, measure)
+    return StepCost(
+        pictures=len(images),
+        flops=flops,
+        peak_memory=peak,
+        trained_parameters=sum(p.numel() for p in method.parameters() if p.requires_grad),
+        resident_parameters=sum(p.numel() for name, p in method.named_parameters() if name not in method.idle),
+    )
+
+
+def count_flops() -> FlopCounterMode:
+    """torch's counter, with a formula for every kernel of attention."""
+    aten: Any = torch.ops.aten
+    formulas = {
+        # Older versions of torch count nothing for these two.
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        # What torch takes in eval mode without gradients if the number of heads is even.
+        aten._native_multi_head_attention: _attention_layer,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+class TensorMemory(TorchDispatchMode):
+    """Bytes of all tensors that come into being while it is entered, as long as they live.
+
+    Tensors that share memory count once. Temporaries inside a kernel do not count, nor do tensors from before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._now = self._most = 0
+
+    def restart(self) -> None:
+        """Forget the worst moment so far."""
+        self._most = self._now
+
+    def peak(self) -> int:
+        """Bytes at the worst moment."""
+        return self._most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {key for key, _ in _storages((args, kwargs))}
+        for key, storage in _storages(out):
+            if key not in self._alive and key not in given:
+                self._alive[key] = weakref.ref(storage, partial(self._freed, key, storage.nbytes()))
+                self._now += storage.nbytes()
+        self._most = max(self._most, self._now)
+        return out
+
+    def _freed(self, key: int, size: int, _: Any) -> None:
+        del self._alive[key]
+        self._now -= size
+
+
+class CudaMemory:
+    """What torch's allocator has given out on a GPU since the object was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, torch.cuda.memory_allocated(device)
+
+    def restart(self) -> None:
+        """Forget the worst moment so far."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """Bytes at the worst moment."""
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+@contextmanager
+def memory_of(device: torch.device) -> Iterator[TensorMemory | CudaMemory]:
+    """Follow what tensors take on the device from here on."""
+    if device.type == "cuda":
+        yield CudaMemory(device)
+    else:
+        with TensorMemory() as memory:
+            yield memory
+
+
+def _storages(tree: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """The memory of all tensors in nested containers, and its identity."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            yield storage._cdata, storage
+
+
+def _expected(method: SSLMethod, measure: Callable[[], tuple[int, int]]) -> tuple[float, int]:
+    """Mean FLOPs over the draws of depth dropout, and the peak memory without it.
+
+    A frozen stage costs the same whichever others are left out, so that what all and what none of them cost suffices.
+    """
+    span, dropout = method.encoder.span, method.encoder.span.dropout
+    try:
+        span.dropout = 0.0
+        flops, peak = measure()
+        if not dropout:
+            return flops, peak
+        span.dropout = 1.0
+        return (1 - dropout) * flops + dropout * measure()[0], peak
+    finally:
+        span.dropout = dropout
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+def _attention_layer(query: Any, key: Any, value: Any, width: int, heads: int, *args: Any, **kwargs: Any) -> int:
+    """Four linear layers of ``width``, and the attention of all heads, on tokens ``(batch, length, width)``."""
+    batch, length, _ = query
+    head = (batch, heads, length, width // heads)
+    return 2 * batch * length * 4 * width**2 + int(sdpa_flop_count(head, head, head))
