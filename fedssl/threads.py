@@ -3,6 +3,8 @@
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -15,6 +17,19 @@ def default_threads(size: int) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return 1 if size < 32 else min(4, cores)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One CPU thread meanwhile, for operations that are over before a second one has woken up."""
+    import torch  # here: who only reads settings does without
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def tune_allocator() -> bool:
