@@ -117,7 +117,7 @@ def batches(indices: Tensor, batch_size: int, *, generator: torch.Generator) -> 
     """One epoch: the indices in random order, cut into ``ceil(m / batch_size)`` batches of nearly equal size.
 
     Sizes differ by at most 1, so every picture is seen in every epoch and no batch is left with one picture, which
-    batch norm and contrastive losses cannot use.
+    batch norm and contrastive losses cannot use; an odd number in batches of 2 therefore makes one of 3.
     """
     order = indices[torch.randperm(len(indices), generator=generator)]
-    yield from order.tensor_split(-(-len(order) // batch_size))
+    yield from order.tensor_split(max(1, min(-(-len(order) // batch_size), len(order) // 2)))

@@ -1,7 +1,7 @@
 """Every method learns: a federation in small against encoders that did not, on digits and, where given, on CIFAR-10.
 
 The rival is the same run with a learning rate of 0. It is the stronger one: its batch norm has gathered running
-statistics of the pictures, which alone is worth some points (on CIFAR-10 more than two).
+statistics of the pictures, which alone is worth some points (in kNN on CIFAR-10 more than two).
 """
 
 import json
@@ -43,7 +43,7 @@ def unlearned(tmp_path_factory):
     return accuracy(tmp_path_factory.mktemp("digits") / "run", "linear_2_per_class", *DIGITS, *NO_LEARNING)
 
 
-# The mean over ten draws has a standard error of one point; the methods gain 8 to 33.
+# The mean over ten draws has a standard error of one point; the methods gain 8 to 32.
 @pytest.mark.parametrize(
     "method", ["simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised"]
 )
@@ -52,9 +52,9 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
     assert accuracy(tmp_path / "run", "linear_2_per_class", *words) > unlearned + 4
 
 
-# 2,000 test pictures: a difference has a standard error of little more than one point; SimCLR gains 5.
+# 2,000 test pictures: a difference has a standard error of little more than one point; SimCLR gains 9.
 @pytest.mark.skipif("FEDSSL_DATA" not in os.environ, reason="FEDSSL_DATA names no folder with cifar10-*.parquet")
 def test_simclr_learns_from_pictures(tmp_path):
     words = [*PICTURES, f"dataset.path={os.environ.get('FEDSSL_DATA')}/cifar10-*.parquet"]
     unlearned = accuracy(tmp_path / "unlearned", "linear", *words, *NO_LEARNING)
-    assert accuracy(tmp_path / "run", "linear", *words) > unlearned + 3
+    assert accuracy(tmp_path / "run", "linear", *words) > unlearned + 4

@@ -14,7 +14,15 @@ from tests.federation import Federation
 
 @pytest.mark.parametrize(
     ("pictures", "batch_size", "sizes"),
-    [(10, 4, [4, 3, 3]), (8, 4, [4, 4]), (3, 64, [3]), (129, 64, [43, 43, 43]), (65, 64, [33, 32])],
+    [
+        (10, 4, [4, 3, 3]),
+        (8, 4, [4, 4]),
+        (3, 64, [3]),
+        (129, 64, [43, 43, 43]),
+        (65, 64, [33, 32]),
+        (3, 2, [3]),
+        (5, 2, [3, 2]),
+    ],
 )
 def test_an_epoch_sees_every_picture_once_in_nearly_equal_batches(pictures, batch_size, sizes):
     indices = torch.arange(100, 100 + pictures)
