@@ -79,11 +79,11 @@ def test_steps_and_loss_by_hand():
 
 def test_loss_is_the_mean_per_picture_whatever_the_batch_sizes():
     # Without a step (gradient zero at lr 0 is not needed: the loss does not depend on w when pictures are equal) every
-    # batch of pictures of value 2 has loss 2w; with 3 pictures in batches of 2 and 1 the mean per picture is still that
-    # of the batches weighted by 2/3 and 1/3: 2 * (2/3 * 1 + 1/3 * 0.8), since w falls by 0.1 * 2 after the first batch.
+    # batch of pictures of value 2 has loss 2w; with 5 pictures in batches of 3 and 2 the mean per picture is still that
+    # of the batches weighted by 3/5 and 2/5: 2 * (3/5 * 1 + 2/5 * 0.8), since w falls by 0.1 * 2 after the first batch.
     method = Toy()
-    result = run(method, epochs=1, images=torch.full((3, 1, 1, 1), 2, dtype=torch.uint8))
-    assert result.loss == pytest.approx(2 * (2 / 3 * 1.0 + 1 / 3 * 0.8))
+    result = run(method, epochs=1, batch_size=3, images=torch.full((5, 1, 1, 1), 2, dtype=torch.uint8))
+    assert result.loss == pytest.approx(2 * (3 / 5 * 1.0 + 2 / 5 * 0.8))
 
 
 def test_long_gradients_are_cut_to_length():
