@@ -1,0 +1,332 @@
+"""Local training: pictures per second, against bare forward and backward passes and against the usual client.
+
+    uv run python benchmarks/training.py [--encoders conv_small] [--methods simclr byol] [--batch 256] [--quick]
+
+Random pictures of 32x32; method, augmentation and optimiser come from conf/ and are built as a client builds them.
+Three parts (``--parts``), in which everything is timed in turn and medians count; ``*`` marks a missed target:
+
+speed   ours:  `fedssl.training.train`, with augmentation, optimiser and moving averages;
+        bare:  forward and backward passes of the same network and loss, on views made before the clock (ours: at most
+               1.15 times as long);
+        usual: fp32, two torchvision views of one PIL picture at a time, a DataLoader with two workers, and the standard
+               loop (ours: at least 3.5 times as fast in bf16, at least twice in fp32).
+losses  After the same steps from the same weights, ours differs from the usual client's by no more than seeds do.
+fur     A step of SimCLR with FUR against one without (at batch 128 at most 1.10 times as long).
+
+bf16 is left out where the device would only imitate it. Ours and bare have the settings of a run: threads sleep while
+they wait, and freed memory is kept. The usual client has a process of its own with torch's defaults, and makes its
+DataLoader anew for each turn, as Flower's clients do for each round; ``--tuned-usual`` gives it our settings and a
+DataLoader that lasts, whose workers are started before the clock.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
+
+if __name__ == "__main__":  # not in the process of the usual client
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command fedssl does
+
+import torch
+from augmentation import PilViews
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fedssl.config import compose, make
+from fedssl.devices import pick_device
+from fedssl.exchange import travelling_layers
+from fedssl.messages import TrainPlan
+from fedssl.methods import build
+from fedssl.threads import tune_allocator
+from fedssl.training import train
+
+METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
+ENCODERS = ("conv_small", "resnet18")
+STEPS, TURNS = {"conv_small": 8, "resnet18": 1}, {"conv_small": 5, "resnet18": 3}  # steps in a turn on a CPU
+CUDA_STEPS = 40
+LOSS_PICTURES, LOSS_BATCH, LOSS_EPOCHS, SEEDS = {"conv_small": 128, "resnet18": 64}, 32, 4, 4
+BARE, FASTER, FUR = 1.15, {"fp32": 2.0, "bf16": 3.5}, 1.10  # targets
+
+Epoch = Callable[[], float]
+
+
+def precisions(device: torch.device) -> list[str]:
+    """fp32, and bf16 where the device computes in it; by what torch finds out about the device."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return ["fp32", "bf16"] if native else ["fp32"]
+
+
+class Client:
+    """A client at the start of a round: its pictures, and the method with all that trains it."""
+
+    def __init__(self, words: Sequence[str], *, pictures: int, device: torch.device, seed: int = 0) -> None:
+        self.settings = compose(["dataset=cifar10", *words])
+        random = torch.Generator().manual_seed(0)
+        self.images = torch.randint(0, 256, (pictures, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
+        self.labels = torch.randint(0, 10, (pictures,), generator=random).to(device)
+        self.method = build(self.settings).to(device)
+        layers = travelling_layers(self.method)
+        plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), keep_from=0, code="")
+        make(self.settings.strategy).load_global(self.method, plan, None)
+        self.method.train()
+        self.augment, self.regularizer = make(self.settings.augmentation), make(self.settings.regularizer)
+        self.optimizer = make(self.settings.optimizer, [p for p in self.method.parameters() if p.requires_grad])
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def loss(self, view1: Tensor, view2: Tensor, labels: Tensor) -> Tensor:
+        """The method's loss on a batch."""
+        return self.method.loss(view1, view2, *([labels] if self.method.uses_labels else []))
+
+    def views(self) -> list[tuple[Tensor, Tensor]]:
+        """Two views of each batch of an epoch."""
+        return [self.augment(batch, self.generator) for batch in self.images.split(self.settings.batch_size)]
+
+
+def ours(client: Client) -> Epoch:
+    settings = client.settings
+
+    def epoch() -> float:
+        return train(
+            client.method,
+            client.images,
+            torch.arange(len(client.images)),
+            augment=client.augment,
+            optimizer=client.optimizer,
+            regularizer=client.regularizer,
+            epochs=1,
+            batch_size=settings.batch_size,
+            precision=settings.precision,
+            clip_norm=settings.clip_norm,
+            generator=client.generator,
+            labels=client.labels if client.method.uses_labels else None,
+        ).loss
+
+    return epoch
+
+
+def augmentation(client: Client) -> Epoch:
+    return lambda: float(len(client.views()))
+
+
+def bare(client: Client) -> Epoch:
+    views = [[view.contiguous(memory_format=torch.channels_last) for view in pair] for pair in client.views()]
+    batches = list(zip(views, client.labels.split(client.settings.batch_size), strict=True))
+
+    def epoch() -> float:
+        for pair, labels in batches:
+            client.method.zero_grad(set_to_none=True)
+            bf16 = client.settings.precision == "bf16"
+            with torch.autocast(client.images.device.type, dtype=torch.bfloat16, enabled=bf16):
+                loss = client.loss(*pair, labels)
+            loss.backward()
+        return loss.item()
+
+    return epoch
+
+
+class LabelledPilViews(Dataset):
+    """Two views of a picture, and its label."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.views, self.labels = PilViews(images.cpu()), labels.cpu()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return *self.views[index], self.labels[index]
+
+
+def usual(client: Client, *, lasting: bool) -> Epoch:
+    def make_loader() -> DataLoader:
+        return DataLoader(
+            LabelledPilViews(client.images, client.labels),
+            batch_size=client.settings.batch_size,
+            shuffle=True,
+            num_workers=2,
+            multiprocessing_context="fork",  # Linux's way; a process that was spawned would spawn its own
+            persistent_workers=lasting,
+            pin_memory=client.images.is_cuda,
+            generator=client.generator,
+        )
+
+    loader = make_loader()
+
+    def epoch() -> float:
+        losses = []
+        for batch in loader if lasting else make_loader():
+            client.optimizer.zero_grad()
+            loss = client.loss(*(tensor.to(client.images.device) for tensor in batch))
+            loss.backward()
+            client.optimizer.step()
+            client.method.after_step()
+            losses.append(loss.item())
+        return statistics.mean(losses)
+
+    return epoch
+
+
+class UsualClients:
+    """Usual clients in a process of their own, one at a time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        if not options.tuned_usual:
+            os.environ.pop("OMP_WAIT_POLICY", None)
+        arguments = (theirs, options.device, options.threads, options.tuned_usual)
+        multiprocessing.get_context("spawn").Process(target=serve, args=arguments).start()
+
+    def __call__(self, words: Sequence[str], *, pictures: int) -> Epoch:
+        self.connection.send((words, pictures))
+
+        def epoch() -> float:
+            self.connection.send("epoch")
+            return self.connection.recv()
+
+        return epoch
+
+    def close(self) -> None:
+        self.connection.send(None)
+
+
+def serve(connection: Connection, device: torch.device, threads: int, tuned: bool) -> None:
+    """Make a client or run an epoch of it, as asked for, until None comes."""
+    torch.set_num_threads(threads)
+    if tuned:
+        tune_allocator()
+    epoch = None
+    while (request := connection.recv()) is not None:
+        if request == "epoch":
+            connection.send(epoch())
+        else:
+            words, pictures = request
+            epoch = usual(Client(words, pictures=pictures, device=device), lasting=tuned)
+
+
+def in_turn(ways: dict[str, Epoch], *, turns: int) -> dict[str, list[float]]:
+    """Seconds of each way, one number per turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns + 1):
+        for name, epoch in ways.items():
+            start = time.perf_counter()
+            epoch()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn > 0:  # the first one warms up
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def words(encoder: str, method: str, precision: str, batch: int) -> list[str]:
+    """Settings as on the command line of a run."""
+    strategy = ["strategy=orchestra"] if method == "orchestra" else []
+    return [f"encoder={encoder}", f"method={method}", f"precision={precision}", f"batch_size={batch}", *strategy]
+
+
+def speed(encoder: str, options: argparse.Namespace) -> None:
+    print(f"speed: {encoder}, batch {options.batch}, {options.turns[encoder]} turns of {options.steps[encoder]} steps")
+    print("method        precision   ours/s   bare/s  ours/bare  augmentation  usual/s  ours/usual")
+    pictures = options.batch * options.steps[encoder]
+    with closing(UsualClients(options)) as usual_clients:
+        for method in options.methods:
+            ways = {"usual": usual_clients(words(encoder, method, "fp32", options.batch), pictures=pictures)}
+            for precision in options.precisions:
+                for way in (ours, bare, augmentation):
+                    # Each has a client of its own, so that none finds the other's weights in the cache.
+                    chosen = words(encoder, method, precision, options.batch)
+                    client = Client(chosen, pictures=pictures, device=options.device)
+                    ways[f"{way.__name__} {precision}"] = way(client)
+            report_speed(method, in_turn(ways, turns=options.turns[encoder]), pictures=pictures)
+
+
+def report_speed(method: str, seconds: dict[str, list[float]], *, pictures: int) -> None:
+    rate = {name: pictures / statistics.median(values) for name, values in seconds.items()}
+    for precision in FASTER:
+        if f"ours {precision}" not in seconds:
+            continue
+        own = seconds[f"ours {precision}"]
+        to_bare, to_usual = ratio(own, seconds[f"bare {precision}"]), ratio(seconds["usual"], own)
+        share = ratio(seconds[f"augmentation {precision}"], own)
+        print(
+            f"{method:13s} {precision:9s} {rate[f'ours {precision}']:8.0f} {rate[f'bare {precision}']:8.0f}"
+            f"  {to_bare:8.2f}{'*' if to_bare > BARE else ' '} {share:12.1%} {rate['usual']:9.0f}"
+            f"  {to_usual:9.2f}{'*' if to_usual < FASTER[precision] else ' '}",
+            flush=True,
+        )
+
+
+def losses(encoder: str, options: argparse.Namespace) -> None:
+    pictures = LOSS_PICTURES[encoder]
+    print(f"losses: {encoder}, {LOSS_EPOCHS} epochs of {pictures} pictures, batch {LOSS_BATCH}, {SEEDS} seeds")
+    print("method        usual fp32             ours (how many standard deviations of a seed it is away)")
+    for method in options.methods:
+        found = {}
+        for precision in ["usual", *options.precisions]:
+            chosen = words(encoder, method, "fp32" if precision == "usual" else precision, LOSS_BATCH)
+            last = []
+            for seed in range(SEEDS):
+                client = Client(chosen, pictures=pictures, device=options.device, seed=seed)
+                epoch = usual(client, lasting=True) if precision == "usual" else ours(client)
+                last.append([epoch() for _ in range(LOSS_EPOCHS)][-1])
+            found[precision] = statistics.mean(last), statistics.stdev(last)
+        mean, deviation = found.pop("usual")
+        compared = [f"{p} {m:9.4f} ({abs(m - mean) / max(deviation, d):.1f})" for p, (m, d) in found.items()]
+        print(f"{method:13s} {mean:9.4f} +- {deviation:7.4f}   {'   '.join(compared)}", flush=True)
+
+
+def fur(encoder: str, options: argparse.Namespace) -> None:
+    print(f"fur: {encoder}, batch {options.batch}")
+    print("precision  without/s   with FUR/s   ratio")
+    pictures = options.batch * options.steps[encoder]
+    for precision in options.precisions:
+        ways = {}
+        for regularizer in ("none", "fur"):
+            chosen = [*words(encoder, "simclr", precision, options.batch), f"regularizer={regularizer}"]
+            ways[regularizer] = ours(Client(chosen, pictures=pictures, device=options.device))
+        seconds = in_turn(ways, turns=2 * options.turns[encoder])
+        none, with_fur = (pictures / statistics.median(seconds[name]) for name in ("none", "fur"))
+        cost = ratio(seconds["fur"], seconds["none"])
+        print(f"{precision:9s} {none:10.0f} {with_fur:12.0f} {cost:7.2f}{'*' if cost > FUR else ''}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed of local training.")
+    parser.add_argument("--parts", nargs="+", choices=("speed", "losses", "fur"), default=["speed", "losses", "fur"])
+    parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: all native ones")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tuned-usual", action="store_true", help="our settings and a lasting DataLoader for it")
+    parser.add_argument("--quick", action="store_true", help="one short turn: whether it runs, not how fast")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.device = pick_device(options.device)
+    native = precisions(options.device)
+    options.precisions = native if options.precision == "auto" else [options.precision]
+    options.steps = dict.fromkeys(ENCODERS, CUDA_STEPS) if options.device.type == "cuda" else STEPS
+    options.turns = TURNS
+    if options.quick:
+        options.batch, options.steps, options.turns = 16, dict.fromkeys(ENCODERS, 1), dict.fromkeys(ENCODERS, 1)
+    name = torch.cuda.get_device_name() if options.device.type == "cuda" else f"CPU, {options.threads} threads"
+    print(f"torch {torch.__version__}, {name}, native: {', '.join(native)}, memory kept: {tune_allocator()}")
+    for encoder in options.encoders:
+        for part in options.parts:
+            print()
+            {"speed": speed, "losses": losses, "fur": fur}[part](encoder, options)
+
+
+if __name__ == "__main__":
+    main()
