@@ -6,19 +6,22 @@ Random pictures, the recipe ``simclr``: crop and flip, jitter, grey, blur, norma
 process and the medians compared: fedssl (targets: at least 6x the DataLoader and 2.5x kornia, at 32x32 on two cores);
 the usual DataLoader with two workers, which are started before the clock and kept; kornia's batched augmentation, left
 out where it is not installed. The peers blur in their fastest way: PIL's filter, and a 5x5 kernel in kornia, where
-fedssl's is 13x13. With a GPU, fedssl and kornia are timed there as well.
-
-Where other programs use the cores too, set OMP_WAIT_POLICY=PASSIVE: threads that spin at the end of every operation
-otherwise lose more than the work takes, in fedssl and kornia alike.
+fedssl's is 13x13. With a GPU, fedssl and kornia are timed there as well. Both have the settings of a run.
 """
 
 import argparse
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+
+from fedssl.threads import WAITING, tune_allocator
+
+if __name__ == "__main__":  # not where others take the usual client from here
+    os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
 from hydra.utils import instantiate
@@ -27,8 +30,6 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
-
-from fedssl.threads import tune_allocator
 
 MEAN, STD = [0.491, 0.482, 0.446], [0.247, 0.243, 0.261]
 RECIPE = Path(__file__).parents[1] / "conf" / "augmentation" / "simclr.yaml"

@@ -22,7 +22,9 @@ import statistics
 import time
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command fedssl does
+from fedssl.threads import WAITING, tune_allocator
+
+os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
 import numpy as np
 import torch
@@ -40,7 +42,6 @@ from fedssl.paper_costs import paper_bytes, paper_flops
 from fedssl.resources import step_cost
 from fedssl.schedules import Stage
 from fedssl.stages import Stages, enter
-from fedssl.threads import tune_allocator
 from fedssl.training import train
 from server_app.app import make_schedule, train_config
 from simulation.local_grid import LocalGrid

@@ -9,6 +9,7 @@ Prints, for ResNet-18 (11 M weights):
 3. a round of 100 clients without training, and the peak memory of the process (target: under 3 s and 1 GB).
 """
 
+import os
 import re
 import statistics
 import subprocess
@@ -16,6 +17,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from fedssl.threads import WAITING, tune_allocator
+
+os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
 from omegaconf import OmegaConf
@@ -25,7 +30,6 @@ from client_app.resident import resident
 from fedssl.config import compose, make
 from fedssl.exchange import travelling_layers
 from fedssl.methods import build
-from fedssl.threads import tune_allocator
 from fedssl.training import batches
 from server_app.app import find_nodes, run_round, train_config
 from simulation.local_grid import LocalGrid

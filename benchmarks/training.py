@@ -13,8 +13,8 @@ speed   ours:  `fedssl.training.train`, with augmentation, optimiser and moving 
 losses  After the same steps from the same weights, ours differs from the usual client's by no more than seeds do.
 fur     A step of SimCLR with FUR against one without (at batch 128 at most 1.10 times as long).
 
-bf16 is left out where the device would only imitate it. Ours and bare have the settings of a run: threads sleep while
-they wait, and freed memory is kept. The usual client has a process of its own with torch's defaults, and makes its
+bf16 is left out where the device would only imitate it. Ours and bare have the settings of a run: threads that wait
+soon sleep, and freed memory is kept. The usual client has a process of its own with torch's defaults, and makes its
 DataLoader anew for each turn, as Flower's clients do for each round; ``--tuned-usual`` gives it our settings and a
 DataLoader that lasts, whose workers are started before the clock.
 """
@@ -28,8 +28,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
 
+from fedssl.threads import WAITING, tune_allocator
+
 if __name__ == "__main__":  # not in the process of the usual client
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command fedssl does
+    os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
 from augmentation import PilViews
@@ -41,7 +43,6 @@ from fedssl.devices import pick_device
 from fedssl.exchange import travelling_layers
 from fedssl.messages import TrainPlan
 from fedssl.methods import build
-from fedssl.threads import tune_allocator
 from fedssl.training import train
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
@@ -179,7 +180,8 @@ class UsualClients:
     def __init__(self, options: argparse.Namespace) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         if not options.tuned_usual:
-            os.environ.pop("OMP_WAIT_POLICY", None)
+            for variable in WAITING:
+                os.environ.pop(variable, None)
         arguments = (theirs, options.device, options.threads, options.tuned_usual)
         multiprocessing.get_context("spawn").Process(target=serve, args=arguments).start()
 

@@ -15,7 +15,6 @@ of the matrix products grows with the cube of the picture size: right for pictur
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +22,9 @@ from torch import Tensor
 
 from fedssl import image_ops
 from fedssl.errors import InputError
-from fedssl.threads import one_thread
 from fedssl.views import UNIFORMS, Parameters, View, parameters, read_view
 
 CHUNK = 128  # pictures worked on at a time on a CPU: larger temporaries leave the cache and cost page faults
-SHARED = 400_000  # pixels of a chunk from which its work is shared among threads (for 128 pictures: 56 x 56)
 
 
 def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int], size: int) -> Tensor:
@@ -53,8 +50,10 @@ def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[
         planes = image_ops.saturation(planes, drawn.color)
     if view.blur > 0:
         radius = min(math.ceil(3 * view.blur_sigma[1]), size - 1)
-        weights = image_ops.blur_weights(drawn.sigma, size=size, radius=radius)
-        planes = image_ops.separable(planes, rows=weights, columns=weights)
+        # A GPU blurs all: to choose, one would have to wait for it.
+        chosen = slice(None) if planes.is_cuda else drawn.sigma.nonzero()[:, 0]
+        weights = image_ops.blur_weights(drawn.sigma[chosen], size=size, radius=radius)
+        planes[:, chosen] = image_ops.separable(planes[:, chosen], rows=weights, columns=weights)
     if view.solarize > 0:
         planes = image_ops.solarize(planes, drawn.solarize)
     return planes
@@ -132,13 +131,11 @@ class Augmentation:
         self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
 
         results = [torch.empty(batch, channels, self.size, self.size, device=images.device) for _ in self.views]
-        on_cpu = images.device.type == "cpu"
-        chunk = CHUNK if on_cpu else batch
-        with one_thread() if on_cpu and min(batch, chunk) * self.size**2 < SHARED else nullcontext():
-            for start in range(0, batch, chunk):
-                part = slice(start, start + chunk)
-                planes = images[part].transpose(0, 1).contiguous().float().div_(255)
-                for view, order, drawn, result in zip(self.views, orders, packed, results, strict=True):
-                    made = make_view(planes, view=view, drawn=Parameters(*drawn[:, part]), order=order, size=self.size)
-                    torch.div(made.sub_(self._mean), self._std, out=result[part].transpose(0, 1))
+        chunk = CHUNK if images.device.type == "cpu" else batch
+        for start in range(0, batch, chunk):
+            part = slice(start, start + chunk)
+            planes = images[part].transpose(0, 1).contiguous().float().div_(255)
+            for view, order, drawn, result in zip(self.views, orders, packed, results, strict=True):
+                made = make_view(planes, view=view, drawn=Parameters(*drawn[:, part]), order=order, size=self.size)
+                torch.div(made.sub_(self._mean), self._std, out=result[part].transpose(0, 1))
         return results[0], results[1]

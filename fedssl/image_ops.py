@@ -23,7 +23,10 @@ def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
     rows, columns
         Shape (batch, new height, height) and (batch, new width, width).
     """
-    return torch.stack([rows @ plane @ columns.mT for plane in planes])  # broadcasting would copy the matrices
+    result = planes.new_empty(*planes.shape[:2], rows.shape[1], columns.shape[1])
+    for plane, made in zip(planes, result, strict=True):  # broadcasting would copy matrices, torch.stack results
+        torch.matmul(rows @ plane, columns.mT, out=made)
+    return result
 
 
 def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Tensor | None = None) -> Tensor:

@@ -6,6 +6,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# The environment in which torch is to be imported: OpenMP threads that wait for each other spin for a tenth of a
+# millisecond and then sleep. If they slept at once, a training step would take a fifth longer; if they spun longer, a
+# second program on the same cores would slow training down not by half but tenfold.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 

@@ -78,7 +78,7 @@ def train(
         epoch_loss.zero_()
         for batch in batches(indices, batch_size, generator=generator):
             rows = batch.to(device, non_blocking=True)
-            views = augment(images[rows], generator)
+            views = augment(images.index_select(0, rows), generator)
             view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
             inputs = list(method.inputs(view1, view2))
             known = (labels[rows],) if method.uses_labels and labels is not None else ()

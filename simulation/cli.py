@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from fedssl.threads import WAITING
+
 # Before flwr is imported: a run sends nothing anywhere.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
-# Before torch is imported: threads that wait for each other sleep. When they spin, a second program on the same cores
-# slows training down not by half but tenfold.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.update(WAITING | os.environ)  # before torch is imported
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedssl.errors import InputError, RunFailed
+from fedssl.threads import WAITING
 from simulation.processes import Place, private_place
 
 LOG_FILE = "flower.log"
@@ -37,7 +38,7 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "PYTHONUNBUFFERED": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # as on the local engine, see cli.py
+    **WAITING,
 }
 # Large buffers otherwise go back to the system when freed and cost one page fault per page when allocated again.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**31 - 1), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}

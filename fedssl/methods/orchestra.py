@@ -14,6 +14,7 @@ Where this differs from the authors' code:
 - their target networks travel and are averaged; here they stay with the client, like the memory;
 - their memory begins with random numbers and ends in the client's object, which every round makes anew; here it begins
   empty and stays with the client;
+- what is turned is view 1, theirs is a third view; to regularisers it is the first of the two views;
 - a picture of a batch is turned by as many quarters as its position, modulo 4, instead of at random: positions are
   random already, and all four angles come equally often;
 - the target network moves after a step, not before the next one, which is the same but for a round's first step;
