@@ -226,9 +226,11 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _groups() -> dict[str, list[str]]:
-    """Choices of each configuration group."""
+    """Choices of each configuration group; one in a subfolder has its name before it, as in ``method=fedu/byol``."""
     return {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
+        folder.name: sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
+        for folder in CONF.iterdir()
+        if folder.is_dir()
     }
 
 

@@ -5,7 +5,11 @@ from fedssl.config import CONF, check_names, compose, load_run, make, quote, sav
 from fedssl.errors import InputError
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
-FILES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
+FILES = [
+    (group, str(file.relative_to(CONF / group).with_suffix("")))
+    for group in GROUPS
+    for file in sorted((CONF / group).rglob("*.yaml"))
+]
 
 
 @pytest.mark.parametrize(("group", "name"), FILES)

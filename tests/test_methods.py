@@ -9,10 +9,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fedssl.config import compose
 from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
 from fedssl.heads import MLP
 from fedssl.losses import barlow_twins, byol, info_nce, negative_cosine, nt_xent
+from fedssl.methods import build
 from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.byol import BYOL
@@ -286,6 +288,59 @@ def test_training_lowers_the_loss(make) -> None:
 def test_bad_settings_are_refused_in_one_sentence(make, words: str) -> None:
     with pytest.raises(InputError, match=words):
         make()
+
+
+# Lengths of the vectors between a head's layers for representations of length 512, from the papers or their code;
+# n: batch normalisation at the end.
+PAPERS = {
+    "l_dawa/simclr": ("512 128", "", {"temperature": 0.07}),
+    "l_dawa/barlow_twins": ("512 128", "", {"lambd": 0.005}),
+    "fedu/byol": ("512 4096 2048", "2048 4096 2048", {"ema_decay": 0.99}),
+    "fedu/simclr": ("512 4096 2048", "", {"temperature": 0.07}),
+    "fedu/simsiam": ("512 4096 2048", "2048 4096 2048", {}),
+    "fedu2/byol": ("512 2048 512", "512 2048 512", {"ema_decay": 0.99}),
+    "fedu2/simclr": ("512 2048 512", "", {"temperature": 0.07}),
+    "fedu2/simsiam": ("512 2048 512", "512 2048 512", {}),
+    "dec_ssl/simclr": ("512 512 512", "", {"temperature": 0.5}),
+    "dec_ssl/simsiam": ("512 2048 2048 512 n", "512 512 512", {}),
+    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target": "copy"}),
+    "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {}),
+    "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
+    "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
+    "original/barlow_twins": ("512 8192 8192 8192", "", {"lambd": 0.0051}),
+    "original/moco_v3_resnet": ("512 4096 256 n", "256 4096 256", {}),
+    "original/moco_v3_vit": ("512 4096 4096 256 n", "256 4096 256 n", {}),
+    "original/fedx": ("512 512 256", "256 512 256", {"temperature": 0.1}),
+    "orchestra": ("512 512 512 n", "", {"temperature": 0.1, "ema_decay": 0.996}),
+}
+
+
+def widths(head: MLP) -> str:
+    linear = [layer for layer in head if isinstance(layer, nn.Linear)]
+    numbers = [linear[0].in_features, *(layer.out_features for layer in linear)]
+    return " ".join([*map(str, numbers), *["n"] * isinstance(head[-1], nn.BatchNorm1d)])
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_heads_of_papers(name: str) -> None:
+    projector, predictor, numbers = PAPERS[name]
+    strategy = ["strategy=orchestra"] if name == "orchestra" else []
+    method = build(compose(["encoder=resnet18", "dataset=cifar10", f"method={name}", *strategy]))
+    assert widths(method.projector) == projector
+    assert not predictor or widths(method.predictor) == predictor
+    assert {key: getattr(method, key) for key in numbers} == numbers
+
+
+def test_no_paper_is_forgotten() -> None:
+    nested = {str(file.relative_to(CONF / "method").with_suffix("")) for file in (CONF / "method").glob("*/*.yaml")}
+    assert nested == {name for name in PAPERS if "/" in name}
+
+
+def test_heads_without_normalisation_and_a_frozen_patch_embedding() -> None:
+    fedx = build(compose(["method=original/fedx"]))
+    assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
+    moco = build(compose(["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]))
+    assert not moco.encoder.conv_proj.weight.requires_grad
 
 
 @pytest.mark.parametrize("file", sorted(path.stem for path in (CONF / "method").glob("*.yaml")))
