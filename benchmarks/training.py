@@ -104,6 +104,7 @@ def ours(client: Client) -> Epoch:
             epochs=1,
             batch_size=settings.batch_size,
             precision=settings.precision,
+            channels_last=settings.channels_last,
             clip_norm=settings.clip_norm,
             generator=client.generator,
             labels=client.labels if client.method.uses_labels else None,

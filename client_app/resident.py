@@ -76,6 +76,7 @@ class Resident:
             epochs=self.settings.local_epochs,
             batch_size=self.settings.batch_size,
             precision=self.settings.precision,
+            channels_last=self.settings.channels_last,
             clip_norm=self.settings.clip_norm,
             generator=torch_generator(*place),
             labels=self.labels,

@@ -43,6 +43,7 @@ def train(
     clip_norm: float | None,
     generator: torch.Generator,
     labels: Tensor | None = None,
+    channels_last: bool = True,
 ) -> TrainResult:
     """Train ``method`` in place.
 
@@ -64,6 +65,8 @@ def train(
         CPU generator of everything random in this training.
     labels : Tensor or None
         Classes of all pictures ``(n,)``, int64, on their device; needed by methods that use them.
+    channels_last : bool
+        Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
 
     Notes
     -----
@@ -71,7 +74,7 @@ def train(
     """
     method.train()
     regularizer.start(method)
-    device = images.device
+    device, layout = images.device, torch.channels_last if channels_last else torch.contiguous_format
     trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
     epoch_loss = torch.zeros((), device=device)
     for _ in range(epochs):
@@ -79,7 +82,7 @@ def train(
         for batch in batches(indices, batch_size, generator=generator):
             rows = batch.to(device, non_blocking=True)
             views = augment(images.index_select(0, rows), generator)
-            view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
+            view1, view2 = (view.contiguous(memory_format=layout) for view in views)
             inputs = list(method.inputs(view1, view2))
             known = (labels[rows],) if method.uses_labels and labels is not None else ()
             optimizer.zero_grad(set_to_none=True)

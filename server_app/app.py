@@ -49,17 +49,8 @@ NODE_WAIT = 10.0  # seconds without a new node before the federation counts as c
 # What a client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
-    *(
-        "schedule",
-        "calibration",
-        "optimizer",
-        "strategy",
-        "local_epochs",
-        "batch_size",
-        "clip_norm",
-        "precision",
-        "compile",
-    ),
+    *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
+    *("precision", "channels_last", "compile"),
     *("device", "threads", "allocator", "output_dir", "run_id"),
 ]
 

@@ -90,6 +90,7 @@ class Calibration:
             epochs=self._settings.calibration.epochs,
             batch_size=self._settings.batch_size,
             precision=self._settings.precision,
+            channels_last=self._settings.channels_last,
             clip_norm=self._settings.clip_norm,
             generator=torch_generator(*place),
         )

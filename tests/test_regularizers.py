@@ -445,6 +445,24 @@ def test_every_regulariser_trains_with_every_method_the_same_bits_from_the_same_
         assert losses[0] != fit(make(name), Regularizer(), precision=precision)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_compiled_encoder_gives_regularisers_the_same_and_is_compiled_once(variant):
+    """They take what the encoder puts out by a hook of their own for each step, and alignment copies the encoder."""
+    compiled, plain = make("byol"), make("byol")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled.encoder.compile(backend=backend)
+    regularizers = VARIANTS[variant](), VARIANTS[variant]()
+    for _ in range(2):
+        losses = [fit(*pair, epochs=2) for pair in zip((compiled, plain), regularizers, strict=True)]
+        assert losses[0] == losses[1]
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("kind", REGULARIZERS)
 def test_a_weight_of_zero_turns_it_off_to_the_bit(kind):
     with_term, without = make("simclr"), make("simclr")

@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import nn
 
+from client_app import resident
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
@@ -50,7 +51,7 @@ class Toy(SSLMethod):
         self.steps += 1
 
 
-def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE, clip_norm=None):
+def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE, clip_norm=None, channels_last=True):
     images = torch.tensor([1, 3, 5, 7], dtype=torch.uint8).reshape(4, 1, 1, 1) if images is None else images
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1)
     return train(
@@ -65,6 +66,7 @@ def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE, clip_nor
         precision="fp32",
         clip_norm=clip_norm,
         generator=torch_generator(0, "train"),
+        channels_last=channels_last,
     )
 
 
@@ -168,6 +170,28 @@ def test_seeds_differ_by_every_part_of_the_path():
     places = [(0, "train", 1, 2), (1, "train", 1, 2), (0, "clients", 1, 2), (0, "train", 2, 1), (0, "train", 1)]
     assert len({derive(*place) for place in places}) == len(places)
     assert derive(0, "train", 1, 2) == derive(0, "train", 1, 2)
+
+
+def test_the_layout_of_the_views():
+    class Reader(Toy):
+        def loss(self, view1, view2):
+            layouts.append([v.is_contiguous(memory_format=torch.channels_last) for v in (view1, view2)])
+            return super().loss(view1, view2)
+
+    images = torch.randint(256, (2, 3, 4, 4), dtype=torch.uint8)
+    for channels_last in (True, False):
+        layouts = []
+        run(Reader(), epochs=1, images=images, channels_last=channels_last)
+        assert layouts == [[channels_last, channels_last]]
+
+
+def test_settings_of_speed_reach_the_clients(tmp_path, monkeypatch):
+    compiled, given = [], []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
+    monkeypatch.setattr(resident, "train", lambda *args, **kwargs: given.append(kwargs) or train(*args, **kwargs))
+    Federation(tmp_path, "compile=true", "channels_last=false", "precision=bf16", "num_clients=2").run(1)
+    assert compiled == ["ConvSmall"]
+    assert [(words["channels_last"], words["precision"]) for words in given] == [(False, "bf16")] * 2
 
 
 def test_settings_of_the_local_loss_reach_the_clients(tmp_path):
