@@ -325,7 +325,7 @@ def widths(head: MLP) -> str:
 def test_the_heads_of_papers(name: str) -> None:
     projector, predictor, numbers = PAPERS[name]
     strategy = ["strategy=orchestra"] if name == "orchestra" else []
-    method = build(compose(["encoder=resnet18", "dataset=cifar10", f"method={name}", *strategy]))
+    method = build(compose(["encoder.width=128", f"method={name}", *strategy]))  # representations of length 512
     assert widths(method.projector) == projector
     assert not predictor or widths(method.predictor) == predictor
     assert {key: getattr(method, key) for key in numbers} == numbers
