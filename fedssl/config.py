@@ -14,7 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -86,6 +86,11 @@ def check(settings: DictConfig) -> None:
         raise InputError(
             f"clients_per_round={settings.clients_per_round} is more than num_clients={settings.num_clients}; "
             "lower clients_per_round or raise num_clients"
+        )
+    if settings.calibration.at and settings.strategy["_target_"] == "strategies.local_only.LocalOnly":
+        raise InputError(
+            "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share none; "
+            "set calibration=none"
         )
     clip_norm = settings.clip_norm
     if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
@@ -238,10 +243,14 @@ def _check_choices(override: Override, group: str) -> None:
     value = override.value()
     names = value.list if isinstance(value, ChoiceSweep) else [value]
     choices = _groups()[group]
+    listed = ", ".join(choices)
     unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
     if unknown:
-        nearest, listed = _nearest(unknown[0], choices), ", ".join(choices)
-        raise InputError(f"{group}={unknown[0]} does not exist{nearest}; choose one of {listed}")
+        raise InputError(f"{group}={unknown[0]} does not exist{_nearest(unknown[0], choices)}; choose one of {listed}")
+    patterns: list[str] = value.include if isinstance(value, Glob) else []
+    idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
+    if idle:
+        raise InputError(f"{group}=glob({idle[0]}) finds nothing, and nothing in subfolders; name some of {listed}")
 
 
 def _nearest(name: str, choices: Iterable[str]) -> str:

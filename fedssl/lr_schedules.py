@@ -57,4 +57,5 @@ def step(round: int, *, rounds: int, stage: Stage, milestones: Sequence[float], 
         raise InputError(f"lr_schedule.milestones={list(milestones)} must be shares of the run, above 0 and below 1")
     if not 0 < factor <= 1:
         raise InputError(f"lr_schedule.factor={factor} must be above 0 and at most 1")
-    return float(factor ** sum(round - 1 >= milestone * rounds for milestone in milestones))
+    done = round - 1 + 1e-9  # 0.55 * 100 is a little more than 55
+    return float(factor ** sum(done >= milestone * rounds for milestone in milestones))

@@ -8,6 +8,7 @@ what a run folder has numbers for into its ``figures/``, also while the run goes
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +27,12 @@ def main() -> int:
     options = _parser().parse_args()
     try:
         report(options.folders, pictures=options.pictures, out=options.out)
+        sys.stdout.flush()
     except InputError as error:
         print(f"fedssl-report: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `fedssl-report ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

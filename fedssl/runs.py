@@ -142,6 +142,12 @@ def _choice(group: str, node: DictConfig) -> str:
 @cache
 def _choices(group: str) -> dict[str, dict[str, Any]]:
     """The content of each file of a configuration group; empty if ``group`` is the name of none."""
-    files = sorted((CONF / group).glob("*.yaml"))
-    contents: dict[str, Any] = {file.stem: OmegaConf.to_container(_read_yaml(file)) for file in files}
-    return contents
+    folder = CONF / group
+    contents = {file.stem: _read_yaml(file) for file in sorted(folder.glob("*.yaml"))}
+    for file in sorted(folder.glob("*/*.yaml")):
+        changes = _read_yaml(file)
+        (base,) = changes.pop("defaults")  # e.g. /method/byol@_here_
+        whole = OmegaConf.merge(contents[base.removeprefix(f"/{group}/").removesuffix("@_here_")], changes)
+        contents[f"{file.parent.name}/{file.stem}"] = whole
+    result: dict[str, Any] = {name: OmegaConf.to_container(content) for name, content in contents.items()}
+    return result

@@ -56,7 +56,7 @@ def train(
     augment : callable
         Maps pictures and a generator to two views.
     batch_size : int
-        Most pictures per step; an epoch is cut into batches of nearly equal size.
+        Most pictures per step; an epoch is cut into batches of nearly equal size, see `batches`.
     precision : {"fp32", "bf16"}
         bf16 runs the forward pass under autocast.
     clip_norm : float or None

@@ -29,8 +29,8 @@ from fedssl.seeding import torch_generator
 
 log = logging.getLogger("fedssl")
 
-# Trained encoders lie far above both; a collapsed one is at 0 and at 1.
-LEAST_SPREAD, LEAST_RANK = 0.05, 1.5
+# Below any of these a representation has collapsed; trained encoders lie above 0.2, 5 and 2.5.
+LEAST = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
     """A line in the log for models whose pictures lie on nearly one point or one line."""
-    ill = [row for row in measured if row["spread"] < LEAST_SPREAD or row["effective_rank"] < LEAST_RANK]
+    ill = [row for row in measured if any(row[name] < least for name, least in LEAST.items())]
     if ill:
         names = ", ".join("the global model" if row["client"] is None else f"client {row['client']}" for row in ill)
-        worst = min(ill, key=lambda row: float(row["effective_rank"]))
+        worst = min(ill, key=lambda row: float(row["covariance_rank"]))
         log.warning(
-            "the representation has collapsed in %s: effective rank %.1f, spread %.3f",
-            *(names, worst["effective_rank"], worst["spread"]),
+            "the representation has collapsed in %s: effective rank %.1f, rank of the covariance %.1f, spread %.3f",
+            *(names, worst["effective_rank"], worst["covariance_rank"], worst["spread"]),
         )

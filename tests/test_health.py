@@ -5,7 +5,7 @@ from math import exp, log, sqrt
 import pytest
 import torch
 
-from fedssl.evaluation.health import alignment, effective_rank, spectrum, spread, uniformity
+from fedssl.evaluation.health import alignment, covariance_rank, effective_rank, spectrum, spread, uniformity
 
 
 def sphere(n: int, dim: int, seed: int = 0) -> torch.Tensor:
@@ -32,6 +32,14 @@ def test_effective_rank_by_hand():
     expected = exp(-(0.75 * log(0.75) + 0.25 * log(0.25)))
     assert effective_rank(torch.tensor([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx(expected)
     assert effective_rank(torch.zeros(4, 3)) == 0
+
+
+def test_covariance_rank_by_hand():
+    # Four points on the corners of a rectangle of 6 x 2: variances 9 and 1, shares 0.9 and 0.1.
+    corners = torch.tensor([[3.0, 1.0], [3.0, -1.0], [-3.0, 1.0], [-3.0, -1.0]])
+    expected = exp(-0.9 * log(0.9) - 0.1 * log(0.1))
+    assert covariance_rank(corners) == covariance_rank(corners + 100) == pytest.approx(expected)
+    assert covariance_rank(torch.ones(4, 3)) == 0
 
 
 def test_spread_by_hand():

@@ -52,6 +52,14 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
     assert accuracy(tmp_path / "run", "linear_2_per_class", *words) > unlearned + 4
 
 
+def test_a_collapse_is_told_while_it_happens(tmp_path):
+    """Without normalisation behind its projector SimSiam lets pictures vary along one line only."""
+    words = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]
+    words += ["rounds=8", "evaluate_every=8", "health_pictures=256", "measure_resources=false"]
+    run([*words, "method.projector.last_norm=false", "method.projector.layers=2", f"output_dir={tmp_path / 'run'}"])
+    assert "the representation has collapsed in the global model" in (tmp_path / "run" / "run.log").read_text()
+
+
 # 2,000 test pictures: a difference has a standard error of little more than one point; SimCLR gains 9.
 @pytest.mark.skipif("FEDSSL_DATA" not in os.environ, reason="FEDSSL_DATA names no folder with cifar10-*.parquet")
 def test_simclr_learns_from_pictures(tmp_path):

@@ -34,6 +34,7 @@ def test_cosine_per_stage_begins_anew():
 
 
 def test_step_by_hand():
+    assert [step(round, rounds=100, stage=WHOLE, milestones=[0.55], factor=0.1) for round in (55, 56)] == [1, 0.1]
     factors = [step(round, rounds=10, stage=WHOLE, milestones=[0.3, 0.6], factor=0.1) for round in range(1, 11)]
     assert factors == pytest.approx([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01])
 

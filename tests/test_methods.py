@@ -308,8 +308,8 @@ PAPERS = {
     "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
     "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
     "original/barlow_twins": ("512 8192 8192 8192", "", {"lambd": 0.0051}),
-    "original/moco_v3_resnet": ("512 4096 256 n", "256 4096 256", {}),
-    "original/moco_v3_vit": ("512 4096 4096 256 n", "256 4096 256 n", {}),
+    "original/moco_v3_resnet": ("512 4096 256 n", "256 4096 256", {"temperature": 1.0}),
+    "original/moco_v3_vit": ("512 4096 4096 256 n", "256 4096 256 n", {"temperature": 0.2}),
     "original/fedx": ("512 512 256", "256 512 256", {"temperature": 0.1}),
     "orchestra": ("512 512 512 n", "", {"temperature": 0.1, "ema_decay": 0.996}),
 }
@@ -334,6 +334,11 @@ def test_the_heads_of_papers(name: str) -> None:
 def test_no_paper_is_forgotten() -> None:
     nested = {str(file.relative_to(CONF / "method").with_suffix("")) for file in (CONF / "method").glob("*/*.yaml")}
     assert nested == {name for name in PAPERS if "/" in name}
+
+
+def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:
+    method = build(compose(["method=orchestra", "strategy=orchestra"]))
+    assert (len(method.local_centroids), len(method.centroids), len(method.memory)) == (16, 128, 128)
 
 
 def test_heads_without_normalisation_and_a_frozen_patch_embedding() -> None:

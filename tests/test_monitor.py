@@ -125,12 +125,16 @@ def test_summary_has_the_global_model_and_the_mean_of_the_clients():
 
 
 def test_collapse_is_told(caplog):
-    healthy = {"client": None, "spread": 0.5, "effective_rank": 30.0}
+    healthy = {"client": None, "spread": 0.5, "effective_rank": 30.0, "covariance_rank": 9.0}
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         warn_of_collapse([healthy])
         assert not caplog.records
-        warn_of_collapse([healthy, {"client": 3, "spread": 0.5, "effective_rank": 1.1}])
-    assert "the representation has collapsed in client 3: effective rank 1.1, spread 0.500" in caplog.text
+        for client, (name, value) in enumerate({"spread": 0.01, "effective_rank": 1.1, "covariance_rank": 1.7}.items()):
+            warn_of_collapse([healthy, {**healthy, "client": client, name: value}])
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"the representation has collapsed in client {client}" for client in range(3)
+    ]
+    assert caplog.records[2].message.endswith("effective rank 30.0, rank of the covariance 1.7, spread 0.500")
 
 
 @pytest.fixture(scope="module")

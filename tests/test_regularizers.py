@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import ot
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,7 +117,6 @@ def test_transport_equals_that_of_another_solver(rows, columns, dim, tau_a, tau_
 
 @pytest.mark.parametrize(("rows", "columns", "dim", "tau_a", "tau_b"), PROBLEMS)
 def test_transport_equals_that_of_pot(rows, columns, dim, tau_a, tau_b):
-    ot = pytest.importorskip("ot")
     z, s = sphere(rows, dim), sphere(columns, dim, seed=2)
     cost = (0.5 * torch.cdist(z, s).square()).numpy()
     a, b = np.ones(rows), np.ones(columns)

@@ -2,15 +2,19 @@
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
+from fedssl.config import compose
 from fedssl.evaluation.representations import Representations
 from fedssl.report_cli import main
+from fedssl.runs import read_run
 from simulation.cli import run
 
 FIGURES = ["metrics", "cosines", "spectrum", "tsne", "sphere"]
@@ -155,3 +159,20 @@ def test_a_real_run(tmp_path: Path, command):
     assert row.split() == f"fedavg simclr conv_small dirichlet 0.5 3 1 {100 * knn:.1f} 1 0".split()
     assert costs.split()[:3] == ["peak", "memory", "FLOPs"]
     assert cost.count("(1.00x)") == 6
+
+
+@pytest.mark.parametrize("name", ["method=fedu2/byol", "experiment=fedu2", "method=byol"])
+def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str):
+    folder = job(tmp_path / "run", "eua", 0)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(compose([name])))
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "overrides": [name]}))
+    assert read_run(folder).value("method") == ("byol" if name == "method=byol" else "fedu2/byol")
+
+
+def test_a_reader_who_stops_early_gets_no_traceback(sweep: Path):
+    command = [sys.executable, "-c", "import sys; from fedssl.report_cli import main; sys.exit(main())", str(sweep)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0

@@ -1,8 +1,8 @@
 """Whether a representation collapses: numbers that need pictures but no labels.
 
 Constant collapse (all pictures on one point) shows in `spread`, dimensional collapse (pictures in few dimensions) in
-the spectrum and its `effective_rank`; `alignment` and `uniformity` are the two sides between which contrastive learning
-balances. All take representations h of the same pictures ``(n, dim)``.
+the `spectrum`, which `covariance_rank` sums up, and in `effective_rank`; `alignment` and `uniformity` are the two sides
+between which contrastive learning balances. All take representations h of the same pictures ``(n, dim)``.
 """
 
 import math
@@ -32,7 +32,18 @@ def effective_rank(h: Tensor) -> float:
 
     Between 1 (one direction) and min(n, dim) (all directions alike); 0 for representations of zeros.
     """
-    values = torch.linalg.svdvals(h.double())
+    return _rank(torch.linalg.svdvals(h.double()))
+
+
+def covariance_rank(h: Tensor) -> float:
+    """The same of the covariance's singular values: in how many directions pictures vary, by their variance.
+
+    1 if they lie on one line; what little they stray from it, `effective_rank` counts for more. 0 on one point.
+    """
+    return _rank(spectrum(h))
+
+
+def _rank(values: Tensor) -> float:
     if not values.sum():
         return 0.0
     shares = values / values.sum()
@@ -96,6 +107,7 @@ class Health:
         h1, h2 = (_forward(encoder, view) for view in self._views)
         return {
             "effective_rank": effective_rank(h),
+            "covariance_rank": covariance_rank(h),
             "spread": spread(h),
             "alignment": alignment(h1, h2),
             "uniformity": uniformity(h),

@@ -181,7 +181,7 @@ def _check(local_clusters: int, global_clusters: int, memory_size: int, temperat
     if memory_size < local_clusters:
         raise InputError(
             f"method.memory_size={memory_size} must be at least method.local_clusters={local_clusters}; "
-            "the authors use 512"
+            "the authors use 128"
         )
     if temperature <= 0:
         raise InputError(f"method.temperature={temperature} must be positive; the authors use 0.1")
