@@ -208,7 +208,7 @@ class FUR(Regularizer):
         views = torch.stack((step.z1, step.z2))
         samples = _sphere(views, step.generator)
         if self.variant == "uot":
-            with one_thread():  # two, which sleep while they wait, take ten times as long on 256 pictures
+            with one_thread():  # many small operations, after each of which two would wait for each other
                 terms = self.transport(views, samples=samples)
         else:
             bases = _sphere(views, step.generator)
