@@ -297,7 +297,7 @@ def fur(encoder: str, options: argparse.Namespace) -> None:
         for regularizer in ("none", "fur"):
             chosen = [*words(encoder, "simclr", precision, options.batch), f"regularizer={regularizer}"]
             ways[regularizer] = ours(Client(chosen, pictures=pictures, device=options.device))
-        seconds = in_turn(ways, turns=2 * options.turns[encoder])
+        seconds = in_turn(ways, turns=4 * options.turns[encoder])
         none, with_fur = (pictures / statistics.median(seconds[name]) for name in ("none", "fur"))
         cost = ratio(seconds["fur"], seconds["none"])
         print(f"{precision:9s} {none:10.0f} {with_fur:12.0f} {cost:7.2f}{'*' if cost > FUR else ''}", flush=True)
