@@ -14,7 +14,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -108,17 +108,23 @@ def pil_epoch(images: Tensor, batch: int) -> Callable[[], None]:
     return epoch
 
 
-def compare(title: str, ways: dict[str, Callable[[], None]], *, pictures: int, repeats: int) -> None:
-    """Time the ways in turn and print the median rates; the first way is the one compared with the others."""
+def in_turn(ways: Mapping[str, Callable[[], object]], *, turns: int) -> dict[str, list[float]]:
+    """Seconds of each way, one number per turn."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
+    for turn in range(turns + 1):
         for name, epoch in ways.items():
             start = time.perf_counter()
             epoch()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if repeat > 0:  # the first turn warms up
+            if turn > 0:  # the first one warms up
                 seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def compare(title: str, ways: dict[str, Callable[[], None]], *, pictures: int, repeats: int) -> None:
+    """Time the ways in turn and print the median rates; the first way is the one compared with the others."""
+    seconds = in_turn(ways, turns=repeats)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     own = next(iter(median.values()))
     print(title)

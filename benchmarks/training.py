@@ -23,7 +23,6 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -34,7 +33,7 @@ if __name__ == "__main__":  # not in the process of the usual client
     os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
-from augmentation import PilViews
+from augmentation import PilViews, in_turn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -211,20 +210,6 @@ def serve(connection: Connection, device: torch.device, threads: int, tuned: boo
         else:
             words, pictures = request
             epoch = usual(Client(words, pictures=pictures, device=device), lasting=tuned)
-
-
-def in_turn(ways: dict[str, Epoch], *, turns: int) -> dict[str, list[float]]:
-    """Seconds of each way, one number per turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(turns + 1):
-        for name, epoch in ways.items():
-            start = time.perf_counter()
-            epoch()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if turn > 0:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def ratio(above: list[float], below: list[float]) -> float:
