@@ -10,6 +10,7 @@ its gradient 0. The cost here is ``cost_scale`` = 0.5 times that.
 The authors' code does not compute Eq. 4 but a sliced distance in tangent spaces: ``variant: tangent_swd``.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -20,7 +21,8 @@ from fedssl.errors import InputError
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.threads import one_thread
 
-CHECK_EVERY = 10  # iterations of the solver between two looks at how far it is
+FIRST_LOOK = 10  # iteration of the solver before which it first looks how far it is
+PER_FACTOR_E = 11  # iterations in which the distance from the optimum falls to 1/e, about
 SHORTEST = 1e-6  # step that an entry of the coupling must be able to make to count as free to move
 LONGEST = 100  # step, in units of the exact one for a single entry
 TANGENT_SPACES = 6  # of the authors' code, and lines in each
@@ -69,9 +71,8 @@ def uot_uniformity(
     with torch.autocast(z.device.type, enabled=False):
         cost = cost_scale * (2 - 2 * z @ samples.to(z.dtype).mT)
     pi = coupling(cost.detach(), tau_a=tau_a, tau_b=tau_b, max_iter=max_iter, tolerance=tolerance).clone()
-    unmatched_a, unmatched_b = 1 - pi.sum(dim=-1), 1 - pi.sum(dim=-2)
-    penalties = tau_a / 2 * unmatched_a.square().sum(dim=-1) + tau_b / 2 * unmatched_b.square().sum(dim=-1)
-    return (cost * pi).sum(dim=(-2, -1)) + penalties  # Eq. 4
+    penalties = _penalties(_unmatched(pi, dim=-1), _unmatched(pi, dim=-2), tau_a, tau_b)
+    return (cost * pi).sum(dim=(-2, -1)) + penalties[..., 0, 0]  # Eq. 4
 
 
 @torch.inference_mode()  # cheaper than no_grad, which counts in so many small operations
@@ -87,41 +88,48 @@ def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, toleran
     """
     rows, columns = cost.shape[-2:]
     tiny = torch.finfo(cost.dtype).tiny
-    # Q of Eq. 5 is of size (rows * columns)^2, but row i of Phi_r vec(pi) is the sum of row i of pi, and Phi_r^T puts a
-    # number back into all of row i. So Q vec(pi) is, at (i, j), tau_a * (sum of row i) + tau_b * (sum of column j), and
-    # vec(d)^T Q vec(d) is tau_a |row sums of d|^2 + tau_b |column sums of d|^2.
-    tau = torch.cat((cost.new_full((rows,), tau_a), cost.new_full((columns,), tau_b)))
     # Start from the best constant coupling: Eq. 4 is then a parabola in one number.
     mean = cost.mean(dim=(-2, -1), keepdim=True)
     pi = torch.ones_like(cost) * ((tau_a + tau_b - mean) / (tau_a * columns + tau_b * rows)).clamp(min=0)
-    unmatched = tau * (1 - _sums(pi))  # times their price
-    u, v = unmatched[..., :rows, None], unmatched[..., None, rows:]
+    gradient = cost - tau_a * _unmatched(pi, dim=-1) - tau_b * _unmatched(pi, dim=-2)  # Q vec(pi) + w
+    reach = pi.div_(SHORTEST)  # from here on pi is kept as this
+    # Q of Eq. 5 is of size (rows * columns)^2, but row i of Phi_r vec(pi) is the sum of row i of pi, and Phi_r^T puts a
+    # number back into all of row i. So Q vec(d) is, at (i, j), tau_a * (sum of row i of d) + tau_b * (sum of column j),
+    # and vec(d)^T Q vec(d) is tau_a |row sums of d|^2 + tau_b |column sums of d|^2.
+    tau = SHORTEST * torch.cat((cost.new_full((rows,), tau_a), cost.new_full((columns,), tau_b)))
     direction, last_square = torch.zeros_like(cost), torch.ones_like(mean)
-    gradient, reach, descent, cut = (torch.empty_like(cost) for _ in range(4))  # memory for what comes again and again
+    # Memory for what comes again and again: new memory would push the rest out of the cache.
+    descent, cut = torch.empty_like(cost), torch.empty_like(cost)
+    sums = cost.new_empty((*mean.shape[:-1], rows + columns))
+    of_rows, of_columns = sums[..., 0, :rows], sums[..., 0, rows:]
+    matched = torch.empty_like(sums)
+    matched_rows, matched_columns = matched[..., :rows].mT, matched[..., rows:]
+    longest = LONGEST / (tau_a + tau_b) / SHORTEST
+    look = FIRST_LOOK if tolerance else max_iter
     for iteration in range(max_iter):
-        torch.sub(cost, u, out=gradient).sub_(v)  # Q vec(pi) + w
-        if tolerance and iteration % CHECK_EVERY == 0:
-            value = _inner(cost, pi) + _inner(u, u) / (2 * tau_a) + _inner(v, v) / (2 * tau_b)
-            if (value - _bound(gradient, u, v, tau_a=tau_a, tau_b=tau_b) <= tolerance * value).all():
+        if iteration == look:
+            gap, value = _gap(cost, reach * SHORTEST, tau_a=tau_a, tau_b=tau_b)
+            excess = min((gap / (tolerance * value).clamp_(min=tiny)).max().item(), 1e9)
+            if not excess > 1:
                 break
-        torch.mul(pi, 1 / SHORTEST, out=reach)
+            look = iteration + max(2, math.ceil(PER_FACTOR_E * math.log(excess)))
         torch.minimum(gradient, reach, out=descent)
-        square = _inner(descent, descent)
+        square = _inner(descent, descent, memory=cut)
         beta = (square / last_square).clamp_(max=10)  # Fletcher and Reeves
         torch.minimum(direction.mul_(beta), reach, out=direction).add_(descent)
-        sums = _sums(direction)
-        curvature = (tau * sums * sums).sum(dim=-1)[..., None, None].clamp_(min=tiny)
+        _sums(direction, of_rows, of_columns)
+        curvature = torch.mul(tau, sums, out=matched).mul_(sums).sum(dim=-1, keepdim=True).clamp_(min=tiny)
         # Where the value is nearly linear along the direction the exact step is too long to be of use.
-        step = (_inner(direction, descent) / curvature).clamp_(max=LONGEST / (tau_a + tau_b))  # Eq. 6
-        torch.minimum(torch.mul(direction, step, out=cut), pi, out=cut)
-        sums = _sums(cut)
-        matched = tau * sums
-        curvature = (matched * sums).sum(dim=-1)[..., None, None].clamp_(min=tiny)
-        share = (_inner(gradient, cut) / curvature).clamp_(0, 1)
-        pi.addcmul_(cut, share, value=-1)
-        unmatched.addcmul_(matched, share[..., 0])
+        step = (_inner(direction, descent, memory=cut) / curvature).clamp_(max=longest)  # Eq. 6
+        torch.minimum(torch.mul(direction, step, out=cut), reach, out=cut)
+        _sums(cut, of_rows, of_columns)
+        curvature = (torch.mul(tau, sums, out=matched) * sums).sum(dim=-1, keepdim=True).clamp_(min=tiny)
+        share = (_inner(gradient, cut, memory=descent) / curvature).clamp_(0, 1)
+        reach.addcmul_(cut, share, value=-1)
+        matched.mul_(share)
+        gradient.sub_(matched_rows).sub_(matched_columns)
         last_square = square.clamp_(min=tiny)
-    return pi
+    return reach.mul_(SHORTEST)
 
 
 def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tensor) -> Tensor:
@@ -233,26 +241,43 @@ def _shadows(x: Tensor, bases: Tensor, projections: Tensor) -> Tensor:
     return tangent.sort(dim=2).values
 
 
-def _bound(gradient: Tensor, u: Tensor, v: Tensor, *, tau_a: float, tau_b: float) -> Tensor:
-    """A number that Eq. 4 cannot fall below: the value of its dual at the nearest feasible point.
+def _gap(cost: Tensor, pi: Tensor, *, tau_a: float, tau_b: float) -> tuple[Tensor, Tensor]:
+    """What Eq. 4 could still fall by at most, and its value, each ``(..., 1, 1)``.
 
-    The dual maximises ``sum_i (u_i - u_i^2 / (2 tau_a)) + sum_j (v_j - v_j^2 / (2 tau_b))`` over ``u_i + v_j <= C_ij``;
-    at the optimum u and v are tau times the unmatched masses. Given u the best v is known, and given that, u.
+    It cannot fall below any value of its dual, ``sum_i (u_i - u_i^2 / (2 tau_a)) + sum_j (v_j - v_j^2 / (2 tau_b))``
+    with ``u_i + v_j <= C_ij``. At the optimum u and v are tau times the unmatched masses. From there u moves by half
+    of its slack, or of what it is too large by; for that u the best v is known, and for that v the best u.
     """
-    raised_v = (v + gradient.amin(dim=-2, keepdim=True)).clamp(max=tau_b)
-    raised_u = (u + (gradient + v - raised_v).amin(dim=-1, keepdim=True)).clamp(max=tau_a)
-    of_u, of_v = raised_u - raised_u.square() / (2 * tau_a), raised_v - raised_v.square() / (2 * tau_b)
-    return of_u.sum(dim=-2, keepdim=True) + of_v.sum(dim=-1, keepdim=True)
+    unmatched_a, unmatched_b = _unmatched(pi, dim=-1), _unmatched(pi, dim=-2)
+    value = (cost * pi).sum(dim=(-2, -1), keepdim=True) + _penalties(unmatched_a, unmatched_b, tau_a, tau_b)
+    u = tau_a * unmatched_a
+    u += (cost - u - tau_b * unmatched_b).amin(dim=-1, keepdim=True) / 2
+    v = (cost - u).amin(dim=-2, keepdim=True).clamp_(max=tau_b)
+    u = (cost - v).amin(dim=-1, keepdim=True).clamp_(max=tau_a)
+    bound = u.sum(dim=-2, keepdim=True) + v.sum(dim=-1, keepdim=True) - _penalties(u / tau_a, v / tau_b, tau_a, tau_b)
+    return value - bound, value
 
 
-def _sums(matrix: Tensor) -> Tensor:
-    """Sums of the rows, then of the columns, ``(..., rows + columns)``."""
-    return torch.cat((matrix.sum(dim=-1), matrix.sum(dim=-2)), dim=-1)
+def _unmatched(pi: Tensor, *, dim: int) -> Tensor:
+    """What of the masses 1 of the rows, ``(..., rows, 1)``, or columns, ``(..., 1, columns)``, pi leaves behind."""
+    return 1 - pi.sum(dim=dim, keepdim=True)
 
 
-def _inner(a: Tensor, b: Tensor) -> Tensor:
+def _penalties(unmatched_a: Tensor, unmatched_b: Tensor, tau_a: float, tau_b: float) -> Tensor:
+    """The price of unmatched masses in Eq. 4, ``(..., 1, 1)``."""
+    of_a, of_b = (unmatched.square().sum(dim=(-2, -1), keepdim=True) for unmatched in (unmatched_a, unmatched_b))
+    return tau_a / 2 * of_a + tau_b / 2 * of_b
+
+
+def _sums(matrix: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
+    """Sums of the rows and of the columns, into memory of theirs."""
+    torch.sum(matrix, dim=-1, out=of_rows)
+    torch.sum(matrix, dim=-2, out=of_columns)
+
+
+def _inner(a: Tensor, b: Tensor, *, memory: Tensor) -> Tensor:
     """Inner product of matrices ``(..., 1, 1)``; torch.dot would wait milliseconds for threads that others use too."""
-    return (a * b).sum(dim=(-2, -1), keepdim=True)
+    return torch.mul(a, b, out=memory).sum(dim=(-2, -1), keepdim=True)
 
 
 def _full(z: Tensor) -> Tensor:
