@@ -73,4 +73,5 @@ class LocalOnly(FedSSLStrategy):
         }
 
     def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
+        method.end_alone()
         return copies(method, [*travelling_names(method), *kept_names(method)])

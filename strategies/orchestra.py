@@ -25,7 +25,7 @@ import torch
 from fedssl.layers import Alignment, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.clustering import equal_clusters
+from fedssl.methods.clustering import global_centroids
 from strategies.base import FedSSLStrategy, Travels
 from strategies.fedavg import WEIGHTINGS
 from strategies.weighted_sum import WeightedSum, one_of
@@ -33,29 +33,6 @@ from strategies.weighted_sum import WeightedSum, one_of
 log = logging.getLogger("fedssl")
 
 LOCAL, GLOBAL = "local_centroids", "centroids"
-
-
-def global_centroids(local: Sequence[np.ndarray], *, old: np.ndarray) -> np.ndarray:
-    """Centroids of clusters of nearly equal size of all clients' local centroids.
-
-    Parameters
-    ----------
-    local : sequence of ndarray
-        Local centroids, ``(local clusters, dim)`` each; rows of zeros are no centroids.
-    old : ndarray
-        The global centroids that clients had, ``(clusters, dim)``; they give shape and dtype. They stay if ``local``
-        has no centroids. With fewer local centroids than clusters some of the new ones are equal.
-
-    Returns
-    -------
-    ndarray
-        Unit vectors, ``(clusters, dim)``.
-    """
-    points = torch.from_numpy(np.concatenate(local))
-    points = points[points.any(dim=1)]
-    if not len(points):
-        return old
-    return equal_clusters(points, clusters=len(old)).numpy().astype(old.dtype)
 
 
 class SumAndLocalCentroids:
@@ -116,7 +93,8 @@ class Orchestra(FedSSLStrategy):
     def after_aggregate(self, round: int, layers: Layers) -> Layers:
         if GLOBAL not in layers:
             return layers
-        return {**layers, GLOBAL: global_centroids(self._sum.gathered, old=layers[GLOBAL])}
+        local = torch.from_numpy(np.concatenate(self._sum.gathered))
+        return {**layers, GLOBAL: global_centroids(local, old=torch.from_numpy(layers[GLOBAL])).numpy()}
 
     def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
         if GLOBAL not in method.tensors:

@@ -109,16 +109,19 @@ def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
     assert len(restored.models(federation.layers)) == len(models)
 
 
-def test_one_client_alone_is_all_pictures_in_one_place(tmp_path):
+@pytest.mark.parametrize(("method", "strategy"), [("byol", "fedavg"), ("orchestra", "orchestra")])
+def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, strategy):
     """With a single client the two bounds are the same run, bit for bit."""
-    one = ["method=byol", "num_clients=1", "clients_per_round=1"]
+    one = [f"method={method}", "num_clients=1", "clients_per_round=1"]
     weighting = "strategy.weighting=uniform"  # multiplies by 1, so that nothing is rounded
-    central = Federation(tmp_path / "central", *one, "strategy=fedavg", weighting).run(1, 2)
+    central = dict(Federation(tmp_path / "central", *one, f"strategy={strategy}", weighting).run(1, 2))
+    central.pop("local_centroids", None)  # the server has none
     alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
     alone.run(1, 2)
     (model,) = alone.strategy.models(alone.layers).values()
     for name, array in central.items():
         np.testing.assert_array_equal(model[name], array, err_msg=name)
+    assert all(central[name].any() for name in central if "centroids" in name)
 
 
 def test_results_are_means_and_deviations_over_models():

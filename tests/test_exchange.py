@@ -11,8 +11,9 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
 
 
-# Its centroids must be clustered by the server, which only one strategy does; the method refuses all others.
-PAIRS = [(name, kind) for kind in METHODS for name in STRATEGIES if kind != "orchestra" or name == "orchestra"]
+# Its centroids must be clustered, by the server or by clients alone; the method refuses all other strategies.
+CLUSTERING = ("orchestra", "local_only")
+PAIRS = [(name, kind) for kind in METHODS for name in STRATEGIES if kind != "orchestra" or name in CLUSTERING]
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
@@ -18,14 +19,13 @@ from fedssl.heads import MLP
 from fedssl.layers import GlobalLayers
 from fedssl.messages import NUM_EXAMPLES, ClientUpdate
 from fedssl.methods import build
-from fedssl.methods.clustering import equal_assignment, equal_clusters, far_apart
+from fedssl.methods.clustering import equal_assignment, equal_clusters, far_apart, global_centroids
 from fedssl.methods.orchestra import Orchestra, consistency, quarter_turns
 from fedssl.methods.simclr import SimCLR
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from strategies.fedavg import fedavg
 from strategies.orchestra import Orchestra as Server
-from strategies.orchestra import global_centroids
 from tests.federation import Federation
 
 WORDS = ["method=orchestra", "strategy=orchestra"]
@@ -319,10 +319,14 @@ def local(*axes: int) -> np.ndarray:
     return np.eye(8, dtype=np.float32)[list(axes)] + 0.05 * draw(len(axes), 8, seed=sum(axes)).numpy().astype("f4")
 
 
+def clusters_of(clients: Iterable[np.ndarray], old: np.ndarray) -> np.ndarray:
+    return global_centroids(torch.from_numpy(np.concatenate(list(clients))), old=torch.from_numpy(old)).numpy()
+
+
 def test_global_clusters_are_found_though_no_client_has_all():
     clients = [local(0, 1, 2), local(1, 2, 3), local(2, 3, 0), local(3, 0, 1)]
     for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
-        found = global_centroids([clients[client] for client in order], old=np.zeros((4, 8), np.float32))
+        found = clusters_of((clients[client] for client in order), np.zeros((4, 8), np.float32))
         assert found.dtype == np.float32
         np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
         np.testing.assert_allclose(found[found.argmax(axis=1).argsort()], np.eye(8)[:4], atol=0.1)
@@ -330,10 +334,10 @@ def test_global_clusters_are_found_though_no_client_has_all():
 
 def test_clients_without_centroids_change_nothing():
     nothing, old = np.zeros((3, 8), np.float32), local(4, 5)
-    assert np.array_equal(global_centroids([nothing, nothing], old=old), old)
+    assert np.array_equal(clusters_of([nothing, nothing], old), old)
     some = [local(0, 1, 2), local(3, 3, 0)]
-    with_nothing = global_centroids([some[0], nothing, some[1]], old=old)
-    assert np.array_equal(with_nothing, global_centroids(some, old=old))
+    with_nothing = clusters_of([some[0], nothing, some[1]], old)
+    assert np.array_equal(with_nothing, clusters_of(some, old))
 
 
 def test_the_rule_averages_all_but_the_local_centroids():
@@ -362,7 +366,7 @@ def test_the_rule_averages_all_but_the_local_centroids():
         np.testing.assert_array_equal(new["encoder.weight"], expected["encoder.weight"])
         after = strategy.after_aggregate(1, {**layers, "centroids": np.zeros((4, 8), "f4")})
         received = [update.layers["local_centroids"] for update in updates]
-        np.testing.assert_array_equal(after["centroids"], global_centroids(received, old=np.zeros((4, 8), "f4")))
+        np.testing.assert_array_equal(after["centroids"], clusters_of(received, np.zeros((4, 8), "f4")))
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,6 @@ class SSLMethod(nn.Module):
 
     def end_round(self) -> None:
         """Follow-up of local training, before it is read what stays with the client and what travels."""
+
+    def end_alone(self) -> None:
+        """What the method needs of a server beside averages, done by a client that has none; after `end_round`."""

@@ -87,3 +87,23 @@ def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Ten
         sums = F.one_hot(nearest, clusters).double().T @ points
         centroids = torch.where(sums.any(dim=1, keepdim=True), F.normalize(sums, dim=1), centroids)
     return centroids
+
+
+def global_centroids(local: Tensor, *, old: Tensor) -> Tensor:
+    """The federation's centroids: of clusters of nearly equal size of its clients' local centroids.
+
+    Parameters
+    ----------
+    local : Tensor
+        Local centroids of all clients, ``(n, dim)``, on the CPU; rows of zeros are no centroids.
+    old : Tensor
+        The global centroids that clients had, ``(clusters, dim)``; they give shape and dtype. They stay if ``local``
+        has no centroids. With fewer local centroids than clusters some of the new ones are equal.
+
+    Returns
+    -------
+    Tensor
+        Unit vectors, ``(clusters, dim)``.
+    """
+    points = local[local.any(dim=1)]
+    return equal_clusters(points, clusters=len(old)).to(old.dtype) if len(points) else old

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.heads import MLP
-from fedssl.methods.clustering import equal_clusters
+from fedssl.methods.clustering import equal_clusters, global_centroids
 from fedssl.methods.momentum import FollowedMethod
 
-STRATEGY = "strategies.orchestra.Orchestra"
+STRATEGIES = ("strategies.orchestra.Orchestra", "strategies.local_only.LocalOnly")
 
 
 def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: float) -> Tensor:
@@ -104,8 +104,8 @@ class Orchestra(FollowedMethod):
     Raises
     ------
     InputError
-        A number is out of range, or the strategy is not Orchestra's: any other would average local centroids, whose
-        order means nothing, and nobody would make global ones.
+        A number is out of range, or the strategy is one that would average local centroids, whose order means nothing,
+        and make no global ones.
     """
 
     kept = (*FollowedMethod.kept, "memory")
@@ -124,10 +124,10 @@ class Orchestra(FollowedMethod):
         strategy: str | None = None,
     ) -> None:
         _check(local_clusters, global_clusters, memory_size, temperature)
-        if strategy not in (None, STRATEGY):
+        if strategy not in (None, *STRATEGIES):
             raise InputError(
                 f"method=orchestra needs the server to cluster its centroids, which {strategy} does not; "
-                "set strategy=orchestra"
+                "set strategy=orchestra, or strategy=local_only for clients alone"
             )
         super().__init__(encoder, projector=projector, ema_decay=ema_decay, target=target)
         dim = self.projector.out_features
@@ -171,6 +171,10 @@ class Orchestra(FollowedMethod):
         projections = memory[memory.any(dim=1)]
         if len(projections):  # none without a local epoch
             self.local_centroids.copy_(equal_clusters(projections, clusters=len(self.local_centroids)))
+
+    @torch.no_grad()
+    def end_alone(self) -> None:
+        self.centroids.copy_(global_centroids(self.local_centroids.cpu(), old=self.centroids.cpu()))
 
 
 def _check(local_clusters: int, global_clusters: int, memory_size: int, temperature: float) -> None:
