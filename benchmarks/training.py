@@ -46,7 +46,7 @@ from fedssl.training import train
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
 ENCODERS = ("conv_small", "resnet18")
-STEPS, TURNS = {"conv_small": 8, "resnet18": 1}, {"conv_small": 5, "resnet18": 3}  # steps in a turn on a CPU
+STEPS, TURNS = {"conv_small": 8, "resnet18": 1}, {"conv_small": 9, "resnet18": 3}  # steps in a turn on a CPU
 CUDA_STEPS = 40
 LOSS_PICTURES, LOSS_BATCH, LOSS_EPOCHS, SEEDS = {"conv_small": 128, "resnet18": 64}, 32, 4, 4
 BARE, FASTER, FUR = 1.15, {"fp32": 2.0, "bf16": 3.5}, 1.10  # targets
