@@ -5,8 +5,6 @@ the similarity of a picture with itself in the denominator and goes in one direc
 do not. All are computed in at least float32, also inside autocast.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -119,12 +117,11 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -
     Tensor
         Scalar in [0, log 2]; 0 for fewer than three pictures, whose relations have no choice.
     """
-    a = F.normalize(_full(anchors), dim=1).T
-    p, q = (F.log_softmax(_others(_product(F.normalize(_full(z), dim=1) / temperature, a)), dim=1) for z in (z1, z2))
-    m = torch.logaddexp(p, q) - math.log(2)
-    return (
-        F.kl_div(m, p, reduction="batchmean", log_target=True) + F.kl_div(m, q, reduction="batchmean", log_target=True)
-    ) / 2
+    z, a = F.normalize(_full(torch.stack((z1, z2))), dim=2), F.normalize(_full(anchors), dim=1)
+    log_pq = F.log_softmax(_others(_product(z / temperature, a.T)), dim=2)
+    pq = log_pq.exp()
+    log_m = pq.mean(dim=0).clamp(min=torch.finfo(pq.dtype).tiny).log()  # where p and q are 0 it does not count
+    return (pq * (log_pq - log_m)).sum() / (2 * len(z1))
 
 
 def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
@@ -160,10 +157,10 @@ def _standardised(z: Tensor) -> Tensor:
 
 
 def _others(square: Tensor) -> Tensor:
-    """A matrix ``(n, n)`` without its diagonal, ``(n, n - 1)``."""
-    n = len(square)
+    """Matrices ``(..., n, n)`` without their diagonals, ``(..., n, n - 1)``."""
+    n = square.shape[-1]
     # Behind the first number, every (n + 1)-th is on the diagonal.
-    return square.flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)
+    return square.flatten(-2)[..., 1:].unflatten(-1, (n - 1, n + 1))[..., :-1].reshape(*square.shape[:-1], n - 1)
 
 
 def _full(z: Tensor) -> Tensor:

@@ -79,6 +79,13 @@ def test_relational_limits() -> None:
     assert slow_relational(z1, z2, own, 0.3) == pytest.approx(relational(z1, z2, own, temperature=0.3).item())
 
 
+def test_relations_that_round_to_nothing_leave_the_gradient_finite() -> None:
+    inputs = [z.float().requires_grad_() for z in draw(6, 4)]
+    relational(*inputs, temperature=1e-3).backward()
+    assert all(z.grad.isfinite().all() for z in inputs)
+    assert inputs[0].grad.any()
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_pictures_without_a_choice_of_others_add_nothing(batch: int) -> None:
     z1, z2, anchors = draw(batch, 4)
