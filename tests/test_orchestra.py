@@ -156,7 +156,16 @@ def test_fewer_vectors_than_clusters(count):
     assert found.shape == (9, 8)
     similarity = found @ F.normalize(points, dim=1).T
     torch.testing.assert_close(similarity.amax(dim=1), torch.ones(9, dtype=torch.float64))  # each is one of them
-    torch.testing.assert_close(similarity.amax(dim=0), torch.ones(count, dtype=torch.float64))  # and none is lost
+    copies = (similarity > 1 - 1e-9).sum(dim=0)  # nor does any have a greater part than the others
+    assert copies.max() - copies.min() <= 1
+    assert copies.sum() == 9
+
+
+def test_equal_vectors_are_taken_as_often_as_others():
+    """Of (1, 0) three times and (0, 1) twice, five far apart are all five, and seven have two of them again."""
+    points = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    assert sorted(far_apart(points, count=5).tolist()) == [[0.0, 1.0]] * 2 + [[1.0, 0.0]] * 3
+    assert sorted(far_apart(points, count=7).tolist()) == [[0.0, 1.0]] * 3 + [[1.0, 0.0]] * 4
 
 
 # --- the loss ---

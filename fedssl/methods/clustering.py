@@ -48,19 +48,20 @@ def far_apart(points: Tensor, *, count: int) -> Tensor:
     points : Tensor
         Unit vectors, ``(n, dim)``, n >= 1.
     count : int
-        How many; more than n take some of them several times.
+        How many; more than n take all of them, one time more or less.
 
     Returns
     -------
     Tensor
         ``(count, dim)``.
     """
-    chosen = [points[(points @ points.mean(dim=0)).argmin()]]
-    nearest = points @ chosen[0]
-    while len(chosen) < count:
-        chosen.append(points[nearest.argmin()])
-        nearest = torch.maximum(nearest, points @ chosen[-1])
-    return torch.stack(chosen)
+    chosen = [int((points @ points.mean(dim=0)).argmin())]
+    nearest = points @ points[chosen[0]]
+    while len(chosen) < min(count, len(points)):
+        nearest[chosen[-1]] = torch.inf  # so that even of equal vectors none is taken twice
+        chosen.append(int(nearest.argmin()))
+        nearest = torch.maximum(nearest, points @ points[chosen[-1]])
+    return points[chosen][torch.arange(count) % len(chosen)]
 
 
 def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Tensor:
