@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedssl import image_ops
+from fedssl.devices import to_device
 from fedssl.errors import InputError
 from fedssl.views import UNIFORMS, Parameters, View, parameters, read_view
 
@@ -124,10 +125,7 @@ class Augmentation:
             torch.stack(parameters(view, uniform[:, index], height=height, width=width))
             for index, view in enumerate(self.views)
         ]
-        packed = torch.stack(draws).float()
-        if images.is_cuda:  # from pinned memory the copy does not wait for the device
-            packed = packed.pin_memory()
-        packed = packed.to(images.device, non_blocking=True)
+        packed = to_device(torch.stack(draws).float(), images.device)
         self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
 
         results = [torch.empty(batch, channels, self.size, self.size, device=images.device) for _ in self.views]

@@ -87,11 +87,17 @@ def check(settings: DictConfig) -> None:
             f"clients_per_round={settings.clients_per_round} is more than num_clients={settings.num_clients}; "
             "lower clients_per_round or raise num_clients"
         )
-    if settings.calibration.at and settings.strategy["_target_"] == "strategies.local_only.LocalOnly":
-        raise InputError(
-            "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share none; "
-            "set calibration=none"
-        )
+    if settings.strategy["_target_"] == "strategies.local_only.LocalOnly":
+        if settings.calibration.at:
+            raise InputError(
+                "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share "
+                "none; set calibration=none"
+            )
+        if settings.server_optimizer["_target_"] != "strategies.server_optimizer.Assign":
+            raise InputError(
+                "server_optimizer takes steps with the model that clients share, but with strategy=local_only they "
+                "share none; set server_optimizer=none"
+            )
     clip_norm = settings.clip_norm
     if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
         raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")

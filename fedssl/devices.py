@@ -1,6 +1,7 @@
 """The device a process computes on."""
 
 import torch
+from torch import Tensor
 
 from fedssl.errors import InputError
 
@@ -11,3 +12,10 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise InputError("device=cuda but torch finds no GPU; use device=auto or device=cpu")
     return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device; a GPU takes it from pinned memory, so that nothing waits for the copy."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -96,6 +96,8 @@ class TrainPlan:
         Whether the client keeps the frozen layers, because the server will not send them again.
     depth_dropout : float
         Probability that a frozen stage is left out of a training step.
+    transfer : bool
+        Whether the newest stage began with the weights of the one before.
     """
 
     round: int
@@ -110,6 +112,7 @@ class TrainPlan:
     frozen: int = 0
     hold: bool = False
     depth_dropout: float = 0.0
+    transfer: bool = False
 
     def to_content(self) -> RecordDict:
         plan = ConfigRecord(
@@ -127,7 +130,7 @@ class TrainPlan:
             plan["up"] = list(self.up)
         if self.depth is not None:
             plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
-            plan["depth-dropout"] = self.depth_dropout
+            plan.update({"depth-dropout": self.depth_dropout, "transfer": self.transfer})
         return RecordDict({ARRAYS: to_record(self.layers), PLAN: plan})
 
     @classmethod
@@ -146,6 +149,7 @@ class TrainPlan:
             frozen=int(plan.get("frozen", 0)),  # type: ignore[arg-type]  # Flower's values are a union
             hold=bool(plan.get("hold", False)),
             depth_dropout=float(plan.get("depth-dropout", 0.0)),  # type: ignore[arg-type]  # Flower's values are a union
+            transfer=bool(plan.get("transfer", False)),
         )
 
 

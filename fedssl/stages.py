@@ -1,7 +1,11 @@
 """A method in a stage of its schedule: what of it runs, is trained, travels, and is handed on from stage to stage."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor
 
 from fedssl.encoders import Part
 from fedssl.errors import InputError
@@ -11,6 +15,8 @@ from fedssl.methods.base import SSLMethod
 from fedssl.schedules import Stage, stage_at
 
 log = logging.getLogger("fedssl")
+
+Layer = TypeVar("Layer", np.ndarray, Tensor)
 
 _HEAD = Part(0, float("inf"), float("inf"))
 
@@ -47,6 +53,18 @@ def frozen_names(method: SSLMethod) -> list[str]:
     if not method.frozen:
         return []
     return [name for name in travelling_names(method) if part(method, name).freezes <= method.frozen]
+
+
+def inherited(
+    layers: Mapping[str, Layer], *, before: str, new: str, like: Mapping[str, np.ndarray | Tensor]
+) -> dict[str, Layer]:
+    """Layers of one stage of the encoder under the names of the next; none if they do not have the shapes of those.
+
+    ``before`` and ``new`` are prefixes of names, ``like`` has the layers of the new stage among others.
+    """
+    found = {new + name.removeprefix(before): layer for name, layer in layers.items() if name.startswith(before)}
+    shapes = {name: layer.shape for name, layer in like.items() if name.startswith(new)}
+    return found if {name: layer.shape for name, layer in found.items()} == shapes else {}
 
 
 class Stages:
@@ -89,9 +107,8 @@ class Stages:
         if not stage.transfer or stage.number == 1 or round != stage.first:
             return layers
         before, new = self._names[stage.depth - 2], self._names[stage.depth - 1]
-        target = {name: array for name, array in layers.items() if name.startswith(new)}
-        source = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
-        if {n: a.shape for n, a in source.items()} != {n: a.shape for n, a in target.items()}:
+        source = inherited(layers, before=before, new=new, like=layers)
+        if not source:
             log.info("stage %d does not begin with the weights of the one before: shapes differ", stage.depth)
             return layers
         return {**layers, **{name: array.copy() for name, array in source.items()}}

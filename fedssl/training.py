@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedssl.devices import to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 
@@ -70,7 +71,8 @@ def train(
 
     Notes
     -----
-    The loss stays on the device until the end: one synchronisation per call.
+    The loss stays on the device until the end: one synchronisation per call, if the regulariser needs none (FUR does,
+    unless its tolerance is 0).
     """
     method.train()
     regularizer.start(method)
@@ -80,7 +82,7 @@ def train(
     for _ in range(epochs):
         epoch_loss.zero_()
         for batch in batches(indices, batch_size, generator=generator):
-            rows = batch.to(device, non_blocking=True)
+            rows = to_device(batch, device)
             views = augment(images.index_select(0, rows), generator)
             view1, view2 = (view.contiguous(memory_format=layout) for view in views)
             inputs = list(method.inputs(view1, view2))

@@ -131,11 +131,12 @@ class Monitor:
 
 
 def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The global model's numbers and their means over clients, without the spectra."""
-    numbers = [{key: value for key, value in row.items() if isinstance(value, float)} for row in measured]
-    result: dict[str, Any] = {"global": numbers[0]}
-    if len(numbers) > 1:
-        result["clients"] = {key: mean(row[key] for row in numbers[1:]) for key in numbers[0]}
+    """The global model's numbers, and the means of the clients' without their spectra."""
+    own, *clients = measured
+    result: dict[str, Any] = {"global": {key: value for key, value in own.items() if key != "client"}}
+    if clients:
+        single = [key for key, value in own.items() if isinstance(value, float)]
+        result["clients"] = {key: mean(row[key] for row in clients) for key in single}
     return result
 
 

@@ -149,6 +149,10 @@ class FedSSLStrategy(Strategy):
         """
         return {"": layers}
 
+    def own_layers(self, client: int, sent: Layers) -> Layers:
+        """Those layers of a client's model that the server knows to be its own, once its update has been added."""
+        return sent
+
     def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
         """Refuse, by an `InputError`, a method or a number of clients that the algorithm cannot work with."""
 
@@ -219,6 +223,7 @@ class FedSSLStrategy(Strategy):
             frozen=stage.frozen if stage else 0,
             hold=self.staging.hold,
             depth_dropout=stage.dropout if stage else 0.0,
+            transfer=stage is not None and stage.transfer and stage.number > 1,
         )
         self._layers = layers
         self._frozen = {name: self._all[name] for name in frozen}
@@ -317,7 +322,7 @@ class FedSSLStrategy(Strategy):
             return
         rule.add(update, alignment)
         if self.observe is not None:
-            self.observe(client, {**self._frozen, **update.layers})
+            self.observe(client, {**self._frozen, **self.own_layers(client, update.layers)})
         self.report.clients.append(self._row(round, update, alignment, content_bytes(reply.content, update.layers)))
 
     def _drop(self, client: int, reason: str) -> None:

@@ -17,6 +17,7 @@ from fedssl.exchange import copies, kept_names, travelling_names
 from fedssl.layers import Alignment, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
+from fedssl.stages import inherited
 from strategies.base import FedSSLStrategy, State, Travels
 
 
@@ -55,6 +56,9 @@ class LocalOnly(FedSSLStrategy):
     def models(self, layers: Layers) -> dict[str, Layers]:
         return {f"-{client}": {**layers, **model} for client, model in sorted(self._newest.models.items())}
 
+    def own_layers(self, client: int, sent: Layers) -> Layers:
+        return self._newest.models[client]
+
     def travels(self, method: SSLMethod) -> Travels:
         return replace(super().travels(method), stays="its whole model")
 
@@ -71,6 +75,13 @@ class LocalOnly(FedSSLStrategy):
             client: {name: tensor.numpy() for name, tensor in model.items()}
             for client, model in state["models"].items()
         }
+
+    def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
+        if state is not None and plan.transfer and plan.depth is not None:
+            # What the server hands on to a new stage is of the untrained model.
+            before, new = (f"encoder.{name}." for name in method.encoder.stage_names[plan.depth - 2 : plan.depth])
+            state = inherited(state, before=before, new=new, like=method.tensors) | state
+        super().load_global(method, plan, state)
 
     def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
         method.end_alone()

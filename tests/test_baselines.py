@@ -24,6 +24,7 @@ from tests.federation import Federation
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
 QUICK = [*FEDERATION, "evaluate_every=0", "final_evaluation=none"]
+VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]  # its stages hand on weights
 
 
 def lines(file):
@@ -109,16 +110,24 @@ def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
     assert len(restored.models(federation.layers)) == len(models)
 
 
+@pytest.mark.parametrize("schedule", ["end_to_end", "layer_wise", "progressive"])
 @pytest.mark.parametrize(("method", "strategy"), [("byol", "fedavg"), ("orchestra", "orchestra")])
-def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, strategy):
-    """With a single client the two bounds are the same run, bit for bit."""
-    one = [f"method={method}", "num_clients=1", "clients_per_round=1"]
+def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, strategy, schedule):
+    """With a single client the two bounds are the same run, bit for bit, and so is the client's model as it is seen."""
+    one = [f"method={method}", "num_clients=1", "clients_per_round=1", "rounds=4", f"schedule={schedule}", *VIT]
     weighting = "strategy.weighting=uniform"  # multiplies by 1, so that nothing is rounded
-    central = dict(Federation(tmp_path / "central", *one, f"strategy={strategy}", weighting).run(1, 2))
-    central.pop("local_centroids", None)  # the server has none
+    central = Federation(tmp_path / "central", *one, f"strategy={strategy}", weighting)
     alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
-    alone.run(1, 2)
+    seen: list[dict[str, np.ndarray]] = []
+    for federation in (central, alone):
+        federation.strategy.observe = lambda client, layers: seen.append({n: a.copy() for n, a in layers.items()})
+        federation.run(1, 2, 3, 4)
+    assert len(seen) == 8
+    for one_way, other in zip(seen[:4], seen[4:], strict=True):
+        assert all(np.array_equal(array, other[name]) for name, array in one_way.items())
     (model,) = alone.strategy.models(alone.layers).values()
+    central = dict(central.layers)
+    central.pop("local_centroids", None)  # the server has none
     for name, array in central.items():
         np.testing.assert_array_equal(model[name], array, err_msg=name)
     assert all(central[name].any() for name in central if "centroids" in name)

@@ -39,6 +39,7 @@ def test_the_embedded_default():
         (["method=glob(fedu/*)"], r"method=glob\(fedu/\*\) finds nothing, .* name some of .*fedu/byol"),
         (["method=glob([sim*,nix*])"], r"method=glob\(nix\*\) finds nothing"),
         (["strategy=local_only", "calibration=auxiliary"], r"calibration=auxiliary trains .* set calibration=none"),
+        (["strategy=local_only", "server_optimizer=fedadam"], r"they share none; set server_optimizer=none"),
         (["rounds=many"], r"rounds=many is not a whole number"),
         (["rounds=1.5"], r"rounds=1.5 is not a whole number"),
         (["partition.alpha=true"], r"partition.alpha=True is not a number"),

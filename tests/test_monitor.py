@@ -120,8 +120,9 @@ def test_it_can_be_turned_off():
 
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():
     rows = [{"client": client, "spread": value, "singular_values": [1.0]} for client, value in ((None, 1.0), (0, 2.0))]
-    assert summary([*rows, {"client": 1, "spread": 4.0}]) == {"global": {"spread": 1.0}, "clients": {"spread": 3.0}}
-    assert summary(rows[:1]) == {"global": {"spread": 1.0}}
+    own = {"spread": 1.0, "singular_values": [1.0]}
+    assert summary([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}
+    assert summary(rows[:1]) == {"global": own}
 
 
 def test_collapse_is_told(caplog):

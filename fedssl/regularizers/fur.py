@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedssl.devices import to_device
 from fedssl.errors import InputError
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.threads import one_thread
@@ -220,7 +221,7 @@ class FUR(Regularizer):
                 terms = self.transport(views, samples=samples)
         else:
             bases = _sphere(views, step.generator)
-            lines = torch.randn(*views.shape, LINES, generator=step.generator).to(views.device)
+            lines = to_device(torch.randn(*views.shape, LINES, generator=step.generator), views.device)
             spaces = zip(views, samples, bases, lines, strict=True)
             terms = torch.stack([tangent_swd(z, samples=s, bases=b, projections=p) for z, s, b, p in spaces])
         return loss + self.weight * terms.sum()  # Eq. 2
@@ -228,7 +229,7 @@ class FUR(Regularizer):
 
 def _sphere(z: Tensor, generator: torch.Generator) -> Tensor:
     """Random points of the sphere, as many and of as many numbers as there are vectors in z, float32."""
-    return F.normalize(torch.randn(z.shape, generator=generator).to(z.device), dim=-1)
+    return F.normalize(to_device(torch.randn(z.shape, generator=generator), z.device), dim=-1)
 
 
 def _shadows(x: Tensor, bases: Tensor, projections: Tensor) -> Tensor:
