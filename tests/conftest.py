@@ -3,3 +3,22 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cifar10",
+        metavar="PATH",
+        help="CIFAR-10, as dataset.path takes it: read it, and train every method on it (40 CPU minutes)",
+    )
+
+
+@pytest.fixture
+def cifar10(request: pytest.FixtureRequest) -> str:
+    """Where CIFAR-10 is; without it the test is skipped."""
+    path = request.config.getoption("--cifar10")
+    if not path:
+        pytest.skip("--cifar10 names no files")
+    return path

@@ -4,7 +4,6 @@ import inspect
 import io
 import json
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -517,9 +516,8 @@ def test_unusable_folders_are_one_sentence(tmp_path: Path) -> None:
 # --- real files -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("FEDSSL_DATA" not in os.environ, reason="FEDSSL_DATA names no folder of real data")
-def test_real_cifar10_has_the_statistics_of_the_yaml() -> None:
-    settings = settings_of("cifar10", path=f"{os.environ['FEDSSL_DATA']}/cifar10-*.parquet")
+def test_real_cifar10_has_the_statistics_of_the_yaml(cifar10: str) -> None:
+    settings = settings_of("cifar10", path=cifar10)
     pictures = load(settings, "test")
     assert pictures.images.shape == (10000, 3, 32, 32)
     assert torch.bincount(pictures.labels).tolist() == [1000] * 10
