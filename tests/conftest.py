@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cifar10(request: pytest.FixtureRequest) -> str:
     """Where CIFAR-10 is; without it the test is skipped."""
     path = request.config.getoption("--cifar10")

@@ -277,7 +277,10 @@ def _sums(matrix: Tensor, of_rows: Tensor, of_columns: Tensor) -> None:
 
 
 def _inner(a: Tensor, b: Tensor, *, memory: Tensor) -> Tensor:
-    """Inner product of matrices ``(..., 1, 1)``; torch.dot would wait milliseconds for threads that others use too."""
+    """Inner product of matrices ``(..., 1, 1)``; ``memory``, of their shape, is overwritten.
+
+    torch.dot would wait milliseconds for threads that others use too.
+    """
     return torch.mul(a, b, out=memory).sum(dim=(-2, -1), keepdim=True)
 
 
