@@ -1,0 +1,167 @@
+"""Numbers stay: small runs over what composes give the bits that are on record.
+
+What a CPU computes differs in its last bits between kinds of CPU and versions of torch. A record therefore belongs to an
+*arithmetic*: the digest of a fixed piece of training that uses nothing of this project. Without a record for this
+machine's arithmetic there is nothing to compare with, and the tests say so. `pytest tests/test_digests.py --record-digests`
+writes one, on a commit whose numbers are right.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl.export import load_encoder
+from simulation.cli import run
+
+RECORDS = Path(__file__).parent / "digests.json"
+
+BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1", "device=cpu"]
+BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "health_pictures=0", "measure_resources=false"]
+STAGES = ["schedule=layer_wise", "rounds=5"]
+VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
+
+RUNS = {
+    "l_dawa-simclr": ["clients_per_round=2", "rounds=3"],
+    "l_dawa-client-loss": ["strategy.scale_at=client", "strategy.weighting=loss", "method=simsiam"],
+    "l_dawa-warmup-buffers": ["strategy.warmup_rounds=1", "strategy.buffers=scale", "method=barlow_twins"],
+    "l_dawa_fedu-byol": ["strategy=l_dawa_fedu", "method=byol", "rounds=3", "strategy.scale_at=client"],
+    "m_dawa-moco": ["strategy=m_dawa", "method=moco_v3", "lr_schedule=cosine"],
+    "fedavg-supervised-fedadam": ["strategy=fedavg", "method=supervised", "server_optimizer=fedadam", "rounds=3"],
+    "fedavg-fedx-fur": ["strategy=fedavg", "method=fedx", "regularizer=fur"],
+    "loss-simclr-fedavgm": ["strategy=loss", "server_optimizer=fedavgm", "rounds=3"],
+    "fedu-byol": [
+        "strategy=fedu",
+        "method=byol",
+        "rounds=3",
+        "clients_per_round=2",
+        "strategy.predictor_threshold=0.1",
+    ],
+    "fedu-byol-target": ["strategy=fedu", "method=byol", "strategy.aggregate=target", "strategy.update=both"],
+    "fedema-byol": ["strategy=fedema", "method=byol", "rounds=3"],
+    "fedbn-simclr-decorr": ["strategy=fedbn", "regularizer=decorr", "rounds=3"],
+    "fedprox-simclr-clip": ["strategy=fedprox", "clip_norm=0.5"],
+    "euc-simclr": ["strategy=euc", "rounds=5", "clients_per_round=2"],
+    "euc-examples-layer-wise": ["strategy=euc", "strategy.weighting=examples", *STAGES],
+    "eua-simclr-fedyogi": ["strategy=eua", "server_optimizer=fedyogi", "rounds=3"],
+    "median-layer-wise-dropout": [
+        "strategy=median",
+        *VIT,
+        "schedule=layer_wise",
+        "rounds=4",
+        "schedule.depth_dropout=0.5",
+    ],
+    "trimmed_mean-progressive": ["strategy=trimmed_mean", "strategy.beta=0.4", "schedule=progressive", "rounds=4"],
+    "krum-simclr": ["strategy=krum", "num_clients=5"],
+    "lw_fedssl": ["regularizer=alignment", "calibration=auxiliary", "method=moco_v3", *STAGES],
+    "fedema-layer-wise-calibrated-start": ["strategy=fedema", "calibration=auxiliary", "calibration.at=start", *STAGES],
+    "eua-layer-wise-fedadam-byol": ["strategy=eua", "method=byol", "server_optimizer=fedadam", *STAGES],
+    "orchestra": ["method=orchestra", "strategy=orchestra", "rounds=3"],
+    "orchestra-layer-wise": ["method=orchestra", "strategy=orchestra", "clients_per_round=2", *STAGES],
+    "local_only-byol": ["strategy=local_only", "method=byol", "rounds=3"],
+    "local_only-orchestra": ["strategy=local_only", "method=orchestra"],
+    "local_only-layer-wise": ["strategy=local_only", *VIT, "schedule=layer_wise", "rounds=4"],
+    "simclr-bf16-adam": ["precision=bf16", "optimizer=adam", "channels_last=false"],
+}
+CASES = [
+    *((name, "local") for name in RUNS),
+    *(pytest.param(name, "ray", marks=pytest.mark.slow) for name in ("fedu-byol", "lw_fedssl")),
+]
+
+# What the server may or may not repeat of a method's own exchange; what it holds beside counts.
+UNCOUNTED = ("local_centroids",)
+
+
+def digest(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
+    """Of names, dtypes, shapes and bytes, whatever the order."""
+    total = hashlib.sha256()
+    for name, array in sorted(arrays, key=lambda pair: pair[0]):
+        total.update(f"{name} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()[:16]
+
+
+def arithmetic() -> str:
+    """Digest of what this machine makes of some training steps, whatever the project does."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2)),
+            *(nn.ReLU(), nn.Flatten(), nn.Linear(64, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8)),
+        )
+        for precision in (torch.float32, torch.bfloat16):
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for _ in range(3):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
+                    z = nn.functional.normalize(model(torch.randn(24, 1, 8, 8)), dim=1)
+                    (z @ z.T / 0.1).logsumexp(dim=1).mean().backward()
+                optimizer.step()
+    return digest((name, value.detach().numpy()) for name, value in model.state_dict().items())
+
+
+def arrays_in(value: object, place: str = "") -> Iterable[tuple[str, np.ndarray]]:
+    """The tensors in nested dictionaries and their names, which are those of the innermost keys."""
+    if isinstance(value, torch.Tensor):
+        yield place, value.numpy()
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from arrays_in(inner, str(key))
+
+
+def model_digests(folder: Path) -> dict[str, str]:
+    """Of the global layers of the last checkpoint, and of the exported encoders."""
+    newest = max((folder / "checkpoints").glob("round-*.pt"))
+    saved = torch.load(newest, weights_only=True)
+    found = {"layers": digest(pair for pair in arrays_in(saved["layers"]) if pair[0] not in UNCOUNTED)}
+    for file in sorted(folder.glob("encoder*.pt")):
+        state = load_encoder(file).state_dict()
+        found[file.name] = digest((name, value.numpy()) for name, value in state.items())
+    return found
+
+
+def state_digests(folder: Path, words: list[str]) -> dict[str, str]:
+    """Of what each client keeps, its newest version."""
+    found = {}
+    for client in sorted((folder / "clients").glob("*")):
+        versions = sorted(client.glob("round-*.pt"))
+        if versions:
+            state = torch.load(versions[-1], weights_only=True)
+            if "strategy=local_only" in words:  # whose models the server has, whatever clients repeat of them
+                state = {name: value for name, value in state.items() if name.startswith(("target_", "memory"))}
+            kept = [(name, value.numpy()) for name, value in state.items() if name not in (*UNCOUNTED, "centroids")]
+            if kept:
+                found[f"client {client.name}"] = digest(kept)
+    return found
+
+
+def digests(folder: Path, words: list[str]) -> dict[str, str]:
+    found = model_digests(folder) | state_digests(folder, words)
+    if "strategy=local_only" in words:
+        del found["layers"]  # those that nobody trains
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
+    records = json.loads(RECORDS.read_text()) if RECORDS.is_file() else {}
+    if arithmetic() not in records and not request.config.getoption("--record-digests"):
+        pytest.skip(f"no digests on record for this machine's arithmetic ({arithmetic()}, torch {torch.__version__})")
+    return records.get(arithmetic(), {})
+
+
+@pytest.mark.parametrize(("name", "engine"), CASES)
+def test_the_numbers_of_a_run_are_those_on_record(name, engine, recorded, request, tmp_path):
+    words = [*BASE, *RUNS[name], f"engine={engine}"]
+    run([*words, f"output_dir={tmp_path / 'run'}"])
+    found = digests(tmp_path / "run", words)
+    if engine == "local" and request.config.getoption("--record-digests"):
+        records = json.loads(RECORDS.read_text()) if RECORDS.is_file() else {}
+        records.setdefault(arithmetic(), {})[name] = found
+        RECORDS.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+    else:
+        assert found == recorded[name]
