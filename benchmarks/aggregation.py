@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from fedssl.layers import GlobalLayers, Layers, is_weight
+from fedssl.machine.threads import default_threads, tune_allocator
 from fedssl.messages import ClientUpdate, from_record, to_record
-from fedssl.threads import default_threads, tune_allocator
 from strategies.eua import EUARule, deviation_gram, solve
 from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa

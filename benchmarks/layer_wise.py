@@ -1,11 +1,11 @@
-"""What a client pays under each schedule, beside the account of LW-FedSSL's authors (`fedssl.paper_costs`).
+"""What a client pays under each schedule, beside the account of LW-FedSSL's authors (`benchmarks.paper_costs`).
 
     uv run python benchmarks/layer_wise.py [--batch 256] [--blocks 12] [--sampled 1 4 8 12] [--device cpu] [--threads 2]
 
 The experiments of these names in conf/experiment (ViT-Tiny, MoCo v3 with LW-FedSSL's heads, AdamW; as many rounds per
 block as the paper has), on random pictures of 32x32:
 
-memory   Tensors of a training step at the worst moment, in the worst stage, see `fedssl.resources`.
+memory   Tensors of a training step at the worst moment, in the worst stage, see `fedssl.step_cost`.
 FLOPs    Of a training step, torch's count; mean over stages.
 time     Of a training step; mean over stages. A round has a number of steps that does not depend on the schedule.
 bytes    Of all messages down and up to a client that takes part in every round, built as in a run; and of what there is
@@ -22,7 +22,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from fedssl.threads import WAITING, tune_allocator
+from fedssl.machine.threads import WAITING, tune_allocator
 
 os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
@@ -31,17 +31,17 @@ import torch
 from flwr.clientapp import ClientApp
 from omegaconf import DictConfig
 
+from benchmarks.paper_costs import paper_bytes, paper_flops
 from fedssl.config import compose, make
-from fedssl.devices import pick_device
-from fedssl.exchange import travelling_layers
 from fedssl.layers import Layers
+from fedssl.machine.devices import pick_device
 from fedssl.messages import ARRAYS, ClientUpdate, content_bytes, from_record, to_record
 from fedssl.methods import build
 from fedssl.methods.base import SSLMethod
-from fedssl.paper_costs import paper_bytes, paper_flops
-from fedssl.resources import step_cost
-from fedssl.schedules import Stage
-from fedssl.stages import Stages, enter
+from fedssl.model_layers import travelling_layers
+from fedssl.schedule.phases import Phase
+from fedssl.schedule.stages import Stages, enter
+from fedssl.step_cost import step_cost
 from fedssl.training import train
 from server_app.app import make_schedule, train_config
 from simulation.local_grid import LocalGrid
@@ -80,7 +80,7 @@ class Same:
         return layers
 
 
-def measure(settings: DictConfig, method: SSLMethod, stage: Stage, options: argparse.Namespace) -> Cost:
+def measure(settings: DictConfig, method: SSLMethod, stage: Phase, options: argparse.Namespace) -> Cost:
     """Cost of a step in a stage."""
     enter(method, depth=stage.depth, frozen=stage.frozen)
     images = torch.randint(0, 256, (options.batch, 3, 32, 32), dtype=torch.uint8, device=options.device)
@@ -127,7 +127,7 @@ def over_stages(costs: dict[int, Cost]) -> Cost:
     return Cost(max(cost.memory for cost in costs.values()), float(flops.mean()), float(seconds.mean()))
 
 
-def traffic(settings: DictConfig, method: SSLMethod, schedule: list[Stage]) -> np.ndarray:
+def traffic(settings: DictConfig, method: SSLMethod, schedule: list[Phase]) -> np.ndarray:
     """Bytes of all messages to and from a client, and of the encoder's layers in them."""
     enter(method, depth=len(method.encoder.stage_names))
     strategy: FedSSLStrategy = make(settings.strategy)
@@ -181,7 +181,7 @@ def main() -> None:
 
 
 def table(
-    settings: dict[str, DictConfig], method: SSLMethod, schedules: dict[str, list[Stage]], found: dict[str, Cost]
+    settings: dict[str, DictConfig], method: SSLMethod, schedules: dict[str, list[Phase]], found: dict[str, Cost]
 ) -> None:
     """Print all costs relative to fedmoco's, and the paper's beside them."""
     print("\n             measured                                                  as the paper counts")

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedssl.threads import WAITING, tune_allocator
+from fedssl.machine.threads import WAITING, tune_allocator
 
 os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
@@ -28,8 +28,8 @@ from omegaconf import OmegaConf
 from client_app.app import app as client_app
 from client_app.resident import resident
 from fedssl.config import compose, make
-from fedssl.exchange import travelling_layers
 from fedssl.methods import build
+from fedssl.model_layers import travelling_layers
 from fedssl.training import batches
 from server_app.app import find_nodes, run_round, train_config
 from simulation.local_grid import LocalGrid

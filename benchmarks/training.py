@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
 
-from fedssl.threads import WAITING, tune_allocator
+from fedssl.machine.threads import WAITING, tune_allocator
 
 if __name__ == "__main__":  # not in the process of the usual client
     os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
@@ -38,10 +38,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fedssl.config import compose, make
-from fedssl.devices import pick_device
-from fedssl.exchange import travelling_layers
+from fedssl.machine.devices import pick_device
 from fedssl.messages import TrainPlan
 from fedssl.methods import build
+from fedssl.model_layers import travelling_layers
 from fedssl.training import train
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")

@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from client_app.state import load_state, save_state
 from fedssl.config import make
 from fedssl.datasets.base import load
-from fedssl.devices import pick_device
-from fedssl.exchange import travelling_names
+from fedssl.machine.devices import pick_device
+from fedssl.machine.threads import tune_allocator
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods import build
+from fedssl.model_layers import travelling_names
 from fedssl.partition import split
+from fedssl.schedule.stages import enter, frozen_names
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.stages import enter, frozen_names
-from fedssl.threads import tune_allocator
 from fedssl.training import train
 
 

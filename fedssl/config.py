@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.errors import InputError
-from fedssl.threads import default_threads
+from fedssl.machine.threads import default_threads
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -201,7 +201,7 @@ def quote(text: str) -> str:
 
 def grows(settings: DictConfig) -> bool:
     """Whether the schedule begins with a part of the encoder."""
-    return str(settings.schedule["_target_"]) != "fedssl.schedules.end_to_end"
+    return str(settings.schedule["_target_"]) != "fedssl.schedule.phases.end_to_end"
 
 
 def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:

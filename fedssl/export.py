@@ -26,7 +26,7 @@ from fedssl.errors import InputError
 
 FORMAT = "fedssl-encoder-1"
 BUILDERS = {
-    f"{build.__module__}.{build.__name__}": build
+    f"fedssl.encoders.{build.__name__}": build
     for build in (encoders.conv_small, encoders.resnet18, encoders.resnet34, encoders.resnet50, encoders.vit_tiny)
 }
 

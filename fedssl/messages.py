@@ -89,7 +89,7 @@ class TrainPlan:
     up : tuple of str
         Names of the layers that the client sends back; empty: all that its model exchanges.
     depth : int or None
-        Stages of the encoder that run, see `fedssl.schedules`; None: all, and all are trained.
+        Stages of the encoder that run, see `fedssl.schedule.phases`; None: all, and all are trained.
     frozen : int
         Of these the first ones, which are not trained.
     hold : bool

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedssl.devices import to_device
+from fedssl.machine.devices import to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 

@@ -14,25 +14,25 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl import report
 from fedssl.config import load_run, make
-from fedssl.curves import draw_curves
 from fedssl.datasets.base import load
-from fedssl.devices import pick_device
 from fedssl.errors import InputError
-from fedssl.exchange import load_layers, travelling_layers
 from fedssl.export import save_encoder
 from fedssl.fingerprint import code_fingerprint
 from fedssl.layers import Layers
+from fedssl.machine.devices import pick_device
+from fedssl.machine.threads import tune_allocator
 from fedssl.messages import from_record, read_who, to_record
 from fedssl.methods import SSLMethod, build
+from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.partition import split
-from fedssl.partition_report import draw, write_table
 from fedssl.regularizers.base import Regularizer
-from fedssl.schedules import Stage, stage_at
-from fedssl.stages import Stages, enter
-from fedssl.stages import check as check_schedule
-from fedssl.threads import tune_allocator
+from fedssl.report import accuracy_table
+from fedssl.report.curves import draw_curves
+from fedssl.report.partition import draw, write_table
+from fedssl.schedule.phases import Phase, phase_at
+from fedssl.schedule.stages import Stages, enter
+from fedssl.schedule.stages import check as check_schedule
 from server_app.calibration import Calibration
 from server_app.checkpoint import saved_rounds
 from server_app.costs import Costs
@@ -74,7 +74,7 @@ def main(grid: Grid, context: Context) -> None:
                 recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results)
-        log.info("%s\nresults are in %s", report.format_table(results), recorder.folder)
+        log.info("%s\nresults are in %s", accuracy_table.format_table(results), recorder.folder)
 
 
 def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[str, float]]:
@@ -129,7 +129,7 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
         start = time.monotonic()
         strategy.observe = monitor.observe if evaluator.due(round) else None
         config["keep-from"] = _keep_from(recorder)
-        stage = stage_at(schedule, round)
+        stage = phase_at(schedule, round)
         enter(method, depth=stage.depth)  # in which the monitor sees the clients' models
         config["lr-factor"] = lr_factor(round, rounds=settings.rounds, stage=stage)
         layers = run_round(grid, strategy, round, layers, config=config, timeout=settings.client_timeout)
@@ -153,14 +153,14 @@ def run(grid: Grid, settings: DictConfig, recorder: Recorder) -> dict[str, dict[
     return results
 
 
-def make_schedule(settings: DictConfig, method: SSLMethod) -> list[Stage]:
+def make_schedule(settings: DictConfig, method: SSLMethod) -> list[Phase]:
     """The stages of the run, which the method's encoder must allow."""
-    schedule: list[Stage] = make(settings.schedule)(rounds=settings.rounds, depth=len(method.encoder.stage_names))
+    schedule: list[Phase] = make(settings.schedule)(rounds=settings.rounds, depth=len(method.encoder.stage_names))
     check_schedule(method, schedule)
     return schedule
 
 
-def make_staging(settings: DictConfig, method: SSLMethod, schedule: list[Stage], device: torch.device) -> Staging:
+def make_staging(settings: DictConfig, method: SSLMethod, schedule: list[Phase], device: torch.device) -> Staging:
     """What the strategy does beside aggregating."""
     return Staging(
         Stages(method, schedule) if len(schedule) > 1 else None,

@@ -12,14 +12,14 @@ from omegaconf import DictConfig
 from fedssl.config import make
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
-from fedssl.exchange import load_layers, travelling_layers
 from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.partition import auxiliary
 from fedssl.regularizers.base import Regularizer
-from fedssl.schedules import Stage, stage_at
+from fedssl.schedule.phases import Phase, phase_at
+from fedssl.schedule.stages import enter
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.stages import enter
 from fedssl.training import train
 
 
@@ -32,7 +32,7 @@ class Calibration:
         Of the run.
     method : SSLMethod
         Into which the global layers are loaded for this.
-    schedule : list of Stage
+    schedule : list of Phase
         Of the run.
     device : torch.device
         Where the method is.
@@ -43,7 +43,7 @@ class Calibration:
         The method needs labels, ``calibration.at`` is another word, or the auxiliary pictures have another form.
     """
 
-    def __init__(self, settings: DictConfig, method: SSLMethod, schedule: list[Stage], device: torch.device) -> None:
+    def __init__(self, settings: DictConfig, method: SSLMethod, schedule: list[Phase], device: torch.device) -> None:
         node = settings.calibration
         if node.at not in ("start", "end"):
             raise InputError(f"calibration.at={node.at} is unknown; set calibration.at=end or calibration.at=start")
@@ -70,7 +70,7 @@ class Calibration:
 
     def __call__(self, round: int, layers: Layers) -> Layers:
         """The global layers, trained further."""
-        stage = stage_at(self._schedule, round)
+        stage = phase_at(self._schedule, round)
         enter(self._method, depth=stage.depth)
         load_layers(self._method, layers)
         self._method.start_round(first=True)

@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from fedssl.config import make
 from fedssl.datasets.base import Pictures
 from fedssl.methods.base import SSLMethod
-from fedssl.resources import StepCost, step_cost
-from fedssl.schedules import Stage
-from fedssl.stages import enter
+from fedssl.schedule.phases import Phase
+from fedssl.schedule.stages import enter
+from fedssl.step_cost import StepCost, step_cost
 
 
 class Costs:
@@ -48,8 +48,8 @@ class Costs:
         )
         self._steps: dict[int, StepCost] = {}
 
-    def __call__(self, stage: Stage, clients: Sequence[int]) -> dict[str, float]:
-        """FLOPs of a client's round, the mean over ``clients``, and the step's cost, see `fedssl.resources`."""
+    def __call__(self, stage: Phase, clients: Sequence[int]) -> dict[str, float]:
+        """FLOPs of a client's round, the mean over ``clients``, and the step's cost, see `fedssl.step_cost`."""
         step = self._steps.get(stage.number)
         if step is None:
             step = self._steps[stage.number] = self._measure(stage)
@@ -62,7 +62,7 @@ class Costs:
             "resident_parameters": step.resident_parameters,
         }
 
-    def _measure(self, stage: Stage) -> StepCost:
+    def _measure(self, stage: Phase) -> StepCost:
         method, settings = self._method, self._settings
         enter(method, depth=stage.depth, frozen=stage.frozen, dropout=stage.dropout)
         cost = step_cost(

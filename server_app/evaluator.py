@@ -13,7 +13,7 @@ from fedssl.evaluation.features import Features, accuracy, extract, pixels
 from fedssl.evaluation.probes import Evaluation
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.supervised import Supervised
-from fedssl.runs import SPREAD
+from fedssl.report.runs import SPREAD
 
 
 class Evaluator:

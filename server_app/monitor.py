@@ -21,10 +21,10 @@ from fedssl.config import make
 from fedssl.datasets.base import load
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import Health
-from fedssl.evaluation.representations import Representations
-from fedssl.exchange import load_layers, travelling_names
 from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import load_layers, travelling_names
+from fedssl.report.representations import Representations
 from fedssl.seeding import torch_generator
 
 log = logging.getLogger("fedssl")

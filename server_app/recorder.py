@@ -21,10 +21,10 @@ import numpy as np
 from omegaconf import DictConfig
 
 from fedssl import config
-from fedssl.cost_table import totals
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.runs import read_lines
+from fedssl.report.cost_table import totals
+from fedssl.report.runs import read_lines
 from server_app.checkpoint import Checkpoint, drop_after, latest_checkpoint, save_checkpoint
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from strategies.base import FedSSLStrategy, RoundReport

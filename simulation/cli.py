@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from fedssl.threads import WAITING
+from fedssl.machine.threads import WAITING
 
 # Before flwr is imported: a run sends nothing anywhere.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -126,7 +126,7 @@ def print_travels(words: Sequence[str]) -> None:
 
 def print_table(folders: Sequence[Path]) -> None:
     """The table of a sweep: to the terminal, and as CSV and Markdown into the folder of the sweep."""
-    from fedssl.report import sweep_table
+    from fedssl.report.accuracy_table import sweep_table
 
     table = sweep_table(folders)
     table.write(folders[0].parent)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.threads import WAITING
+from fedssl.machine.threads import WAITING
 from simulation.processes import Place, private_place
 
 LOG_FILE = "flower.log"

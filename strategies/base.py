@@ -17,10 +17,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.exchange import copies, kept_names, start_from, take_layers, travelling_names
 from fedssl.layers import Alignment, GlobalLayers, Layers
 from fedssl.messages import CLIENT_METRICS, ClientUpdate, TrainPlan, content_bytes, from_record, to_record
 from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
 from fedssl.seeding import numpy_generator
 from strategies.server_optimizer import Assign, ServerOptimizer
 from strategies.staging import Staging

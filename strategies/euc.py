@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.exchange import copies, kept_names, travelling_layers, travelling_names
 from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import copies, kept_names, travelling_layers, travelling_names
 from strategies.base import FedSSLStrategy, Rule, State, Travels
 from strategies.fedavg import WEIGHTINGS
 from strategies.weighted_sum import WeightedSum, one_of

@@ -14,9 +14,9 @@ from dataclasses import replace
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.errors import InputError
-from fedssl.exchange import copies, kept_names
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import copies, kept_names
 from strategies.base import State, Travels
 from strategies.fedavg import FedAvg
 

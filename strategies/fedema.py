@@ -24,10 +24,10 @@ from dataclasses import replace
 import torch
 
 from fedssl.errors import InputError
-from fedssl.exchange import copies, kept_names, start_from, travelling_layers
 from fedssl.layers import Layers, is_weight
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import copies, kept_names, start_from, travelling_layers
 from strategies.base import State, Travels
 from strategies.fedavg import FedAvg
 from strategies.fedu import DISTANCES, compared, moved

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.exchange import copies, kept_names, start_from, take_layers, travelling_layers, travelling_names
 from fedssl.layers import Layers, is_weight, products
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.momentum import MomentumMethod
+from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_layers, travelling_names
 from strategies.base import FedSSLStrategy, State, Travels
 from strategies.fedavg import FedAvg
 from strategies.weighted_sum import one_of

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from fedssl.exchange import copies, kept_names, travelling_names
 from fedssl.layers import Alignment, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.stages import inherited
+from fedssl.model_layers import copies, kept_names, travelling_names
+from fedssl.schedule.stages import inherited
 from strategies.base import FedSSLStrategy, State, Travels
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from fedssl.layers import Layers
-from fedssl.schedules import Stage
-from fedssl.stages import Stages
+from fedssl.schedule.phases import Phase
+from fedssl.schedule.stages import Stages
 
 
 class Calibration(Protocol):
@@ -58,7 +58,7 @@ class Staging:
             layers = self._calibration(round, layers)
         return layers
 
-    def divide(self, round: int, layers: Layers) -> tuple[Stage | None, tuple[str, ...], tuple[str, ...]]:
+    def divide(self, round: int, layers: Layers) -> tuple[Phase | None, tuple[str, ...], tuple[str, ...]]:
         """The stage, and the names of the layers that clients train and of those that they only use."""
         if self._stages is None:
             return None, tuple(layers), ()

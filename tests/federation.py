@@ -8,8 +8,8 @@ from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
 from fedssl.config import compose, make
-from fedssl.exchange import travelling_layers
 from fedssl.methods import build
+from fedssl.model_layers import travelling_layers
 from server_app.app import find_nodes, make_schedule, make_staging, run_round, train_config
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy

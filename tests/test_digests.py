@@ -1,9 +1,9 @@
 """Numbers stay: small runs over what composes give the bits that are on record.
 
-What a CPU computes differs in its last bits between kinds of CPU and versions of torch. A record therefore belongs to an
-*arithmetic*: the digest of a fixed piece of training that uses nothing of this project. Without a record for this
-machine's arithmetic there is nothing to compare with, and the tests say so. `pytest tests/test_digests.py --record-digests`
-writes one, on a commit whose numbers are right.
+What a CPU computes differs in its last bits between kinds of CPU and versions of torch. A record therefore belongs to
+an *arithmetic*: the digest of a fixed piece of training that uses nothing of this project. Without a record for this
+machine's arithmetic there is nothing to compare with, and the tests say so. ``pytest tests/test_digests.py -n 0
+--record-digests`` writes one, on a commit whose numbers are right.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ RECORDS = Path(__file__).parent / "digests.json"
 BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1", "device=cpu"]
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "health_pictures=0", "measure_resources=false"]
 STAGES = ["schedule=layer_wise", "rounds=5"]
+THRESHOLD = ["strategy.predictor_threshold=0.1"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
 
 RUNS = {

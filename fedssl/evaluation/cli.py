@@ -22,11 +22,11 @@ from torch import nn
 
 from fedssl.config import compose, make
 from fedssl.datasets.base import load
-from fedssl.devices import pick_device
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, extract
 from fedssl.export import load_encoder
-from fedssl.report import format_table
+from fedssl.machine.devices import pick_device
+from fedssl.report.accuracy_table import format_table
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [dataset.path=PATH] "

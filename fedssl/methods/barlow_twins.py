@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.heads import MLP
 from fedssl.losses import barlow_twins
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.heads import MLP
 
 
 class BarlowTwins(SSLMethod):

@@ -22,7 +22,7 @@ class SSLMethod(nn.Module):
     kept : tuple of str
         Parts that never leave the client.
     frozen : int
-        Stages of the encoder that are not trained at present, see `fedssl.stages`.
+        Stages of the encoder that are not trained at present, see `fedssl.schedule.stages`.
     idle : frozenset of str
         Layers that are out of use at present.
     uses_labels : bool

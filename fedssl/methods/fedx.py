@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.heads import MLP
 from fedssl.losses import nt_xent, relational
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import predictor_for
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.heads import MLP
 from fedssl.losses import info_nce
+from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import MomentumMethod
 
 

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.heads import MLP
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.heads import MLP
 
 
 class FollowedMethod(SSLMethod):

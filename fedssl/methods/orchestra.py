@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.heads import MLP
 from fedssl.methods.clustering import equal_clusters, global_centroids
+from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import FollowedMethod
 
 STRATEGIES = ("strategies.orchestra.Orchestra", "strategies.local_only.LocalOnly")

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fedssl.encoders import Encoder
-from fedssl.heads import MLP
 from fedssl.losses import negative_cosine
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import predictor_for
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.devices import to_device
 from fedssl.errors import InputError
+from fedssl.machine.devices import to_device
+from fedssl.machine.threads import one_thread
 from fedssl.regularizers.base import Regularizer, Step
-from fedssl.threads import one_thread
 
 FIRST_LOOK = 10  # iteration of the solver before which it first looks how far it is
 PER_FACTOR_E = 11  # iterations in which the distance from the optimum falls to 1/e, about

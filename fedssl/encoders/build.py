@@ -1,0 +1,181 @@
+"""Encoders: what maps pictures to representations h, the part of the model that everything else exists for.
+
+One function per encoder, named as in ``conf/encoder/``. ResNets and the vision transformer are torchvision's modules
+with torchvision's names in their ``state_dict``, so weights of one load into the other; only the classifier is gone.
+ResNets have by default a stem for small pictures: one 3x3 convolution of stride 1 and no pooling, as SimCLR does on
+CIFAR-10 (arXiv 2002.05709, appendix B.9) and the federated papers after it. Nothing is ever downloaded.
+"""
+
+import math
+
+from torch import Tensor, nn
+
+from fedssl.encoders.base import Encoder
+from fedssl.errors import InputError
+
+
+class ConvSmall(Encoder):
+    """Blocks of 3x3 convolution, batch normalisation and ReLU, then the mean over all positions.
+
+    Every block is a stage. ``widths`` are the channels before the first block and after each, ``strides`` one number
+    per block.
+    """
+
+    def __init__(self, *, widths: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential()
+        for before, after, stride in zip(widths[:-1], widths[1:], strides, strict=True):
+            # No bias: the normalisation that follows would take it out again.
+            conv = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+            self.blocks.append(nn.Sequential(conv, nn.BatchNorm2d(after), nn.ReLU(inplace=True)))
+        self.feature_dim = widths[-1]
+        self.divide(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
+
+    def readout(self, x: Tensor) -> Tensor:
+        return x.mean(dim=(2, 3))
+
+
+def conv_small(*, channels: int, size: int, width: int = 32) -> Encoder:
+    """A small convolutional encoder that trains fast on a CPU, for pictures of 8x8 to 96x96.
+
+    Parameters
+    ----------
+    channels, size : int
+        Channels of the pictures, and their height and width in pixels (at least 4).
+    width : int
+        Channels of the first of four blocks; the others have 2, 4 and 4 times as many.
+
+    Returns
+    -------
+    Encoder
+        ``feature_dim`` is ``4 * width``. The blocks halve the picture twice below 16 pixels, four times from 64 pixels
+        on and three times between, so that the widest ones see 2x2 to 6x6 positions.
+
+    Raises
+    ------
+    InputError
+        If a number is not positive, or the pictures are smaller than 4x4.
+    """
+    _check_pictures("conv_small", channels=channels, size=size, smallest=4)
+    if width < 1:
+        raise InputError(f"encoder.width={width} but conv_small needs at least 1 channel; set encoder.width=32")
+    strides = (2 if size >= 64 else 1, 2, 2, 2 if size >= 16 else 1)
+    return ConvSmall(widths=(channels, width, 2 * width, 4 * width, 4 * width), strides=strides)
+
+
+def resnet18(*, channels: int, size: int, stem: str = "small") -> Encoder:
+    """torchvision's ResNet-18 without its classifier; ``feature_dim`` is 512.
+
+    Parameters
+    ----------
+    channels, size : int
+        Channels of the pictures, and their height and width in pixels.
+    stem : {"small", "imagenet"}
+        "small": 3x3 convolution of stride 1, no pooling. "imagenet": torchvision's own 7x7 convolution of stride 2 and
+        max pooling, for pictures of about 100 pixels and more.
+
+    Raises
+    ------
+    InputError
+        If ``stem`` is another word or a number is not positive.
+    """
+    return _resnet("resnet18", channels=channels, size=size, stem=stem)
+
+
+def resnet34(*, channels: int, size: int, stem: str = "small") -> Encoder:
+    """torchvision's ResNet-34 without its classifier; ``feature_dim`` is 512. Settings as in :func:`resnet18`."""
+    return _resnet("resnet34", channels=channels, size=size, stem=stem)
+
+
+def resnet50(*, channels: int, size: int, stem: str = "small") -> Encoder:
+    """torchvision's ResNet-50 without its classifier; ``feature_dim`` is 2048. Settings as in :func:`resnet18`."""
+    return _resnet("resnet50", channels=channels, size=size, stem=stem)
+
+
+def vit_tiny(
+    *,
+    channels: int,
+    size: int,
+    patch: int = 4,
+    depth: int = 12,
+    width: int = 192,
+    heads: int = 3,
+    pool: str = "token",
+) -> Encoder:
+    """torchvision's VisionTransformer in the "tiny" size of DeiT (arXiv 2012.12877).
+
+    Parameters
+    ----------
+    channels, size : int
+        Channels of the pictures, and their height and width in pixels.
+    patch : int
+        Height and width of a patch; must divide ``size``. LW-FedSSL takes 4 for 32x32; 2 suits 8x8.
+    depth, width, heads : int
+        Transformer blocks, length of a token (``feature_dim``), attention heads. The inner layer of a block is four
+        times as wide as a token.
+    pool : {"token", "mean"}
+        h is the class token, or the mean over the patches of a transformer without class token.
+
+    Raises
+    ------
+    InputError
+        If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``, or
+        ``pool`` is another word.
+    """
+    _check_pictures("vit_tiny", channels=channels, size=size, smallest=1)
+    if min(patch, depth, width, heads) < 1:
+        raise InputError(
+            f"encoder.patch={patch}, depth={depth}, width={width} and heads={heads} of vit_tiny must be at least 1; "
+            "the defaults are 4, 12, 192 and 3"
+        )
+    if size % patch:
+        fitting = [divisor for divisor in range(1, size) if size % divisor == 0]
+        raise InputError(
+            f"encoder.patch={patch} does not divide the {size}x{size} pixels of a picture; "
+            f"set encoder.patch to one of {fitting}"
+        )
+    if width % heads:
+        raise InputError(f"encoder.heads={heads} does not divide encoder.width={width}; set encoder.heads=1 or another")
+    if pool not in ("token", "mean"):
+        raise InputError(f"encoder.pool={pool} is unknown; set encoder.pool=token or encoder.pool=mean")
+
+    from fedssl.encoders.torchvision import ViTEncoder  # here: takes a second, and conv_small does without
+
+    encoder = ViTEncoder(size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool)
+    if channels != 3:
+        projection = nn.Conv2d(channels, width, patch, patch)
+        nn.init.trunc_normal_(projection.weight, std=math.sqrt(1 / (channels * patch * patch)))
+        nn.init.constant_(projection.get_parameter("bias"), 0)
+        encoder.conv_proj = projection
+    return encoder
+
+
+def _resnet(name: str, *, channels: int, size: int, stem: str) -> Encoder:
+    """torchvision's ResNet of that name with the stem asked for and without classifier."""
+    _check_pictures(name, channels=channels, size=size, smallest=1)
+    if stem not in ("small", "imagenet"):
+        raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
+
+    from torchvision.models.resnet import BasicBlock, Bottleneck  # here: takes a second, and conv_small does without
+
+    from fedssl.encoders.torchvision import ResNetEncoder
+
+    blocks = [2, 2, 2, 2] if name == "resnet18" else [3, 4, 6, 3]
+    encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks)
+    if stem == "small":
+        encoder.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
+        encoder.maxpool = nn.Identity()
+    elif channels != 3:
+        encoder.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    # torchvision's own rule, again for a first convolution that is not its own.
+    nn.init.kaiming_normal_(encoder.conv1.weight, mode="fan_out", nonlinearity="relu")
+    return encoder
+
+
+def _check_pictures(name: str, *, channels: int, size: int, smallest: int) -> None:
+    if channels < 1:
+        raise InputError(f"{name} got pictures with {channels} channels; dataset.channels must be at least 1")
+    if size < smallest:
+        raise InputError(
+            f"{name} got pictures of {size}x{size} pixels and needs {smallest}x{smallest}; set a larger dataset.size"
+        )

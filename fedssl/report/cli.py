@@ -1,0 +1,97 @@
+"""The command ``fedssl-report``: the results of any runs as one table, and pictures of each of them.
+
+    fedssl-report DIR... [--pictures] [--out FILE.md|FILE.csv]
+
+A folder is that of a run, or has runs below it (``multirun/...``, ``runs``). Runs that differ only in their seed make
+one row, with mean and standard deviation; runs that did not finish are listed with the reason. ``--pictures`` draws
+what a run folder has numbers for into its ``figures/``, also while the run goes on.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedssl.errors import InputError
+from fedssl.report.accuracy_table import Table, run_table
+from fedssl.report.cost_table import CostTable, cost_table
+from fedssl.report.runs import Run, find_runs
+
+FORMATS = (".md", ".csv")
+LISTED = 5  # runs that a message names
+
+
+def main() -> int:
+    """Entry point; returns the exit status, 2 for what the user has to put right."""
+    options = _parser().parse_args()
+    try:
+        report(options.folders, pictures=options.pictures, out=options.out)
+        sys.stdout.flush()
+    except InputError as error:
+        print(f"fedssl-report: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # of `fedssl-report ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def report(folders: Sequence[Path], *, pictures: bool, out: Path | None) -> None:
+    """Print the tables of the runs in the folders, write them to ``out``, and draw the pictures.
+
+    Raises
+    ------
+    InputError
+        A folder has no run in it, no run has finished, or ``out`` cannot be written.
+    """
+    if out is not None and out.suffix not in FORMATS:
+        raise InputError(f"--out {out} ends in neither of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
+    runs = find_runs(folders)
+    if pictures:
+        _draw(runs)
+    if not any(run.finished for run in runs):
+        listed = "; ".join(f"{run.folder}: {run.ending}" for run in runs[:LISTED])
+        more = f"; and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
+        raise InputError(f"no run has finished, so there are no results ({listed}{more}); try fedssl resume=FOLDER")
+    costs = cost_table(runs)
+    tables: list[Table | CostTable] = [run_table(runs), *([costs] if costs.rows else [])]
+    print("\n\n".join(table.text() for table in tables))
+    if out is not None:
+        kinds = {".md": [table.markdown() for table in tables], ".csv": [table.csv() for table in tables]}
+        _write(out, "\n".join(kinds[out.suffix]))
+        print(f"\nwritten to {out}")
+
+
+def _draw(runs: Sequence[Run]) -> None:
+    # Imported here: they need torch and matplotlib, which the tables do not.
+    from fedssl.report.curves import draw_curves
+    from fedssl.report.embeddings import draw_pictures
+
+    for run in runs:
+        drawn = [*draw_curves(run.folder), *draw_pictures(run.folder)]
+        names = ", ".join(file.name for file in drawn)
+        print(f"{run.folder / 'figures'}: {names}" if drawn else f"{run.folder}: nothing to draw", flush=True)
+    print()
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise InputError(f"--out {file} cannot be written ({error.strerror}); choose another place") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedssl-report", description="The results of any runs as one table, and pictures of each of them."
+    )
+    parser.add_argument(
+        "folders", metavar="DIR", type=Path, nargs="+", help="folder of a run, or folder with runs below it"
+    )
+    parser.add_argument(
+        "--pictures",
+        action="store_true",
+        help="draw curves, spectra, t-SNE and sphere of every run into its figures/ (takes some seconds each)",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the table to FILE.md or FILE.csv as well")
+    return parser

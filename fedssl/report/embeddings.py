@@ -1,0 +1,161 @@
+"""Pictures of representations: global against local models in two dimensions, and on the sphere (FedU2, Figs. 5 and 4).
+
+Both show what the global model and the clients' models of one round make of the same pictures. FedU2 does not say how
+its sphere comes about. Here points lie on it as they are where the projector's output has 3 dimensions
+(``method.projector.out=3``); else every model's representations are projected onto their 3 principal directions, and
+divided by their length. These directions are of the representations as they are, not of their deviations from the mean:
+one point for all pictures would otherwise be drawn as the noise around it.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedssl.report.curves import new_figure, save_figure
+from fedssl.report.representations import Representations, read_representations
+from fedssl.seeding import derive
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_POINTS = 1500  # of a t-SNE: six seconds on one core; with more models every model shows fewer pictures
+SPHERES = 6  # models that are drawn
+
+
+def draw_pictures(folder: Path) -> list[Path]:
+    """Draw ``figures/tsne.png`` and ``figures/sphere.png`` of a run folder, if it keeps representations."""
+    kept = read_representations(folder)
+    if kept is None:
+        return []
+    round, representations = kept
+    figures = {"sphere": sphere_figure(representations, round=round)}
+    if representations.h[..., 0].size > 1:  # a point alone has no neighbours
+        figures = {"tsne": tsne_figure(representations, round=round)} | figures
+    return [save_figure(figure, folder, name) for name, figure in figures.items()]
+
+
+def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """t-SNE (van der Maaten and Hinton, 2008) of the representations of several models together.
+
+    Parameters
+    ----------
+    h : ndarray
+        ``(models, n, dim)``, at least 2 points.
+    seed : int
+        The same one gives the same bits on one machine, with any number of cores.
+
+    Returns
+    -------
+    ndarray
+        float32, ``(models, n, 2)``.
+    """
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    points = h.reshape(-1, h.shape[-1]).astype(np.float32)
+    reducer = TSNE(
+        perplexity=min(30.0, (len(points) - 1) / 3),
+        # Points that all coincide have no principal directions to begin with.
+        init="pca" if np.ptp(points, axis=0).any() else "random",
+        random_state=derive(seed, "t-SNE") % 2**32,
+    )
+    with threadpool_limits(limits=1):  # sums of several threads depend on who is first
+        flat: np.ndarray = reducer.fit_transform(points)
+    return flat.reshape(*h.shape[:2], 2)
+
+
+def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
+    """Representations of one model on the unit sphere of 3 dimensions.
+
+    Parameters
+    ----------
+    h : ndarray
+        ``(n, dim)``, each of length 1 or 0; with 3 dimensions they stay where they are.
+
+    Returns
+    -------
+    tuple of ndarray and float
+        Points ``(n, 3)``, and how much of the squared lengths lies in these 3 directions, in [0, 1]. A point of which
+        nothing lies in them is in the centre.
+    """
+    h = h.astype(np.float64)
+    if h.shape[1] == 3:
+        return h, 1.0
+    _, _, directions = np.linalg.svd(h, full_matrices=False)
+    points = h @ directions[:3].T
+    points *= np.where(points.sum(axis=0) < 0, -1, 1)  # a direction has no sign of its own: most points in front
+    points = np.pad(points, ((0, 0), (0, 3 - points.shape[1])))  # fewer pictures than directions
+    lengths = np.linalg.norm(points, axis=1, keepdims=True)
+    share = float(np.sum(lengths**2) / max(np.sum(h**2), 1e-12))
+    return np.divide(points, lengths, out=np.zeros_like(points), where=lengths > 1e-6), share
+
+
+def tsne_figure(representations: Representations, *, round: int, seed: int = 0) -> "Figure":
+    """Circles for the global model and crosses for the clients' models; colours are classes, or else models."""
+    from matplotlib.lines import Line2D
+
+    models = len(representations.h)
+    used = max(1, min(representations.h.shape[1], MAX_POINTS // models))
+    labels = representations.labels
+    points = tsne(representations.h[:, :used], seed=seed)
+    figure = new_figure(height=6.0)
+    axes = figure.add_subplot(1, 1, 1, xticks=[], yticks=[])
+    shades = _shades(np.arange(models)) if labels is None else _shades(labels)[:used]
+    for model in reversed(range(models)):  # the global model on top
+        color = np.tile(shades[model], (used, 1)) if labels is None else shades
+        x, y = points[model].T
+        if model:
+            axes.scatter(x, y, c=color, marker="x", s=14, linewidths=0.6)
+        else:
+            axes.scatter(x, y, c=color, marker="o", s=22, linewidths=0)
+    marks = {"global model": "o", "clients' models": "x"} if models > 1 else {"global model": "o"}
+    axes.legend(handles=[Line2D([], [], marker=m, color="grey", linewidth=0, label=name) for name, m in marks.items()])
+    colors = "models" if labels is None else "classes"
+    axes.set_xlabel(f"t-SNE of the representations of {used} pictures, round {round}; colours: {colors}")
+    return figure
+
+
+def sphere_figure(representations: Representations, *, round: int) -> "Figure":
+    """A sphere for the global model and for each of the first clients' models; much blank space is a collapse."""
+    vectors = representations.h if representations.z is None else representations.z
+    models = min(SPHERES, len(vectors))
+    columns = min(3, models)
+    rows = -(-models // columns)
+    figure = new_figure(height=2.6 * rows + 0.5)
+    shades = "tab:blue" if representations.labels is None else _shades(representations.labels)
+    shares = []
+    for model in range(models):
+        points, share = on_sphere(vectors[model])
+        shares.append(share)
+        # mpl_toolkits adds this projection by being imported, which add_subplot does.
+        axes: Any = figure.add_subplot(rows, columns, model + 1, projection="3d", title=representations.names[model])
+        axes.plot_wireframe(*_globe(), color="lightgrey", linewidth=0.3)
+        axes.scatter(*points.T, c=shades, s=4, linewidths=0)
+        axes.view_init(elev=15, azim=15)  # the first direction comes forward
+        axes.set_box_aspect((1, 1, 1), zoom=1.6)
+        axes.set_axis_off()
+    dim = vectors.shape[2]
+    how = (
+        f"{'representations' if representations.z is None else 'projections'} as they are"
+        if dim == 3
+        else f"representations of {dim} dimensions on their 3 principal directions\n"
+        f"({min(shares):.0%} to {max(shares):.0%} of their squared length)"
+    )
+    colors = "" if representations.labels is None else "; colours: classes"
+    figure.supxlabel(f"{how}, round {round}{colors}", fontsize="small")
+    return figure
+
+
+def _globe() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Circles of latitude and longitude on the unit sphere."""
+    latitude, longitude = np.meshgrid(np.linspace(0, np.pi, 13), np.linspace(0, 2 * np.pi, 25))
+    return np.sin(latitude) * np.cos(longitude), np.sin(latitude) * np.sin(longitude), np.cos(latitude)
+
+
+def _shades(numbers: np.ndarray) -> np.ndarray:
+    """A colour for each number, ``(n, 4)``: distinct ones up to 10, a scale beyond."""
+    from matplotlib import colormaps
+
+    highest = int(numbers.max())
+    return np.asarray(colormaps["tab10"](numbers) if highest < 10 else colormaps["turbo"](numbers / highest))

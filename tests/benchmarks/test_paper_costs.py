@@ -1,0 +1,106 @@
+"""The paper's cost table, computed from the model and the schedules."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.paper_costs import paper_bytes, paper_flops
+from fedssl.encoders import vit_tiny
+from fedssl.methods.heads import MLP
+from fedssl.methods.moco_v3 import MoCoV3
+from fedssl.methods.simclr import SimCLR
+from fedssl.schedule.phases import end_to_end, layer_wise, progressive
+
+ROUNDS, BLOCKS = 180, 12
+PICTURE = torch.zeros(1, 3, 32, 32)
+SCHEDULES = {
+    schedule.__name__: schedule(rounds=ROUNDS, depth=BLOCKS) for schedule in (end_to_end, layer_wise, progressive)
+}
+PROJECTOR = partial(MLP, hidden=4096, out=256, layers=3, last_norm=True)
+
+
+@pytest.fixture(scope="module")
+def moco():
+    predictor = partial(MLP, hidden=4096, out=256, layers=2, last_norm=True)
+    encoder = vit_tiny(channels=3, size=32, patch=4, depth=BLOCKS, pool="mean")
+    return MoCoV3(encoder, projector=PROJECTOR, predictor=predictor, temperature=0.2, ema_decay=0.99)
+
+
+@pytest.fixture(scope="module")
+def simclr():
+    encoder = vit_tiny(channels=3, size=32, patch=4, depth=BLOCKS, pool="mean")
+    return SimCLR(encoder, projector=PROJECTOR, temperature=0.2)
+
+
+def test_flops_of_the_paper(moco):
+    assert f"{paper_flops(moco, SCHEDULES['end_to_end'], picture=PICTURE) / 1e10:.2f}" == "27.42"
+    assert f"{paper_flops(moco, SCHEDULES['layer_wise'], picture=PICTURE) / 1e10:.2f}" == "9.58"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "aligned", "expected"),
+    [
+        ("end_to_end", False, "1.00"),
+        ("layer_wise", False, "0.35"),
+        ("layer_wise", True, "0.48"),
+        ("progressive", False, "0.57"),
+    ],
+)
+def test_ratios_of_flops_of_the_paper(moco, schedule, aligned, expected):
+    whole = paper_flops(moco, SCHEDULES["end_to_end"], picture=PICTURE)
+    assert f"{paper_flops(moco, SCHEDULES[schedule], picture=PICTURE, aligned=aligned) / whole:.2f}" == expected
+
+
+def test_flops_of_simclr(moco, simclr):
+    whole = paper_flops(moco, SCHEDULES["end_to_end"], picture=PICTURE)
+    assert f"{paper_flops(simclr, SCHEDULES['end_to_end'], picture=PICTURE, views=2) / whole:.2f}" == "1.49"
+
+
+def test_flops_by_hand(moco):
+    """64 tokens of 192 numbers. Multiply-adds of a block, of which every weight meets every token: queries, keys and
+    values 3 * 192^2, the output 192^2, the inner layers 2 * 192 * 768, together 442,368 * 64; attention twice
+    64 * 64 * 192; two normalisations of 5 * 64 * 192. Patches are 64 times 48 numbers that become 192.
+    """
+    block = 442_368 * 64 + 2 * 64 * 64 * 192 + 2 * 5 * 64 * 192
+    assert block == 30_007_296
+    patches = 64 * 48 * 192
+    projector = 192 * 4096 + 4096 * 4096 + 4096 * 256
+    predictor = 256 * 4096 + 4096 * 256
+    heads = 3 * (projector + predictor) + projector  # online forward and backward, target
+    whole = 4 * (12 * block + patches) + heads
+    assert paper_flops(moco, SCHEDULES["end_to_end"], picture=PICTURE) == 180 * whole
+    # Phase s: s - 1 frozen blocks and one that is trained online, s in the target; patches are trained in stage 1.
+    stages = [((s - 1) + 3 + s) * block + (4 if s == 1 else 2) * patches + heads for s in range(1, 13)]
+    assert paper_flops(moco, SCHEDULES["layer_wise"], picture=PICTURE) == 15 * sum(stages)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "calibrated", "down", "up"),
+    [
+        ("end_to_end", False, 1, 1),
+        ("layer_wise", False, 1 / 12, 1 / 12),
+        ("layer_wise", True, 6.5 / 12, 1 / 12),  # stage s brings s blocks down, 6.5 on average
+        ("progressive", False, 6.5 / 12, 6.5 / 12),
+    ],
+)
+def test_communication_of_the_paper(moco, schedule, calibrated, down, up):
+    # A block: two normalisations of 2 * 192, and the weights of four linear layers with their biases.
+    block = 2 * 2 * 192 + (192 + 1) * 3 * 192 + (192 + 1) * 192 + (192 + 1) * 768 + (768 + 1) * 192
+    assert block == 444_864
+    whole = 180 * 12 * 4 * block
+    expected = (round(down * whole), round(up * whole))
+    assert paper_bytes(moco, SCHEDULES[schedule], calibrated=calibrated) == expected
+
+
+def test_ratios_of_communication_of_the_paper(moco):
+    whole = sum(paper_bytes(moco, SCHEDULES["end_to_end"]))
+    assert f"{sum(paper_bytes(moco, SCHEDULES['layer_wise'])) / whole:.3f}" == "0.083"
+    assert f"{sum(paper_bytes(moco, SCHEDULES['layer_wise'], calibrated=True)) / whole:.2f}" == "0.31"
+    assert f"{sum(paper_bytes(moco, SCHEDULES['progressive'])) / whole:.2f}" == "0.54"
+
+
+def test_the_method_is_left_with_all_of_it_trained(moco):
+    trained = [name for name, parameter in moco.named_parameters() if parameter.requires_grad]
+    paper_flops(moco, SCHEDULES["layer_wise"], picture=PICTURE)
+    assert [name for name, parameter in moco.named_parameters() if parameter.requires_grad] == trained == moco.trainable

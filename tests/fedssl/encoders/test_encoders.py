@@ -1,0 +1,145 @@
+"""Encoders: sizes, torchvision's names and counts, and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from fedssl.encoders import conv_small, resnet18, resnet34, resnet50, vit_tiny
+from fedssl.errors import InputError
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+@pytest.mark.parametrize("size", [4, 8, 28, 32, 64, 96])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_conv_small_runs_at_every_size(size: int, channels: int) -> None:
+    encoder = conv_small(channels=channels, size=size, width=8)
+    pictures = torch.rand(2, channels, size, size)
+    assert encoder.train()(pictures).shape == (2, encoder.feature_dim) == (2, 32)
+    assert encoder.eval()(pictures).shape == (2, 32)
+
+
+@pytest.mark.parametrize(("size", "positions"), [(8, 2), (28, 4), (32, 4), (64, 4), (96, 6)])
+def test_conv_small_ends_with_few_positions(size: int, positions: int) -> None:
+    encoder = conv_small(channels=1, size=size)
+    assert encoder.blocks(torch.rand(1, 1, size, size)).shape == (1, 128, positions, positions)
+
+
+def test_conv_small_does_not_import_torchvision() -> None:
+    program = (
+        "import sys, fedssl.encoders as e; e.conv_small(channels=1, size=8); assert 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=CONF.parent)
+
+
+@pytest.mark.parametrize(
+    ("build", "original", "feature_dim"),
+    [
+        (resnet18, torchvision.models.resnet18, 512),
+        (resnet34, torchvision.models.resnet34, 512),
+        (resnet50, torchvision.models.resnet50, 2048),
+    ],
+)
+def test_resnet_is_torchvisions(build, original, feature_dim: int) -> None:
+    """Without the classifier, and with 3x3 instead of 7x7 in the first convolution: nothing else differs."""
+    ours, theirs = build(channels=3, size=32).state_dict(), original(weights=None).state_dict()
+    assert list(ours) == [name for name in theirs if not name.startswith("fc.")]
+    assert ours["conv1.weight"].shape == (64, 3, 3, 3)
+    assert [n for n in ours if ours[n].shape != theirs[n].shape] == ["conv1.weight"]
+
+    encoder = build(channels=3, size=64, stem="imagenet")
+    loaded = encoder.load_state_dict(theirs, strict=False)
+    assert loaded.missing_keys == []
+    assert loaded.unexpected_keys == ["fc.weight", "fc.bias"]
+    assert encoder.feature_dim == feature_dim
+
+
+def test_resnet18_has_the_parameters_of_the_papers() -> None:
+    """L-DAWA's network with a linear head has 11,234,496 in 62 arrays, of which the head has 512 * 128 + 128 in two."""
+    parameters = [p.numel() for p in resnet18(channels=3, size=32).parameters()]
+    assert sum(parameters) == 11_234_496 - (512 * 128 + 128)
+    assert len(parameters) == 60
+
+
+def test_resnet_with_imagenet_stem_equals_torchvision() -> None:
+    """Loaded with torchvision's weights, the encoder gives what torchvision's network gives without its classifier."""
+    theirs = torchvision.models.resnet18(weights=None).eval()
+    theirs.fc = torch.nn.Identity()
+    encoder = resnet18(channels=3, size=64, stem="imagenet").eval()
+    encoder.load_state_dict(theirs.state_dict())
+    pictures = torch.rand(2, 3, 64, 64)
+    torch.testing.assert_close(encoder(pictures), theirs(pictures), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("stem", "positions"), [("small", 32), ("imagenet", 8)])
+def test_small_stem_keeps_the_resolution(stem: str, positions: int) -> None:
+    encoder = resnet18(channels=3, size=32, stem=stem)
+    first_stage = encoder.maxpool(encoder.conv1(torch.rand(1, 3, 32, 32)))
+    assert first_stage.shape == (1, 64, positions, positions)
+
+
+@pytest.mark.parametrize("size", [8, 32, 64])
+@pytest.mark.parametrize("channels", [1, 4])
+def test_resnet_runs_at_every_size(size: int, channels: int) -> None:
+    for stem in ("small", "imagenet"):
+        encoder = resnet18(channels=channels, size=size, stem=stem)
+        pictures = torch.rand(2, channels, size, size)
+        assert encoder.train()(pictures).shape == encoder.eval()(pictures).shape == (2, 512)
+
+
+def test_vit_tiny_has_the_blocks_of_the_paper() -> None:
+    """One block, by hand, with d = 192: two norms 2 * 2d = 768; q, k, v and output 4 (d^2 + d) = 148,224; MLP with 4d
+    inside 2 * 4d^2 + 4d + d = 295,872; together 444,864."""
+    encoder = vit_tiny(channels=3, size=32)
+    blocks = encoder.encoder.layers
+    assert [sum(p.numel() for p in block.parameters()) for block in blocks] == [444_864] * 12
+    assert encoder.conv_proj.weight.shape == (192, 3, 4, 4)
+    assert encoder.encoder.pos_embedding.shape == (1, 1 + 8 * 8, 192)
+    assert encoder.feature_dim == 192
+    assert not [name for name in encoder.state_dict() if name.startswith("heads")]
+
+
+@pytest.mark.parametrize(("size", "patch", "channels"), [(8, 2, 1), (32, 4, 3), (64, 8, 5)])
+def test_vit_tiny_runs_at_every_size(size: int, patch: int, channels: int) -> None:
+    encoder = vit_tiny(channels=channels, size=size, patch=patch, depth=2)
+    pictures = torch.rand(2, channels, size, size)
+    assert encoder.train()(pictures).shape == encoder.eval()(pictures).shape == (2, 192)
+
+
+def test_vit_tiny_draws_the_same_kind_of_patch_weights_for_any_channels() -> None:
+    """torchvision's rule: a truncated normal with variance 1 / (channels * patch^2), no bias."""
+    projection = vit_tiny(channels=2, size=32, depth=1).conv_proj
+    assert projection.weight.std().item() == pytest.approx((2 * 4 * 4) ** -0.5, rel=0.05)
+    assert projection.bias.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "words"),
+    [
+        (vit_tiny, {"channels": 3, "size": 30}, "encoder.patch=4 does not divide the 30x30"),
+        (vit_tiny, {"channels": 3, "size": 32, "heads": 5}, "encoder.heads=5 does not divide encoder.width=192"),
+        (vit_tiny, {"channels": 3, "size": 32, "depth": 0}, "depth=0"),
+        (resnet18, {"channels": 3, "size": 32, "stem": "big"}, "encoder.stem=big"),
+        (resnet18, {"channels": 0, "size": 32}, "dataset.channels"),
+        (conv_small, {"channels": 3, "size": 3}, "3x3"),
+        (conv_small, {"channels": 3, "size": 32, "width": 0}, "encoder.width=0"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_sentence(build, settings: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        build(**settings)
+
+
+@pytest.mark.parametrize("file", sorted(path.stem for path in (CONF / "encoder").glob("*.yaml")))
+def test_every_yaml_builds(file: str) -> None:
+    config = OmegaConf.create(
+        {"dataset": {"channels": 1, "size": 32}, "encoder": OmegaConf.load(CONF / "encoder" / f"{file}.yaml")}
+    )
+    encoder = instantiate(config.encoder)
+    assert encoder.eval()(torch.rand(1, 1, 32, 32)).shape == (1, encoder.feature_dim)

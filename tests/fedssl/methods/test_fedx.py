@@ -1,0 +1,229 @@
+"""FedX: the relational loss, the four terms, and the copy of the received model that neither travels nor stays."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from client_app.resident import Resident
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.losses import nt_xent, relational
+from fedssl.messages import TrainPlan
+from fedssl.methods.fedx import FedX
+from fedssl.methods.heads import MLP
+from fedssl.model_layers import kept_names
+from tests.federation import Federation
+
+HEAD = partial(MLP, hidden=16, out=8)
+E1, E2 = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+
+
+def draw(*shape: int, seed: int = 0, count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def relation(z: Tensor, anchors: Tensor, i: int, temperature: float) -> list[float]:
+    """How similar picture i is to each other one: a softmax of cosines."""
+    others = [j for j in range(len(anchors)) if j != i]
+    cosines = [float(z[i] @ anchors[j] / (z[i].norm() * anchors[j].norm())) for j in others]
+    total = sum(math.exp(cosine / temperature) for cosine in cosines)
+    return [math.exp(cosine / temperature) / total for cosine in cosines]
+
+
+def slow_relational(z1: Tensor, z2: Tensor, anchors: Tensor, temperature: float) -> float:
+    loss = 0.0
+    for i in range(len(z1)):
+        p, q = (relation(z, anchors, i, temperature) for z in (z1, z2))
+        for one in (p, q):
+            loss += sum(a * math.log(a / ((b + c) / 2)) for a, b, c in zip(one, p, q, strict=True)) / 2
+    return loss / len(z1)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("batch", [3, 6])
+def test_relational_is_its_equation(batch: int, temperature: float) -> None:
+    z1, z2, anchors = draw(batch, 5)
+    found = relational(z1, z2, anchors, temperature=temperature).item()
+    assert found == pytest.approx(slow_relational(z1, z2, anchors, temperature), rel=1e-9)
+
+
+def test_relational_by_hand() -> None:
+    # Anchors e1, e1, e2. Only picture 0 has views that differ, e1 and e2. Its relations with the others (e1, e2), at
+    # temperature t = 1 / log 3, are softmax(log 3, 0) = (3/4, 1/4) and (1/4, 3/4), with the mean (1/2, 1/2). Their
+    # divergence is 3/4 log(3/2) + 1/4 log(1/2), both KLs being equal; the mean over three pictures has a third of it.
+    anchors = torch.stack((E1, E1, E2))
+    z1, z2 = torch.stack((E1, E1, E2)), torch.stack((E2, E1, E2))
+    expected = (0.75 * math.log(1.5) + 0.25 * math.log(0.5)) / 3
+    assert relational(z1, z2, anchors, temperature=1 / math.log(3)).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_relational_limits() -> None:
+    z1, z2, anchors = draw(5, 4)
+    assert relational(z1, z1, anchors, temperature=0.1).item() == pytest.approx(0, abs=1e-12)
+    # At a temperature near 0 a view sees one picture only: e1 and e2 are as far apart as two relations can be.
+    far = relational(torch.stack([E1] * 4), torch.stack([E2] * 4), torch.stack((E1, E2, E1, E2)), temperature=1e-3)
+    assert far.item() == pytest.approx(math.log(2), rel=1e-5)
+    scaled = relational(2 * z1, 0.1 * z2, 7 * anchors, temperature=0.3)
+    assert scaled.item() == pytest.approx(relational(z1, z2, anchors, temperature=0.3).item(), rel=1e-12)
+    assert scaled.item() == pytest.approx(relational(z2, z1, anchors, temperature=0.3).item(), rel=1e-12)
+    # A picture's own anchor does not count.
+    own = anchors.clone()
+    own[2] = -own[2]
+    one, other = (relational(z1[[2] * 5], z2[[2] * 5], a, temperature=0.3) for a in (anchors, own))
+    assert one.item() != pytest.approx(other.item(), rel=1e-3)
+    assert slow_relational(z1, z2, own, 0.3) == pytest.approx(relational(z1, z2, own, temperature=0.3).item())
+
+
+def test_relations_that_round_to_nothing_leave_the_gradient_finite() -> None:
+    inputs = [z.float().requires_grad_() for z in draw(6, 4)]
+    relational(*inputs, temperature=1e-3).backward()
+    assert all(z.grad.isfinite().all() for z in inputs)
+    assert inputs[0].grad.any()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_pictures_without_a_choice_of_others_add_nothing(batch: int) -> None:
+    z1, z2, anchors = draw(batch, 4)
+    z1.requires_grad_()
+    loss = relational(z1, z2, anchors, temperature=0.1)
+    loss.backward()
+    assert loss.item() == 0
+    assert not z1.grad.any()
+
+
+def test_the_gradient_of_the_relational_loss() -> None:
+    inputs = [z.requires_grad_() for z in draw(4, 3)]
+    assert torch.autograd.gradcheck(lambda *z: relational(*z, temperature=0.5), inputs)
+
+
+def test_relational_in_low_precision_is_computed_in_float32() -> None:
+    z1, z2, anchors = (z.bfloat16() for z in draw(6, 5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = relational(z1, z2, anchors, temperature=0.1)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(slow_relational(z1.double(), z2.double(), anchors.double(), 0.1), rel=1e-4)
+
+
+# --- the method ---
+
+
+def make(temperature: float = 0.1) -> FedX:
+    torch.manual_seed(0)
+    return FedX(conv_small(channels=1, size=8, width=4), projector=HEAD, predictor=HEAD, temperature=temperature)
+
+
+def views(batch: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(batch, 1, 8, 8, generator=generator), torch.rand(batch, 1, 8, 8, generator=generator)
+
+
+def step(method: FedX) -> None:
+    optimizer = torch.optim.SGD(method.parameters(), lr=0.1)
+    method.loss(*views()).backward()
+    optimizer.step()
+
+
+def received(method: FedX) -> dict[str, Tensor]:
+    encoder, projector = method.received
+    return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | {
+        f"projector.{name}": value for name, value in projector.state_dict().items()
+    }
+
+
+def test_the_loss_has_two_local_and_two_global_terms() -> None:
+    method = make()
+    start = copy.deepcopy(method)
+    step(method)  # so that the received and the trained model differ
+    start.eval()
+    view1, view2 = views()
+    with torch.no_grad():
+        g2 = start.projector(start.encoder(view2))
+    trained = copy.deepcopy(method)
+    z1, z2 = (trained.projector(trained.encoder(view)) for view in (view1, view2))
+    p1, p2 = trained.predictor(z1), trained.predictor(z2)
+    expected = (
+        nt_xent(z1, z2, temperature=0.1)
+        + nt_xent(p1, g2, temperature=0.1)
+        + slow_relational(z1, z2, z1, 0.1)
+        + slow_relational(p1, p2, g2, 0.1)
+    )
+    assert method.loss(view1, view2).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_equal_views_have_equal_relations() -> None:
+    method, (view, _) = make(), views()
+    g = method.received[1](method.received[0](view))
+    z = method.projector(method.encoder(view))
+    expected = nt_xent(z, z, temperature=0.1) + nt_xent(method.predictor(z), g, temperature=0.1)
+    torch.testing.assert_close(method.loss(view, view), expected)
+
+
+def test_the_received_model_is_frozen_and_follows_at_the_start_of_a_round() -> None:
+    method = make().train()
+    before = {name: value.clone() for name, value in received(method).items()}
+    memory = {name: value.data_ptr() for name, value in received(method).items()}
+    step(method)
+    # Neither the optimiser nor the running statistics of its own passes change it, and no gradient reaches it.
+    assert all(torch.equal(value, before[name]) for name, value in received(method).items())
+    assert not any(network.training for network in method.received)
+    assert all(p.grad is None and not p.requires_grad for network in method.received for p in network.parameters())
+    assert all(p.grad is not None for p in method.parameters())
+    own = method.state_dict()
+    assert any(not torch.equal(value, own[name]) for name, value in before.items())
+    method.start_round(first=False)
+    assert all(torch.equal(value, own[name]) for name, value in received(method).items())
+    assert {name: value.data_ptr() for name, value in received(method).items()} == memory
+    assert all(own[name].data_ptr() != address for name, address in memory.items())
+
+
+def test_the_received_model_is_no_part_but_moves_along() -> None:
+    method = make()
+    assert {name.partition(".")[0] for name in method.state_dict()} == {"encoder", "projector", "predictor"}
+    assert kept_names(method) == []
+    method.double()
+    assert all(value.dtype in (torch.float64, torch.int64) for value in received(method).values())
+    view1, view2 = views()
+    assert method.loss(view1.double(), view2.double()).dtype == torch.float64
+
+
+def test_a_round_starts_with_the_received_model_and_keeps_nothing(tmp_path) -> None:
+    federation = Federation(tmp_path, "method=fedx", "strategy=fedavg", "num_clients=2")
+    federation.run(1, 2)
+    assert not (tmp_path / "clients").exists()
+    parts = {name.partition(".")[0] for plan in federation.plans for name in plan["arrays"]}
+    assert parts == {"encoder", "projector", "predictor"}
+
+
+def test_clients_of_one_process_do_not_see_what_the_others_received(tmp_path) -> None:
+    federation = Federation(tmp_path, "method=fedx", "strategy=fedavg", "num_clients=2")
+    plan = TrainPlan(round=1, layers=federation.layers, settings="", metrics=(), keep_from=0, code="")
+    alone = Resident(federation.settings).train(plan, 1, tmp_path / "alone")
+    shared = Resident(federation.settings)
+    shared.train(plan, 0, tmp_path / "first")
+    second = shared.train(plan, 1, tmp_path / "second")
+    assert all((second.layers[name] == array).all() for name, array in alone.layers.items())
+
+
+def test_training_lowers_the_loss() -> None:
+    method = make(temperature=0.5)
+    start = method.loss(*views()).item()
+    for _ in range(30):
+        step(method)
+    assert method.loss(*views()).item() < 0.8 * start
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    with pytest.raises(InputError, match=r"method.temperature=0 must be positive"):
+        make(temperature=0)
+    with pytest.raises(InputError, match=r"method.predictor.out=9 must equal method.projector.out=8"):
+        FedX(
+            conv_small(channels=1, size=8, width=4),
+            projector=HEAD,
+            predictor=partial(MLP, hidden=4, out=9),
+            temperature=0.1,
+        )

@@ -1,0 +1,364 @@
+"""Heads and methods: what trains, what follows, what is kept, and the loss that comes out."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from fedssl.config import compose
+from fedssl.encoders import conv_small, vit_tiny
+from fedssl.errors import InputError
+from fedssl.losses import barlow_twins, byol, info_nce, negative_cosine, nt_xent
+from fedssl.methods import build
+from fedssl.methods.barlow_twins import BarlowTwins
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.byol import BYOL
+from fedssl.methods.heads import MLP
+from fedssl.methods.moco_v3 import MoCoV3
+from fedssl.methods.simclr import SimCLR
+from fedssl.methods.simsiam import SimSiam
+
+CONF = Path(__file__).parents[3] / "conf"
+HEAD = partial(MLP, hidden=16, out=8)
+
+
+def encoder():
+    torch.manual_seed(0)
+    return conv_small(channels=1, size=8, width=4)
+
+
+def views(batch: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(batch, 1, 8, 8, generator=generator), torch.rand(batch, 1, 8, 8, generator=generator)
+
+
+def make_byol(*, ema_decay: float = 0.9, target: str = "keep") -> BYOL:
+    return BYOL(encoder(), projector=HEAD, predictor=HEAD, ema_decay=ema_decay, target=target)
+
+
+def pairs(method: BYOL) -> list[tuple[Tensor, Tensor]]:
+    """Target and online parameters that belong together."""
+    targets = [*method.target_encoder.parameters(), *method.target_projector.parameters()]
+    return list(zip(targets, [*method.encoder.parameters(), *method.projector.parameters()], strict=True))
+
+
+def step(method: SSLMethod, *, lr: float = 0.5) -> None:
+    optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
+    method.loss(*views()).backward()
+    optimizer.step()
+    method.after_step()
+
+
+def kinds(head: MLP) -> list[type]:
+    return [type(layer) for layer in head]
+
+
+def test_mlp_layers() -> None:
+    linear, norm, relu = nn.Linear, nn.BatchNorm1d, nn.ReLU
+    assert kinds(MLP(5, hidden=7, out=3, layers=1)) == [linear]
+    assert kinds(MLP(5, hidden=7, out=3)) == [linear, norm, relu, linear]
+    plain = MLP(5, hidden=7, out=3, norm=False)
+    assert kinds(plain) == [linear, relu, linear]
+    assert plain[0].bias is not None
+    head = MLP(5, hidden=7, out=3, layers=3, last_norm=True)
+    assert kinds(head) == [linear, norm, relu, linear, norm, relu, linear, norm]
+    assert [layer.weight.shape for layer in head if isinstance(layer, linear)] == [(7, 5), (7, 7), (3, 7)]
+    assert head[-1].weight is None
+    assert head.out_features == 3
+
+
+def test_the_linear_head_of_l_dawa_has_its_parameters() -> None:
+    assert sum(p.numel() for p in MLP(512, hidden=1, out=128, layers=1).parameters()) == 512 * 128 + 128
+
+
+def test_a_head_without_layers_is_refused() -> None:
+    with pytest.raises(InputError, match="layers=0"):
+        MLP(5, hidden=7, out=3, layers=0)
+
+
+def test_simclr_in_one_forward_normalises_both_views_together() -> None:
+    method = SimCLR(encoder(), projector=HEAD, temperature=0.5)
+    view1, view2 = views()
+    z = method.projector(method.encoder(torch.cat((view1, view2))))
+    torch.testing.assert_close(method.loss(view1, view2), nt_xent(z[:6], z[6:], temperature=0.5), rtol=0, atol=0)
+
+
+def test_simclr_in_two_forwards_normalises_each_view_alone() -> None:
+    method = SimCLR(encoder(), projector=HEAD, temperature=0.5, one_forward=False)
+    view1, view2 = views()
+    z1, z2 = method.projector(method.encoder(view1)), method.projector(method.encoder(view2))
+    apart = method.loss(view1, view2)
+    torch.testing.assert_close(apart, nt_xent(z1, z2, temperature=0.5), rtol=0, atol=0)
+    method.one_forward = True
+    assert abs(method.loss(view1, view2) - apart) > 1e-4
+
+
+@pytest.mark.parametrize(("one_forward", "updates"), [(True, 1), (False, 2)])
+def test_simclr_updates_running_statistics_once_per_forward(one_forward: bool, updates: int) -> None:
+    method = SimCLR(encoder(), projector=HEAD, temperature=0.5, one_forward=one_forward)
+    method.loss(*views())
+    counters = [value for name, value in method.state_dict().items() if name.endswith("num_batches_tracked")]
+    assert {int(counter) for counter in counters} == {updates}
+
+
+def test_simclr_keeps_nothing_and_trains_everything() -> None:
+    method = SimCLR(encoder(), projector=HEAD, temperature=0.5)
+    assert method.kept == ()
+    before = {name: p.detach().clone() for name, p in method.named_parameters()}
+    step(method)
+    assert {name.split(".")[0] for name in method.state_dict()} == {"encoder", "projector"}
+    assert all(not torch.equal(before[name], p) for name, p in method.named_parameters())
+
+
+def test_byol_loss_is_the_symmetric_loss_of_all_four_networks() -> None:
+    method = make_byol()
+    step(method)  # so that target and online differ
+    view1, view2 = views()
+    p1 = method.predictor(method.projector(method.encoder(view1)))
+    p2 = method.predictor(method.projector(method.encoder(view2)))
+    z1 = method.target_projector(method.target_encoder(view1))
+    z2 = method.target_projector(method.target_encoder(view2))
+    torch.testing.assert_close(method.loss(view1, view2), byol(p1, z2, p2, z1), rtol=0, atol=0)
+
+
+def test_byol_target_is_a_copy_without_gradient() -> None:
+    method = make_byol()
+    for target, online in pairs(method):
+        assert torch.equal(target, online)
+        assert target.data_ptr() != online.data_ptr()
+        assert not target.requires_grad
+        assert online.requires_grad
+    method.loss(*views()).backward()
+    assert all(target.grad is None and online.grad is not None for target, online in pairs(method))
+    assert all(p.grad is not None for p in method.predictor.parameters())
+
+
+def test_byol_optimiser_step_leaves_the_target_alone() -> None:
+    """With the target held still (decay 1), changing the online network changes nothing in it."""
+    method = make_byol(ema_decay=1.0)
+    before = [target.clone() for target, _ in pairs(method)]
+    step(method)
+    assert all(torch.equal(target, old) for (target, _), old in zip(pairs(method), before, strict=True))
+    assert any(not torch.equal(target, online) for target, online in pairs(method))
+
+
+def test_byol_moving_average_by_hand() -> None:
+    """Target 2 everywhere, online 6: 0.75 * 2 + 0.25 * 6 = 3, then 0.75 * 3 + 0.25 * 6 = 3.75; all exact in float32."""
+    method = make_byol(ema_decay=0.75)
+    with torch.no_grad():
+        for target, online in pairs(method):
+            target.fill_(2)
+            online.fill_(6)
+    method.after_step()
+    assert all((target == 3).all() and (online == 6).all() for target, online in pairs(method))
+    method.after_step()
+    assert all((target == 3.75).all() for target, _ in pairs(method))
+
+
+def test_byol_moving_average_after_a_real_step() -> None:
+    method = make_byol(ema_decay=0.9)
+    before = [target.double() for target, _ in pairs(method)]
+    step(method)
+    for (target, online), old in zip(pairs(method), before, strict=True):
+        torch.testing.assert_close(target.double(), 0.9 * old + 0.1 * online.double(), rtol=1e-6, atol=1e-7)
+
+
+def test_byol_moving_average_leaves_statistics_to_the_targets_own_passes() -> None:
+    """Each network sees both views once; the average itself moves no buffer."""
+    method = make_byol(ema_decay=0.0)
+    method.loss(*views())
+    buffers = {name: buffer.clone() for name, buffer in method.target_encoder.named_buffers()}
+    assert all(int(value) == 2 for name, value in buffers.items() if name.endswith("num_batches_tracked"))
+    with torch.no_grad():
+        for name, buffer in method.encoder.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(100)
+    method.after_step()
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in method.target_encoder.named_buffers())
+
+
+def test_byol_kept_parts_are_the_targets() -> None:
+    method = make_byol()
+    parts = {name.split(".")[0] for name in method.state_dict()}
+    assert parts - set(method.kept) == {"encoder", "projector", "predictor"}
+    assert set(method.kept) == {"target_encoder", "target_projector"}
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "copied"),
+    [("keep", True, True), ("keep", False, False), ("copy", True, True), ("copy", False, True)],
+)
+def test_byol_start_of_a_round(target: str, first: bool, copied: bool) -> None:
+    """A first target is a copy of what was just received, later ones are the client's own unless told otherwise."""
+    method = make_byol(target=target)
+    step(method)
+    online = {name: value.clone() for name, value in method.encoder.state_dict().items()}
+    before = [value.clone() for value, _ in pairs(method)]
+    method.start_round(first=first)
+    if copied:
+        assert all(torch.equal(value, online[name]) for name, value in method.target_encoder.state_dict().items())
+        assert all(torch.equal(own, theirs) and own.data_ptr() != theirs.data_ptr() for own, theirs in pairs(method))
+    else:
+        assert all(torch.equal(own, old) for (own, _), old in zip(pairs(method), before, strict=True))
+    assert not any(own.requires_grad for own, _ in pairs(method))
+
+
+def make_moco() -> MoCoV3:
+    return MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9)
+
+
+def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() -> None:
+    method = make_moco()
+    step(method)  # so that target and online differ
+    view1, view2 = views()
+    q1, q2 = (method.predictor(method.projector(method.encoder(view))) for view in (view1, view2))
+    k1, k2 = (method.target_projector(method.target_encoder(view)) for view in (view1, view2))
+    expected = 2 * 0.2 * (info_nce(q1, k2, temperature=0.2) + info_nce(q2, k1, temperature=0.2))
+    torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
+    assert method.kept == ("target_encoder", "target_projector")
+
+
+def test_moco_can_leave_the_patch_embedding_at_its_start() -> None:
+    for train in (True, False):
+        vit = vit_tiny(channels=1, size=8, depth=1, width=8, heads=1)
+        method = MoCoV3(vit, projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9, train_patches=train)
+        frozen = {name for name, parameter in method.encoder.named_parameters() if not parameter.requires_grad}
+        assert frozen == (set() if train else {"conv_proj.weight", "conv_proj.bias"})
+
+
+def test_simsiam_loss_is_symmetric_and_stops_the_gradient_of_what_is_predicted() -> None:
+    method = SimSiam(encoder(), projector=HEAD, predictor=HEAD)
+    view1, view2 = views()
+    z1, z2 = (method.projector(method.encoder(view)) for view in (view1, view2))
+    p1, p2 = method.predictor(z1), method.predictor(z2)
+    expected = negative_cosine(p1, z2) / 2 + negative_cosine(p2, z1) / 2
+    torch.testing.assert_close(method.loss(view1, view2), expected)
+    assert not negative_cosine(p1.detach(), z2).requires_grad  # no path left to the projector
+
+
+def test_barlow_twins_loss_compares_projections_of_each_view_by_itself() -> None:
+    method = BarlowTwins(encoder(), projector=HEAD, lambd=0.01)
+    view1, view2 = views()
+    z1, z2 = (method.projector(method.encoder(view)) for view in (view1, view2))
+    torch.testing.assert_close(method.loss(view1, view2), barlow_twins(z1, z2, lambd=0.01), rtol=0, atol=0)
+
+
+MAKERS = {
+    "byol": make_byol,
+    "simclr": lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5),
+    "moco_v3": make_moco,
+    "barlow_twins": lambda: BarlowTwins(encoder(), projector=HEAD, lambd=0.01),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_training_lowers_the_loss(make) -> None:
+    method = make()
+    start = method.loss(*views()).item()
+    for _ in range(30):
+        step(method, lr=0.05)
+    assert method.loss(*views()).item() < 0.8 * start
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SimCLR(encoder(), projector=HEAD, temperature=0), "method.temperature=0"),
+        (lambda: make_byol(ema_decay=1.5), "method.ema_decay=1.5"),
+        (lambda: make_byol(target="alias"), "method.target=alias"),
+        (lambda: BarlowTwins(encoder(), projector=HEAD, lambd=-1), "method.lambd=-1"),
+        (
+            lambda: MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0, ema_decay=0.9),
+            "method.temperature=0",
+        ),
+        (
+            lambda: SimSiam(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9)),
+            "method.predictor.out=9 must equal method.projector.out=8",
+        ),
+        (
+            lambda: BYOL(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9), ema_decay=0.9),
+            "method.predictor.out=9 must equal method.projector.out=8",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_in_one_sentence(make, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+# Lengths of the vectors between a head's layers for representations of length 512, from the papers or their code;
+# n: batch normalisation at the end.
+PAPERS = {
+    "l_dawa/simclr": ("512 128", "", {"temperature": 0.07}),
+    "l_dawa/barlow_twins": ("512 128", "", {"lambd": 0.005}),
+    "fedu/byol": ("512 4096 2048", "2048 4096 2048", {"ema_decay": 0.99}),
+    "fedu/simclr": ("512 4096 2048", "", {"temperature": 0.07}),
+    "fedu/simsiam": ("512 4096 2048", "2048 4096 2048", {}),
+    "fedu2/byol": ("512 2048 512", "512 2048 512", {"ema_decay": 0.99}),
+    "fedu2/simclr": ("512 2048 512", "", {"temperature": 0.07}),
+    "fedu2/simsiam": ("512 2048 512", "512 2048 512", {}),
+    "dec_ssl/simclr": ("512 512 512", "", {"temperature": 0.5}),
+    "dec_ssl/simsiam": ("512 2048 2048 512 n", "512 512 512", {}),
+    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target": "copy"}),
+    "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {}),
+    "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
+    "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
+    "original/barlow_twins": ("512 8192 8192 8192", "", {"lambd": 0.0051}),
+    "original/moco_v3_resnet": ("512 4096 256 n", "256 4096 256", {"temperature": 1.0}),
+    "original/moco_v3_vit": ("512 4096 4096 256 n", "256 4096 256 n", {"temperature": 0.2}),
+    "original/fedx": ("512 512 256", "256 512 256", {"temperature": 0.1}),
+    "orchestra": ("512 512 512 n", "", {"temperature": 0.1, "ema_decay": 0.996}),
+}
+
+
+def widths(head: MLP) -> str:
+    linear = [layer for layer in head if isinstance(layer, nn.Linear)]
+    numbers = [linear[0].in_features, *(layer.out_features for layer in linear)]
+    return " ".join([*map(str, numbers), *["n"] * isinstance(head[-1], nn.BatchNorm1d)])
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_heads_of_papers(name: str) -> None:
+    projector, predictor, numbers = PAPERS[name]
+    strategy = ["strategy=orchestra"] if name == "orchestra" else []
+    method = build(compose(["encoder.width=128", f"method={name}", *strategy]))  # representations of length 512
+    assert widths(method.projector) == projector
+    assert not predictor or widths(method.predictor) == predictor
+    assert {key: getattr(method, key) for key in numbers} == numbers
+
+
+def test_no_paper_is_forgotten() -> None:
+    nested = {str(file.relative_to(CONF / "method").with_suffix("")) for file in (CONF / "method").glob("*/*.yaml")}
+    assert nested == {name for name in PAPERS if "/" in name}
+
+
+def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:
+    method = build(compose(["method=orchestra", "strategy=orchestra"]))
+    assert (len(method.local_centroids), len(method.centroids), len(method.memory)) == (16, 128, 128)
+
+
+def test_heads_without_normalisation_and_a_frozen_patch_embedding() -> None:
+    fedx = build(compose(["method=original/fedx"]))
+    assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
+    moco = build(compose(["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]))
+    assert not moco.encoder.conv_proj.weight.requires_grad
+
+
+@pytest.mark.parametrize("file", sorted(path.stem for path in (CONF / "method").glob("*.yaml")))
+def test_every_yaml_builds(file: str) -> None:
+    config = OmegaConf.create(
+        {"method": OmegaConf.load(CONF / "method" / f"{file}.yaml"), "dataset": {"num_classes": 3}}
+    )
+    if "projector" in config.method:
+        config.method.projector.out = 24
+    network = encoder()
+    method = instantiate(config.method, encoder=network)
+    assert method.encoder is network
+    if "projector" in config.method:
+        assert method.projector.out_features == 24
+    labels = (torch.tensor([0, 1, 2, 0, 1, 2]),) if method.uses_labels else ()
+    assert method.loss(*views(), *labels).isfinite()

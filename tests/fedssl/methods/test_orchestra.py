@@ -1,0 +1,483 @@
+"""Orchestra: clusters by hand and slowly, the loss, the memory, what the server makes of centroids, whole runs."""
+
+import json
+import math
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.config import compose
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers
+from fedssl.messages import NUM_EXAMPLES, ClientUpdate
+from fedssl.methods import build
+from fedssl.methods.clustering import equal_assignment, equal_clusters, far_apart, global_centroids
+from fedssl.methods.heads import MLP
+from fedssl.methods.orchestra import Orchestra, consistency, quarter_turns
+from fedssl.methods.simclr import SimCLR
+from fedssl.model_layers import kept_names, travelling_names
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+from strategies.fedavg import fedavg
+from strategies.orchestra import Orchestra as Server
+from tests.federation import Federation
+
+WORDS = ["method=orchestra", "strategy=orchestra"]
+SMALL = ["method.projector.out=8", "method.local_clusters=3", "method.global_clusters=6", "method.memory_size=32"]
+HEAD = partial(MLP, hidden=16, out=8, last_norm=True)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pictures(batch: int = 6) -> tuple[Tensor, Tensor]:
+    return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
+
+
+def make_method(*, local_clusters=3, global_clusters=5, memory_size=8, temperature=0.1, strategy=None) -> Orchestra:
+    torch.manual_seed(0)
+    return Orchestra(
+        conv_small(channels=1, size=8, width=4),
+        projector=HEAD,
+        local_clusters=local_clusters,
+        global_clusters=global_clusters,
+        memory_size=memory_size,
+        temperature=temperature,
+        ema_decay=0.9,
+        strategy=strategy,
+    )
+
+
+def with_centroids(method: Orchestra) -> Orchestra:
+    method.centroids.copy_(F.normalize(draw(*method.centroids.shape, seed=3), dim=1))
+    return method
+
+
+def step(method: Orchestra, *, lr: float = 0.05) -> None:
+    optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
+    method.loss(*pictures()).backward()
+    optimizer.step()
+    method.after_step()
+
+
+def groups(*sizes: int, spread: float = 0.05) -> Tensor:
+    """Vectors near the first axes of eight dimensions, as many at each as told, of lengths that differ."""
+    axes = torch.eye(8, dtype=torch.float64).repeat_interleave(torch.tensor([*sizes, *[0] * (8 - len(sizes))]), dim=0)
+    near = axes + spread * draw(*axes.shape, seed=4)
+    return near * (1 + torch.arange(len(near)).remainder(3))[:, None]
+
+
+def by_axis(centroids: Tensor) -> Tensor:
+    return centroids[centroids.argmax(dim=1).argsort()]
+
+
+# --- assignments and clusters ---
+
+
+def test_assignment_by_hand():
+    """exp(log 4) = 4 and 1 elsewhere. A 2x2 matrix with rows and columns of sum 1 is ((p, 1-p), (1-p, p)), and scaling
+    rows and columns keeps the ratio of the products of its diagonals: p^2 / (1-p)^2 = 4 * 1 / (1 * 1), so p = 2/3."""
+    similarity = torch.tensor([[math.log(4), 0.0], [0.0, 0.0]], dtype=torch.float64)
+    expected = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64) / 3
+    torch.testing.assert_close(equal_assignment(similarity, sharpness=1, iterations=100), expected)
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 10])
+def test_assignment_is_columns_and_rows_normalised_in_turn(iterations):
+    similarity, sharpness = draw(5, 3), 2.0
+    share = [[math.exp(sharpness * float(s)) for s in row] for row in similarity]
+    for _ in range(iterations):
+        columns = [sum(row[k] for row in share) for k in range(3)]
+        share = [[row[k] / columns[k] for k in range(3)] for row in share]
+        share = [[value / sum(row) for value in row] for row in share]
+    found = equal_assignment(similarity, sharpness=sharpness, iterations=iterations)
+    torch.testing.assert_close(found, torch.tensor(share, dtype=torch.float64))
+
+
+def test_rows_of_an_assignment_sum_to_one_and_columns_to_equal_sizes():
+    share = equal_assignment(draw(12, 4), sharpness=5, iterations=1000)
+    torch.testing.assert_close(share.sum(dim=1), torch.ones(12, dtype=torch.float64))
+    torch.testing.assert_close(share.sum(dim=0), torch.full((4,), 3.0, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert share.min() >= 0
+
+
+def test_no_sharpness_is_too_large_for_an_assignment():
+    share = equal_assignment(draw(12, 4).float(), sharpness=1e5)
+    assert share.isfinite().all()
+    torch.testing.assert_close(share.sum(dim=1), torch.ones(12))
+
+
+def test_equal_sizes_send_away_those_who_mind_least():
+    """All four are nearer to cluster 0, the last two by less."""
+    similarity = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.8], [1.0, 0.9]])
+    assert similarity.argmax(dim=1).tolist() == [0, 0, 0, 0]
+    assert equal_assignment(similarity).argmax(dim=1).tolist() == [0, 0, 1, 1]
+
+
+def test_far_apart_by_hand():
+    """The mean of the four is (0, 0.4): least like it is (0, -1), least like that (0, 1), and then (1, 0) is as like to
+    either as (-0.6, 0.8) is to (0, 1): 0 < 0.8."""
+    points = torch.tensor([[0.6, 0.8], [0.0, 1.0], [0.0, -1.0], [-0.6, 0.8]])
+    points = torch.cat((points, torch.tensor([[1.0, 0.0]])))
+    assert far_apart(points, count=3).tolist() == [[0.0, -1.0], [0.0, 1.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_groups_that_are_apart_are_found_in_any_order(seed):
+    points = groups(5, 5, 5)
+    found = equal_clusters(points[torch.randperm(15, generator=torch.Generator().manual_seed(seed))], clusters=3)
+    parts = F.normalize(points, dim=1).split(5)
+    expected = F.normalize(torch.stack([part.mean(dim=0) for part in parts]), dim=1)
+    torch.testing.assert_close(by_axis(found), expected)
+
+
+def test_sizes_are_nearly_equal_where_groups_are_not():
+    """200 + 40 vectors in 8 clusters, 30 each if equal; the first centroids alone are nearest to 3 to 95."""
+    points = F.normalize(groups(200, 40, spread=0.5), dim=1)
+    similarity = points @ equal_clusters(points, clusters=8).T
+    sizes = equal_assignment(similarity).argmax(dim=1).bincount(minlength=8)
+    assert sizes.min() >= 25
+    assert sizes.max() <= 35
+    first = (points @ far_apart(points, count=8).T).argmax(dim=1).bincount(minlength=8)
+    assert first.max() > 60
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_fewer_vectors_than_clusters(count):
+    points = groups(*[1] * count)
+    found = equal_clusters(points, clusters=9)
+    assert found.shape == (9, 8)
+    similarity = found @ F.normalize(points, dim=1).T
+    torch.testing.assert_close(similarity.amax(dim=1), torch.ones(9, dtype=torch.float64))  # each is one of them
+    copies = (similarity > 1 - 1e-9).sum(dim=0)  # nor does any have a greater part than the others
+    assert copies.max() - copies.min() <= 1
+    assert copies.sum() == 9
+
+
+def test_equal_vectors_are_taken_as_often_as_others():
+    """Of (1, 0) three times and (0, 1) twice, five far apart are all five, and seven have two of them again."""
+    points = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    assert sorted(far_apart(points, count=5).tolist()) == [[0.0, 1.0]] * 2 + [[1.0, 0.0]] * 3
+    assert sorted(far_apart(points, count=7).tolist()) == [[0.0, 1.0]] * 3 + [[1.0, 0.0]] * 4
+
+
+# --- the loss ---
+
+
+def test_consistency_is_its_equation():
+    z, target, centroids = draw(4, 3, seed=1), draw(4, 3, seed=2), F.normalize(draw(6, 3, seed=3), dim=1)
+
+    def shares(x: Tensor) -> list[float]:
+        cosines = [float(x @ c) / math.sqrt(float(x @ x)) for c in centroids]
+        powers = [math.exp(value / 0.3) for value in cosines]
+        return [power / sum(powers) for power in powers]
+
+    expected = 0.0
+    for own, other in zip(z, target, strict=True):
+        expected -= sum(p * math.log(q) for p, q in zip(shares(other), shares(own), strict=True)) / 4
+    assert float(consistency(z, target, centroids, temperature=0.3)) == pytest.approx(expected)
+
+
+def test_consistency_by_hand():
+    """Centroids (1, 0) and (0, 1), temperature 1/log 3: shares of (5, 0) are (3, 1)/4 and those of (0, 2) are (1, 3)/4,
+    so the cross entropy is -(1/4 log 3/4 + 3/4 log 1/4) = log 4 - log(3)/4."""
+    z, target = torch.tensor([[5.0, 0.0]]), torch.tensor([[0.0, 2.0]])
+    found = consistency(z, target, torch.eye(2), temperature=1 / math.log(3))
+    assert float(found) == pytest.approx(math.log(4) - math.log(3) / 4)
+
+
+def test_consistency_teaches_the_online_network_only():
+    z, target, centroids = (x.requires_grad_() for x in (draw(4, 3, seed=1), draw(4, 3, seed=2), torch.eye(3).double()))
+    consistency(z, target, centroids.detach(), temperature=0.3).backward()
+    assert z.grad.abs().max() > 1e-3
+    assert target.grad is None
+
+
+def test_centroids_of_zeros_have_no_say():
+    z = draw(4, 3).requires_grad_()
+    loss = consistency(z, draw(4, 3, seed=1), torch.zeros(6, 3, dtype=torch.float64), temperature=0.1)
+    assert float(loss) == pytest.approx(math.log(6))
+    loss.backward()
+    assert not z.grad.any()
+
+
+def test_turned_pictures_by_hand():
+    """Counter-clockwise: a quarter moves the right column to the top."""
+    picture = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    turned = quarter_turns(picture.expand(6, 1, 2, 2))
+    by_hand = {0: [[1, 2], [3, 4]], 1: [[2, 4], [1, 3]], 2: [[4, 3], [2, 1]], 3: [[3, 1], [4, 2]]}
+    assert turned[:, 0].tolist() == [by_hand[quarter] for quarter in (0, 1, 2, 3, 0, 1)]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_turns_of_a_batch_smaller_than_their_number(batch):
+    view, _ = pictures(batch)
+    turned = quarter_turns(view)
+    assert turned.shape == view.shape
+    assert torch.equal(turned[0], view[0])
+
+
+def test_loss_is_consistency_plus_turns():
+    method = with_centroids(make_method())
+    step(method)  # so that target and online differ
+    view1, view2 = pictures()
+    turned, quarters = quarter_turns(view1), torch.arange(len(view1)) % 4
+    logits = method.rotation(method.projector(method.encoder(turned)))
+    z2 = method.projector(method.encoder(view2))
+    target1 = method.target_projector(method.target_encoder(view1))
+    expected = consistency(z2, target1, method.centroids, temperature=0.1) + F.cross_entropy(logits, quarters)
+    torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
+    assert method.loss(*method.inputs(view1, view2)).shape == ()
+
+
+def test_parts_and_who_has_them():
+    method = make_method()
+    parts = {name.partition(".")[0] for name in travelling_names(method)}
+    assert parts == {"encoder", "projector", "rotation", "local_centroids", "centroids"}
+    assert {name.partition(".")[0] for name in kept_names(method)} == {"target_encoder", "target_projector", "memory"}
+    method.loss(*pictures()).backward()
+    for name, parameter in method.named_parameters():
+        assert (parameter.grad is None) == name.startswith("target_"), name
+
+
+def test_training_lowers_the_loss():
+    method = with_centroids(make_method())
+    start = method.loss(*pictures()).item()
+    for _ in range(10):
+        step(method, lr=0.01)
+    assert method.loss(*pictures()).item() < 0.8 * start
+
+
+def test_bf16_passes_end_in_a_loss_of_full_precision():
+    method = with_centroids(make_method())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = method.loss(*pictures())
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, method.loss(*pictures()), rtol=0.05, atol=0.05)
+
+
+# --- memory and local centroids ---
+
+
+def test_the_memory_is_first_in_first_out():
+    method = make_method(memory_size=4)
+    rows = torch.eye(8)
+    method.remember(2 * rows[:3])
+    assert torch.equal(method.memory, torch.cat((rows[:3], torch.zeros(1, 8))))
+    method.remember(3 * rows[3:5])
+    assert torch.equal(method.memory, rows[[3, 4, 0, 1]])
+    method.remember(rows[1:7])
+    assert torch.equal(method.memory, rows[1:5])
+    assert method.tensors["memory"] is method.memory  # live: what is kept is what is there
+
+
+def test_the_memory_holds_what_the_target_made_of_the_first_view():
+    method = with_centroids(make_method(memory_size=16))
+    step(method)
+    view1, view2 = pictures()
+    method.loss(view1, view2)
+    expected = F.normalize(method.target_projector(method.target_encoder(view1)), dim=1)
+    torch.testing.assert_close(method.memory[:6], expected)
+    assert method.memory[6:12].any(dim=1).all()
+    assert not method.memory[12:].any()
+
+
+def test_a_new_client_begins_with_an_empty_memory():
+    method = make_method()
+    method.remember(torch.eye(8))
+    method.start_round(first=False)
+    assert torch.equal(method.memory, torch.eye(8))
+    method.start_round(first=True)
+    assert not method.memory.any()
+
+
+def test_local_centroids_are_those_of_the_memory():
+    method = make_method(memory_size=20)
+    method.remember(groups(5, 5, 5))
+    method.end_round()
+    torch.testing.assert_close(method.local_centroids, equal_clusters(method.memory[:15], clusters=3).float())
+    torch.testing.assert_close(by_axis(method.local_centroids), torch.eye(8)[:3], rtol=0, atol=0.1)
+
+
+def test_a_client_with_fewer_pictures_than_clusters():
+    method = make_method(local_clusters=6)
+    method.remember(torch.eye(8)[:2])
+    method.end_round()
+    assert by_axis(method.local_centroids).sum(dim=0).bool().tolist() == [True] * 2 + [False] * 6
+    assert torch.equal(method.local_centroids.norm(dim=1), torch.ones(6))
+
+
+def test_without_a_memory_local_centroids_stay():
+    method = make_method()
+    method.end_round()
+    assert not method.local_centroids.any()
+
+
+# --- the server ---
+
+
+def local(*axes: int) -> np.ndarray:
+    """Local centroids near these axes of eight dimensions."""
+    return np.eye(8, dtype=np.float32)[list(axes)] + 0.05 * draw(len(axes), 8, seed=sum(axes)).numpy().astype("f4")
+
+
+def clusters_of(clients: Iterable[np.ndarray], old: np.ndarray) -> np.ndarray:
+    return global_centroids(torch.from_numpy(np.concatenate(list(clients))), old=torch.from_numpy(old)).numpy()
+
+
+def test_global_clusters_are_found_though_no_client_has_all():
+    clients = [local(0, 1, 2), local(1, 2, 3), local(2, 3, 0), local(3, 0, 1)]
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        found = clusters_of((clients[client] for client in order), np.zeros((4, 8), np.float32))
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
+        np.testing.assert_allclose(found[found.argmax(axis=1).argsort()], np.eye(8)[:4], atol=0.1)
+
+
+def test_clients_without_centroids_change_nothing():
+    nothing, old = np.zeros((3, 8), np.float32), local(4, 5)
+    assert np.array_equal(clusters_of([nothing, nothing], old), old)
+    some = [local(0, 1, 2), local(3, 3, 0)]
+    with_nothing = clusters_of([some[0], nothing, some[1]], old)
+    assert np.array_equal(with_nothing, clusters_of(some, old))
+
+
+def test_the_rule_averages_all_but_the_local_centroids():
+    random = np.random.default_rng(0)
+    layers = {"encoder.weight": random.normal(size=(3, 2)).astype("f4"), "local_centroids": np.zeros((3, 8), "f4")}
+    updates = [
+        ClientUpdate(
+            layers={"encoder.weight": random.normal(size=(3, 2)).astype("f4"), "local_centroids": local(client, 1, 2)},
+            partition_id=client,
+            num_examples=10 * (client + 1),
+        )
+        for client in range(3)
+    ]
+    strategy, reference = Server(), GlobalLayers(layers)
+    assert strategy.needs() == (NUM_EXAMPLES,)
+    for _ in range(2):  # a second round begins anew
+        rule = strategy.rule(1)
+        rule.start(reference)
+        for update in updates:
+            rule.add(update, reference.align(update.layers))
+        new = rule.finish()
+        assert not new.pop("local_centroids").any()
+        weights = [{"encoder.weight": update.layers["encoder.weight"]} for update in updates]
+        alone = [ClientUpdate(layers=w, partition_id=i, num_examples=10 * (i + 1)) for i, w in enumerate(weights)]
+        expected = fedavg({"encoder.weight": layers["encoder.weight"]}, alone)
+        np.testing.assert_array_equal(new["encoder.weight"], expected["encoder.weight"])
+        after = strategy.after_aggregate(1, {**layers, "centroids": np.zeros((4, 8), "f4")})
+        received = [update.layers["local_centroids"] for update in updates]
+        np.testing.assert_array_equal(after["centroids"], clusters_of(received, np.zeros((4, 8), "f4")))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: make_method(strategy="strategies.fedavg.FedAvg"), "method=orchestra needs .* set strategy=orchestra"),
+        (lambda: build(compose(["method=orchestra", "strategy=l_dawa"])), "which strategies.l_dawa.LDAWA does not"),
+        (lambda: make_method(local_clusters=0), "method.local_clusters=0"),
+        (lambda: make_method(global_clusters=1), "method.global_clusters=1"),
+        (lambda: make_method(local_clusters=9), "method.memory_size=8 must be at least method.local_clusters=9"),
+        (lambda: make_method(temperature=0), "method.temperature=0"),
+        (lambda: Server(weighting="loss"), "strategy.weighting=loss"),
+    ],
+)
+def test_refused_settings(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+def test_the_server_says_when_there_are_no_centroids(caplog):
+    with caplog.at_level("WARNING", logger="fedssl"):
+        Server().check(build(compose(WORDS)), clients_per_round=2)
+        assert not caplog.records
+        method = SimCLR(conv_small(channels=1, size=8, width=4), projector=HEAD, temperature=0.5)
+        Server().check(method, clients_per_round=2)
+    assert "strategy=orchestra with SimCLR, which has no centroids, is plain averaging" in caplog.text
+
+
+def test_without_centroids_it_averages():
+    start = {"a": np.array([1.0, 2.0], np.float32)}
+    updates = [ClientUpdate(layers={"a": start["a"] + k}, partition_id=k, num_examples=1 + k) for k in range(3)]
+    rule, reference = Server().rule(1), GlobalLayers(start)
+    rule.start(reference)
+    for update in updates:
+        rule.add(update, reference.align(update.layers))
+    assert np.array_equal(rule.finish()["a"], fedavg(start, updates)["a"])
+
+
+# --- whole runs ---
+
+
+def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
+    federation = Federation(tmp_path, *WORDS, *SMALL, "clients_per_round=4")
+    assert not federation.layers["centroids"].any()
+    found = []
+    for round in (1, 2):
+        layers = federation.run(round)
+        np.testing.assert_allclose(np.linalg.norm(layers["centroids"], axis=1), 1, rtol=1e-6)
+        assert not layers["local_centroids"].any()
+        found.append(layers["centroids"])
+    assert not np.array_equal(*found)
+    everything = set(travelling_names(federation.method))
+    for plan, update in zip(federation.plans, federation.updates, strict=True):
+        assert set(plan["arrays"]) == everything
+        assert set(update["arrays"]) == everything - {"centroids"}
+        norms = np.linalg.norm(update["arrays"]["local_centroids"].numpy(), axis=1)
+        np.testing.assert_allclose(norms, 1, rtol=1e-6)
+    travels = federation.strategy.travels(federation.method)
+    assert travels.down == "local_centroids, centroids, encoder, projector, rotation"
+    assert travels.up == "local_centroids, encoder, projector, rotation"
+    assert travels.stays == "target_encoder, target_projector, memory"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["dataset.limit=10"],  # two pictures each: fewer than clusters
+        ["server_optimizer=fedadam"],
+        ["method.target=copy"],
+        ["precision=bf16"],
+    ],
+)
+def test_other_federations(tmp_path, words):
+    federation = Federation(tmp_path, *WORDS, *SMALL, *words)
+    layers = federation.run(1, 2)
+    assert federation.strategy.report.dropped == {}
+    assert all(np.isfinite(array).all() for array in layers.values())
+    np.testing.assert_allclose(np.linalg.norm(layers["centroids"], axis=1), 1, rtol=1e-6)
+
+
+def test_without_training_nothing_changes(tmp_path):
+    federation = Federation(tmp_path, *WORDS, *SMALL, "local_epochs=0")
+    before = federation.layers
+    after = federation.run(1, 2)
+    for name, array in before.items():
+        np.testing.assert_allclose(after[name], array, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    words = [*WORDS, *SMALL, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
+    words += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none"]
+    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    run([f"resume={tmp_path / 'parts'}", "rounds=4"])
+    whole, parts = (latest_checkpoint(tmp_path / name / "checkpoints").layers for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    for name, array in whole.items():
+        assert np.array_equal(array, parts[name]), name
+
+
+@pytest.mark.slow
+def test_it_learns(tmp_path):
+    run([*WORDS, "rounds=10", "evaluate_every=0", "final_evaluation=few_labels", f"output_dir={tmp_path / 'run'}"])
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    assert final["federated"]["linear_2_per_class"] > final["untrained"]["linear_2_per_class"] + 0.08

@@ -1,0 +1,155 @@
+"""Supervised training: the loss, labels that go with their pictures, refusals, and the classifier's own accuracy."""
+
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from fedssl.config import compose
+from fedssl.datasets.base import load
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.evaluation.features import extract
+from fedssl.methods import build
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.supervised import Supervised
+from fedssl.model_layers import load_layers
+from fedssl.regularizers.base import Regularizer
+from fedssl.seeding import torch_generator
+from fedssl.training import train
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+from tests.federation import Federation
+
+QUICK = ["method=supervised", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
+
+
+class Flat(nn.Flatten):
+    """Pictures as they are."""
+
+    feature_dim = 2
+
+
+def pictures(*rows):
+    return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), 1, 1, 2)
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_both_views():
+    generator = torch.Generator().manual_seed(0)
+    method = Supervised(Flat(), num_classes=3)
+    view1, view2 = (torch.randn(4, 1, 1, 2, generator=generator) for _ in range(2))
+    labels = torch.tensor([2, 0, 1, 2])
+    weight, bias = method.classifier.weight.double(), method.classifier.bias.double()
+    expected = []
+    for view in (view1, view2):
+        for x, label in zip(view.double().flatten(1), labels, strict=True):
+            logits = [float(w @ x + b) for w, b in zip(weight, bias, strict=True)]
+            expected.append(math.log(sum(math.exp(logit) for logit in logits)) - logits[label])
+    assert method.loss(view1, view2, labels).item() == pytest.approx(sum(expected) / 8, rel=1e-6)
+
+
+def test_the_loss_by_hand():
+    # Logits are the pictures. View 1 of class 0 is (log 3, 0): 3 / (3 + 1) of the softmax; view 2 is (0, 0): 1 / 2.
+    method = Supervised(Flat(), num_classes=2)
+    with torch.no_grad():
+        method.classifier.weight.copy_(torch.eye(2))
+        method.classifier.bias.zero_()
+    loss = method.loss(pictures([math.log(3), 0]), pictures([0, 0]), torch.tensor([0]))
+    assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2, rel=1e-6)
+
+
+def test_both_views_are_normalised_together_in_one_pass():
+    method = Supervised(conv_small(channels=1, size=8, width=4), num_classes=2)
+    method.loss(torch.rand(4, 1, 8, 8), torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])).backward()
+    counters = {int(value) for name, value in method.state_dict().items() if name.endswith("num_batches_tracked")}
+    assert counters == {1}
+    assert all(parameter.grad is not None for parameter in method.parameters())
+    assert {name.partition(".")[0] for name in method.state_dict()} == {"encoder", "classifier"}
+    assert method.kept == ()
+
+
+@pytest.mark.parametrize(("num_classes", "found"), [(None, "null"), (0, "0")])
+def test_an_unknown_number_of_classes_is_refused(num_classes, found):
+    with pytest.raises(InputError, match=rf"dataset.num_classes={found} .* set dataset.num_classes"):
+        Supervised(Flat(), num_classes=num_classes)
+
+
+class Recorded(SSLMethod):
+    """Notes the value of each picture with the label that came with it."""
+
+    uses_labels = True
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(1, 1)
+        self.seen = []
+
+    def loss(self, view1, view2, labels):
+        self.seen += list(zip(view1.flatten().tolist(), labels.tolist(), strict=True))
+        return self.encoder.weight.sum()
+
+
+def test_every_picture_comes_with_its_own_label():
+    # Picture v has label 3v; the client holds 1, 4, 5 and 8 of the ten.
+    method = Recorded()
+    train(
+        method,
+        torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1),
+        torch.tensor([1, 4, 5, 8]),
+        augment=lambda batch, generator: (batch.float(), batch.float()),
+        optimizer=torch.optim.SGD(method.parameters(), lr=0.1),
+        regularizer=Regularizer(),
+        epochs=2,
+        batch_size=3,
+        precision="fp32",
+        clip_norm=None,
+        generator=torch_generator(0, "train"),
+        labels=3 * torch.arange(10),
+    )
+    assert sorted(method.seen) == [(value, 3 * value) for value in (1, 1, 4, 4, 5, 5, 8, 8)]
+    assert method.seen != sorted(method.seen)
+
+
+def test_clients_learn_their_labels(tmp_path):
+    # The training loss must fall well below log 10, that of a guess.
+    words = ["method=supervised", "optimizer=adam", "optimizer.lr=0.01", "strategy=fedavg", "batch_size=10"]
+    federation = Federation(tmp_path, *words, "num_clients=2", "local_epochs=10")
+    federation.run(1, 2, 3)
+    assert max(row.loss for row in federation.strategy.report.clients) < 0.6 * math.log(10)
+
+
+def test_pictures_without_labels_are_refused_before_anything_is_written(tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for shade in range(6):
+        Image.new("L", (8, 8), color=40 * shade).save(folder / f"{shade}.png")
+    words = ["dataset=image_folder", f"dataset.path={folder}", "dataset.num_classes=2", "partition=iid"]
+    with pytest.raises(InputError, match=r"Supervised needs labels .* dataset.splits.federated=train have none"):
+        run([*QUICK, *words, f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
+    words = [*QUICK, "threads=1", "evaluate_every=0", "final_evaluation=knn"]
+    run([*words, f"output_dir={tmp_path}"])
+    final = json.loads((tmp_path / "summary.json").read_text())["final"]
+    settings = compose(words)
+    method, test = build(settings), load(settings.dataset, "test")
+    load_layers(method, latest_checkpoint(tmp_path / "checkpoints").layers)
+    h = extract(method.encoder, test.images, mean=settings.dataset.mean, std=settings.dataset.std, device="cpu")
+    right = sum(
+        int((method.classifier.weight @ x + method.classifier.bias).argmax()) == int(label)
+        for x, label in zip(h, test.labels, strict=True)
+    )
+    assert final["federated"]["classifier"] == pytest.approx(right / len(test.labels))
+    assert "classifier" in final["untrained"]
+    assert "classifier" not in final["pixels"]
+
+
+def test_dapu_decides_on_the_classifier(tmp_path):
+    never = Federation(tmp_path, "method=supervised", "strategy=fedu", "strategy.predictor_threshold=0")
+    travels = never.strategy.travels(never.method)
+    assert travels.stays.startswith("classifier (if DAPU says so)")

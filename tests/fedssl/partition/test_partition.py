@@ -1,0 +1,316 @@
+"""Every picture has exactly one holder, and the settings do what they say."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import get_method
+from omegaconf import OmegaConf
+from PIL import Image
+
+from fedssl import partition
+from fedssl.datasets.base import Pictures
+from fedssl.errors import InputError
+from fedssl.partition import flower
+from fedssl.report.partition import draw, write_table
+from fedssl.seeding import derive, numpy_generator
+
+KINDS = {
+    "iid": {},
+    "dirichlet": {"alpha": 0.5, "min_size": 2},
+    "classes": {"classes_per_client": 3},
+    "skew": {"beta": 0.3},
+}
+
+
+def labels_of(*counts: int) -> torch.Tensor:
+    """Class-sorted labels: ``counts[c]`` pictures of class c."""
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+
+
+def split(kind: str, labels: torch.Tensor | None, num_clients: int, *, seed: int = 0, **settings) -> list[np.ndarray]:
+    num_pictures = settings.pop("num_pictures", None) or len(labels)
+    function = getattr(partition, kind)
+    return function(labels, num_pictures=num_pictures, num_clients=num_clients, seed=seed, **settings)
+
+
+def counts_of(parts: list[np.ndarray], labels: torch.Tensor) -> np.ndarray:
+    """Pictures of each client and class ``(clients, classes)``, the slow way."""
+    return np.array([[int((labels[part] == c).sum()) for c in range(int(labels.max()) + 1)] for part in parts])
+
+
+@pytest.mark.parametrize("num_clients", [1, 7, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_picture_has_exactly_one_holder(kind: str, num_clients: int) -> None:
+    labels = labels_of(61, 97, 83, 120, 39)[torch.randperm(400, generator=torch.Generator().manual_seed(1))]
+    settings = (
+        KINDS[kind] if num_clients > 1 else KINDS[kind] | ({"classes_per_client": 5} if kind == "classes" else {})
+    )
+    parts = split(kind, labels, num_clients, **settings)
+    assert len(parts) == num_clients
+    assert sorted(np.concatenate(parts).tolist()) == list(range(400))
+    for part in parts:
+        assert part.dtype == np.int64
+        assert len(part) >= 2
+        assert (np.diff(part) > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_same_parts_other_seed_others(kind: str) -> None:
+    labels = labels_of(*[40] * 5)
+    first, again = (split(kind, labels, 5, seed=3, **KINDS[kind]) for _ in range(2))
+    other = split(kind, labels, 5, seed=4, **KINDS[kind])
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_yaml_names_the_function_and_its_settings(kind: str) -> None:
+    settings = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[3] / f"conf/partition/{kind}.yaml"))
+    function = get_method(settings.pop("_target_"))
+    parts = function(labels_of(*[30] * 4), num_pictures=120, num_clients=4, seed=0, **settings)
+    assert sum(map(len, parts)) == 120
+
+
+def test_split_follows_the_settings_of_a_run() -> None:
+    labels = labels_of(30, 30)
+    pictures = Pictures(torch.zeros(60, 1, 1, 1, dtype=torch.uint8), labels)
+    settings = {"_target_": "fedssl.partition.skew", "beta": 0.0}
+    run = {"seed": 7, "num_clients": 2, "partition": settings, "calibration": {"at": None}}
+    parts = partition.split(OmegaConf.create(run), pictures)
+    expected = split("skew", labels, 2, seed=7, beta=0.0)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
+    settings["beta"] = 2.0
+    with pytest.raises(InputError, match=r"partition\.beta=2\.0"):
+        partition.split(OmegaConf.create(run), pictures)
+
+
+def test_iid_sizes_and_labels_do_not_matter() -> None:
+    # 103 = 4 * 25 + 3: three clients get 26.
+    parts = split("iid", None, 4, num_pictures=103)
+    assert [len(part) for part in parts] == [26, 26, 26, 25]
+    same = split("iid", labels_of(103), 4)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
+
+
+def test_iid_mixes_sorted_classes() -> None:
+    counts = counts_of(split("iid", labels_of(500, 500), 5), labels_of(500, 500))
+    # 200 draws without replacement of 1000 with half of them in class 0: mean 100, standard deviation 6.3.
+    assert np.abs(counts[:, 0] - 100).max() < 26
+
+
+def test_dirichlet_equals_its_definition() -> None:
+    """Per class: shares from Dir(alpha 1), cut points at the floor of cumulative shares times the class's size."""
+    labels = labels_of(33, 50, 17)
+    parts = split("dirichlet", labels, 4, seed=5, alpha=2.0, min_size=2)
+    order = numpy_generator(5, "partition", "order").permutation(100)
+    generator = np.random.default_rng(derive(5, "partition", "shares"))
+    expected: list[list[int]] = [[], [], [], []]
+    for name in range(3):
+        members = [position for position in order if labels[position] == name]
+        share = generator.dirichlet([2.0] * 4)
+        cuts = [0, *(int(share[: k + 1].sum() * len(members)) for k in range(3)), len(members)]
+        for client in range(4):
+            expected[client] += members[cuts[client] : cuts[client + 1]]
+    assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
+
+
+@pytest.mark.slow
+def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
+    """The real partitioners on a real data set; its import after ours finds nothing of our stand-ins."""
+    import datasets
+    import flwr_datasets
+    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, PathologicalPartitioner
+
+    assert flwr_datasets.FederatedDataset
+    labels = np.random.default_rng(0).integers(0, 6, 300)
+    data = datasets.Dataset.from_dict({"label": labels.tolist(), "row": list(range(300))})
+    pairs = [
+        (IidPartitioner(7), flower.iid(labels, num_clients=7)),
+        (
+            DirichletPartitioner(7, "label", alpha=0.3, min_partition_size=5, shuffle=False, seed=9),
+            flower.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9),
+        ),
+        (
+            PathologicalPartitioner(14, "label", 1, class_assignment_mode="deterministic", shuffle=False),
+            flower.shards(labels, num_shards=14),
+        ),
+    ]
+    for partitioner, ours in pairs:
+        partitioner.dataset = data
+        assert ours is not None
+        assert partitioner.num_partitions == len(ours)
+        for client, rows in enumerate(ours):
+            assert partitioner.load_partition(client)["row"][:] == rows.tolist()
+
+
+def test_dirichlet_large_alpha_is_uniform_small_alpha_is_skewed() -> None:
+    labels = labels_of(*[1000] * 5)
+    uniform = counts_of(split("dirichlet", labels, 4, alpha=1e5, min_size=2), labels)
+    # A share has standard deviation sqrt(1/4 * 3/4 / 4e5) = 0.0007: 250 pictures of each class, give or take 3.
+    assert np.abs(uniform - 250).max() <= 5
+    skewed = counts_of(split("dirichlet", labels, 4, alpha=0.02, min_size=2), labels)
+    # With alpha -> 0 one client takes all of a class.
+    assert (skewed.max(axis=0) > 900).mean() >= 0.6
+
+
+def test_dirichlet_keeps_the_minimum() -> None:
+    parts = split("dirichlet", labels_of(*[60] * 5), 10, alpha=0.5, min_size=12)
+    assert min(map(len, parts)) >= 12
+
+
+@pytest.mark.parametrize("num_clients", [5, 10, 13])
+def test_classes_gives_exactly_n_classes_and_shares_each_equally(num_clients: int) -> None:
+    labels = labels_of(*[60] * 10)
+    counts = counts_of(split("classes", labels, num_clients, classes_per_client=2), labels)
+    assert ((counts > 0).sum(axis=1) == 2).all()
+    holders = (counts > 0).sum(axis=0)
+    assert holders.min() >= 1
+    assert holders.max() - holders.min() <= 1
+    # 60 pictures of a class divide into equal parts for 1, 2 or 3 holders.
+    assert all(set(column[column > 0]) == {60 // n} for column, n in zip(counts.T, holders, strict=True))
+
+
+def test_classes_that_number_with_gaps() -> None:
+    labels = torch.tensor([3, 9, 40] * 10)
+    parts = split("classes", labels, 3, classes_per_client=1)
+    assert sorted(set(labels[part].tolist()).pop() for part in parts) == [3, 9, 40]
+
+
+def test_skew_extremes_and_middle() -> None:
+    labels = labels_of(4, 4, 4)
+    # beta=0: blocks of 12/3 = 4 of the class-sorted pictures are exactly the classes.
+    assert counts_of(split("skew", labels, 3, beta=0), labels).tolist() == [[4, 0, 0], [0, 4, 0], [0, 0, 4]]
+    # beta=0.5: 2 of each class are sorted, in blocks of 2: client c has 2 of class c; the other 6 are dealt out.
+    middle = counts_of(split("skew", labels, 3, beta=0.5), labels)
+    assert middle.sum(axis=1).tolist() == [4, 4, 4]
+    assert (np.diag(middle) >= 2).all()
+    # Two clients, classes of 3 and 5, beta=0: blocks of 4 are [3, 1] and [0, 4].
+    uneven = labels_of(3, 5)
+    assert counts_of(split("skew", uneven, 2, beta=0), uneven).tolist() == [[3, 1], [0, 4]]
+    # beta=1: IID, sizes equal, no client of one class in 1,000 pictures.
+    many = labels_of(500, 500)
+    counts = counts_of(split("skew", many, 5, beta=1), many)
+    assert counts.sum(axis=1).tolist() == [200] * 5
+    assert np.abs(counts[:, 0] - 100).max() < 26
+
+
+def test_skew_sizes_differ_by_one_at_most() -> None:
+    for beta in (0.0, 0.2, 0.55, 1.0):
+        sizes = [len(part) for part in split("skew", labels_of(31, 17, 26), 7, beta=beta)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("iid", {"num_clients": 0}, "num_clients=0"),
+        ("iid", {"num_clients": 200}, "num_clients=200 is too many for 100 pictures.*num_clients=50"),
+        ("iid", {"num_clients": 51}, "num_clients=51 is too many for 100 pictures.*num_clients=50"),
+        ("dirichlet", {"alpha": 0, "min_size": 2}, r"partition\.alpha=0 must be above 0"),
+        ("dirichlet", {"alpha": -1.0, "min_size": 2}, r"partition\.alpha=-1\.0"),
+        ("dirichlet", {"alpha": float("nan"), "min_size": 2}, r"partition\.alpha=nan"),
+        ("dirichlet", {"alpha": 1.0, "min_size": 1}, r"partition\.min_size=1 must be at least 2"),
+        (
+            "dirichlet",
+            {"alpha": 0.01, "min_size": 5, "num_clients": 20},
+            r"partition\.alpha=0\.01 .*num_clients=20 .*partition\.min_size=5 of 100 pictures.*raise partition\.alpha",
+        ),
+        ("dirichlet", {"alpha": 5.0, "min_size": 30}, r"partition\.min_size=30 of 100 pictures"),
+        ("classes", {"classes_per_client": 0}, r"partition\.classes_per_client=0 must be from 1 to the 5 classes"),
+        ("classes", {"classes_per_client": 6}, r"partition\.classes_per_client=6 must be from 1 to the 5 classes"),
+        (
+            "classes",
+            {"classes_per_client": 2, "num_clients": 2},
+            "leaves 1 of 5 classes to nobody; give at least 3 classes per client or 5 clients",
+        ),
+        (
+            "classes",
+            {"classes_per_client": 5, "num_clients": 40},
+            "divides each class among 40 of them but the smallest class has 20 pictures",
+        ),
+        ("classes", {"classes_per_client": 1, "num_clients": 50, "counts": (4, 96)}, "among 25 of them .* has 4"),
+        ("classes", {"classes_per_client": 1, "num_clients": 6, "counts": (3, 97)}, "a client with 1 of 100 pictures"),
+        ("skew", {"beta": -0.1}, r"partition\.beta=-0\.1 must be from 0"),
+        ("skew", {"beta": 1.1}, r"partition\.beta=1\.1 must be from 0"),
+    ],
+)
+def test_bad_settings_are_one_sentence(kind: str, settings: dict, message: str) -> None:
+    settings = dict(settings)
+    labels = labels_of(*settings.pop("counts", [20] * 5))
+    with pytest.raises(InputError, match=message) as caught:
+        split(kind, labels, settings.pop("num_clients", 4), **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["dirichlet", "classes", "skew"])
+def test_division_by_class_needs_labels(kind: str) -> None:
+    with pytest.raises(InputError, match=f"partition={kind} .*no labels; give partition=iid"):
+        split(kind, None, 4, num_pictures=100, **KINDS[kind])
+
+
+def test_the_last_check_catches_lost_and_doubled_pictures() -> None:
+    for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
+        with pytest.raises(InputError, match="exactly one client"):
+            partition._checked([np.array(part) for part in parts], 5)
+
+
+def test_a_partition_imports_nothing_that_takes_seconds() -> None:
+    script = (
+        "import sys\n"
+        "from fedssl import partition\n"
+        "partition.iid(None, num_pictures=20, num_clients=2, seed=0)\n"
+        "slow = {'datasets', 'flwr_datasets', 'matplotlib', 'pandas', 'sklearn', 'torchvision'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_modules_loaded_before_are_back_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ModuleType("datasets.sub")
+    monkeypatch.setitem(sys.modules, "datasets.sub", before)
+    with flower._set_aside("datasets"):
+        assert "datasets.sub" not in sys.modules
+        sys.modules["datasets.other"] = ModuleType("datasets.other")
+    assert sys.modules["datasets.sub"] is before
+    assert "datasets.other" not in sys.modules
+
+
+def test_table_counts_by_hand(tmp_path: Path) -> None:
+    parts = [np.array([0, 1, 4]), np.array([2, 3])]
+    labels = torch.tensor([0, 0, 2, 2, 2])
+    write_table(tmp_path / "named.csv", parts, labels, ("cat", "dog, wet", "owl"))
+    with (tmp_path / "named.csv").open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows == [
+        ["client", "examples", "cat", "dog, wet", "owl"],
+        ["0", "3", "2", "0", "1"],
+        ["1", "2", "0", "0", "2"],
+    ]
+    write_table(tmp_path / "numbered.csv", parts, labels)
+    assert (tmp_path / "numbered.csv").read_text().splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
+    write_table(tmp_path / "unknown.csv", parts, None)
+    assert (tmp_path / "unknown.csv").read_text().splitlines() == ["client,examples", "0,3", "1,2"]
+
+
+def test_picture_shows_counts_as_areas(tmp_path: Path) -> None:
+    # Class 0: 40 pictures (blue in matplotlib's tab10), class 1: 80 (orange) of them 60 with client 1.
+    labels = labels_of(40, 80)
+    draw(tmp_path / "held.png", [np.arange(60), np.arange(60, 120)], labels, ("a", "b"))
+    pixels = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).reshape(-1, 3)
+    blue, orange = ((pixels == color).all(axis=1).sum() for color in ([31, 119, 180], [255, 127, 14]))
+    assert orange / blue == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize(("num_clients", "num_classes"), [(100, 10), (100, 200), (10, 0)])
+def test_picture_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
+    labels = torch.arange(2000) % num_classes if num_classes else None
+    draw(tmp_path / "held.png", np.array_split(np.arange(2000), num_clients), labels)
+    width, height = Image.open(tmp_path / "held.png").size
+    assert width == 960
+    assert height == (1440 if num_clients == 100 else 600)

@@ -1,0 +1,286 @@
+"""Tables from hand-made run folders."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from fedssl.config import CONF
+from fedssl.errors import InputError
+from fedssl.report.accuracy_table import format_table, run_table, sweep_table
+from fedssl.report.runs import find_runs, read_run
+
+
+def job(folder: Path, words: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
+    folder.mkdir()
+    summary: dict[str, Any] = {"status": status, "reason": reason, "overrides": words.split(), "rounds": 2}
+    if status == "finished":
+        summary["final"] = {"untrained": {"knn": 0.1}, "federated": federated, "pixels": {"knn": 0.2}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+# --- encoders side by side ---
+
+
+def test_format_table():
+    table = format_table(
+        {
+            "untrained": {"linear_2_per_class": 0.5, "linear_2_per_class_std": 0.05, "knn": 0.6666},
+            "federated": {"linear_2_per_class": 0.875, "linear_2_per_class_std": 0.0123, "knn": 1.0},
+            "pixels": {"knn": 0.0},
+        }
+    )
+    assert table.split("\n") == [
+        "accuracy in %        untrained   federated  pixels",
+        "linear_2_per_class  50.0 ± 5.0  87.5 ± 1.2       -",
+        "knn                       66.7       100.0     0.0",
+    ]
+
+
+@pytest.mark.parametrize("results", [{}, {"federated": {}, "pixels": {}}])
+def test_format_table_without_results_says_so(results: dict[str, dict[str, float]]):
+    assert "nothing was evaluated" in format_table(results)
+
+
+# --- sweeps ---
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> list[Path]:
+    return [
+        job(
+            tmp_path / "0", "strategy=fedavg partition.alpha=0.1 rounds=5 seed=0", knn=0.5, linear=0.6, linear_std=0.01
+        ),
+        job(
+            tmp_path / "1", "strategy=fedavg partition.alpha=0.1 rounds=5 seed=1", knn=0.7, linear=0.6, linear_std=0.02
+        ),
+        job(tmp_path / "2", "strategy=l_dawa partition.alpha=0.1 rounds=5 seed=0", knn=0.8, linear=0.9),
+        job(tmp_path / "3", "strategy=l_dawa partition.alpha=0.1 rounds=5 seed=1", "failed", "loss is\nNaN | stop"),
+        job(tmp_path / "4", "strategy=m_dawa partition.alpha=0.1 rounds=5 seed=0", "interrupted"),
+        tmp_path / "5",
+    ]
+
+
+def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
+    table = sweep_table(sweep)
+    assert table.keys == ["strategy"]  # the other settings do not vary
+    assert table.metrics == ["knn", "linear"]
+    assert [(row.settings["strategy"], row.runs, row.failed) for row in table.rows] == [
+        ("fedavg", 2, 0),
+        ("l_dawa", 1, 1),
+        ("m_dawa", 0, 1),
+    ]
+    assert table.rows[0].metrics == {"knn": [0.5, 0.7], "linear": [0.6, 0.6]}
+    assert table.failed == 3
+
+
+def test_sweep_text(sweep: list[Path], tmp_path: Path):
+    # Sample deviation of 0.5 and 0.7: sqrt(2 * 0.1^2 / 1) = 0.1414.
+    assert sweep_table(sweep).text().split("\n") == [
+        "strategy      knn (%)  linear (%)  runs  failed",
+        "fedavg    60.0 ± 14.1  60.0 ± 0.0     2       0",
+        "l_dawa           80.0        90.0     1       1",
+        "m_dawa              -           -     0       1",
+        "",
+        "runs that did not finish:",
+        "",
+        f"  {tmp_path / '3'} (strategy=l_dawa partition.alpha=0.1 rounds=5 seed=1): loss is NaN | stop",
+        f"  {tmp_path / '4'} (strategy=m_dawa partition.alpha=0.1 rounds=5 seed=0): interrupted",
+        f"  {tmp_path / '5'}: no readable summary.json, so it still runs or was ended from outside",
+    ]
+
+
+def test_sweep_csv_has_full_precision(sweep: list[Path], tmp_path: Path):
+    sweep_table(sweep).write(tmp_path)
+    with (tmp_path / "results.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == ["strategy", "knn_mean", "knn_std", "linear_mean", "linear_std", "runs", "failed"]
+    assert float(rows[0]["knn_mean"]) == pytest.approx(0.6, abs=1e-15)
+    assert float(rows[0]["knn_std"]) == pytest.approx(np.std([0.5, 0.7], ddof=1), abs=1e-15)
+    assert rows[1] == {
+        "strategy": "l_dawa",
+        "knn_mean": "0.8",
+        "knn_std": "",
+        "linear_mean": "0.9",
+        "linear_std": "",
+        "runs": "1",
+        "failed": "1",
+    }
+    assert rows[2]["knn_mean"] == ""
+
+
+def test_sweep_markdown(tmp_path: Path):
+    folders = [
+        job(tmp_path / "0", "strategy=fedavg,x|y seed=0", knn=0.5),
+        job(tmp_path / "1", "strategy=l_dawa seed=0", "failed", "no GPU"),
+    ]
+    table = sweep_table(folders)
+    table.write(tmp_path)
+    assert (tmp_path / "results.md").read_text() == (
+        "| strategy | knn (%) | runs | failed |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| fedavg,x\\|y | 50.0 | 1 | 0 |\n"
+        "| l_dawa | - | 0 | 1 |\n"
+        "\nruns that did not finish:\n\n"
+        f"- {tmp_path / '1'} (strategy=l_dawa seed=0): no GPU\n"
+    )
+
+
+def test_sweep_over_seeds_only_is_one_row(tmp_path: Path):
+    folders = [job(tmp_path / str(seed), f"rounds=2 seed={seed}", knn=0.1 * seed) for seed in (1, 2, 3)]
+    table = sweep_table(folders)
+    assert table.text() == "    knn (%)  runs  failed\n20.0 ± 10.0     3       0"
+    assert table.failed == 0
+
+
+def test_sweep_key_that_some_jobs_leave_at_its_default(tmp_path: Path):
+    folders = [
+        job(tmp_path / "0", "rounds=2", knn=0.5),
+        job(tmp_path / "1", "+strategy.server_lr=0.5 rounds=2", knn=0.6),
+        job(tmp_path / "2", "rounds=2 +strategy.server_lr=0.5 seed=3", knn=0.8),  # order does not matter
+    ]
+    table = sweep_table(folders)
+    assert table.keys == ["strategy.server_lr"]
+    assert [row.runs for row in table.rows] == [1, 2]
+    assert table.text().split("\n")[1].split() == ["50.0", "1", "0"]
+
+
+def test_sweep_in_which_nothing_was_evaluated_or_all_failed(tmp_path: Path):
+    evaluated = sweep_table([job(tmp_path / "0", "strategy=fedavg"), job(tmp_path / "1", "strategy=l_dawa")])
+    assert evaluated.text() == "strategy  runs  failed\nfedavg       1       0\nl_dawa       1       0"
+    broken = tmp_path / "2"
+    broken.mkdir()
+    (broken / "summary.json").write_text('{"status": "fin')
+    nothing = sweep_table([broken])
+    assert nothing.failed == 1
+    assert "no readable summary.json" in nothing.text()
+    nothing.write(tmp_path)
+    assert (tmp_path / "results.csv").read_text().split() == ["runs,failed"]
+
+
+# --- any runs ---
+
+
+def with_settings(folder: Path, words: str, settings: dict[str, Any], **federated: float) -> Path:
+    """A finished run with settings, of which ``words`` were typed."""
+    job(folder, words, **federated)
+    defaults = {
+        "seed": 0,
+        "num_clients": 10,
+        "rounds": 20,
+        "threads": 1,
+        "partition": partition("dirichlet", alpha=0.5),
+    }
+    defaults |= {name: {"_target_": target} for name, target in TARGETS.items()}
+    (folder / "config.yaml").write_text(json.dumps(defaults | settings))  # JSON is YAML
+    return folder
+
+
+def partition(name: str, **values: float) -> dict[str, Any]:
+    return {"_target_": f"fedssl.partition.{name}", **values}
+
+
+TARGETS = {
+    "strategy": "strategies.l_dawa.LDAWA",
+    "method": "fedssl.methods.simclr.SimCLR",
+    "encoder": "fedssl.encoders.conv_small",
+    "regularizer": "fedssl.regularizers.base.Regularizer",
+}
+
+
+def rows(*folders: Path) -> list[tuple[dict[str, str], int]]:
+    table = run_table([read_run(folder) for folder in folders])
+    return [({key: row.settings[key] for key in table.keys}, row.runs) for row in table.rows]
+
+
+MAIN = {"strategy": "l_dawa", "method": "simclr", "encoder": "conv_small"}
+MAIN |= {"partition": "dirichlet", "partition.alpha": "0.5", "num_clients": "10", "rounds": "20"}
+
+
+def test_a_default_and_the_same_value_typed_are_one_row(tmp_path: Path):
+    folders = [
+        with_settings(tmp_path / "a", "", {}, knn=0.5),
+        with_settings(tmp_path / "b", "strategy=l_dawa partition.alpha=0.5 threads=2 seed=1", {"threads": 2}, knn=0.7),
+        with_settings(tmp_path / "c", "regularizer=none method=simclr", {}, knn=0.9),
+    ]
+    assert rows(*folders) == [(MAIN, 3)]
+
+
+def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
+    fur = {"regularizer": {"_target_": "fedssl.regularizers.fur.FUR"}}
+    by_class = {"partition": partition("classes", classes_per_client=2)}
+    prox = {"regularizer": {"_target_": "fedssl.regularizers.prox.Proximal"}}
+    folders = [
+        with_settings(tmp_path / "0", "", {}),
+        with_settings(tmp_path / "1", "+experiment=mine", fur),  # an experiment may choose without a word
+        with_settings(tmp_path / "2", "regularizer=fur", fur),
+        with_settings(tmp_path / "3", "partition=classes", by_class),
+        with_settings(
+            tmp_path / "4", "strategy=fedprox", {"strategy": {"_target_": "strategies.fedavg.FedAvg"}} | prox
+        ),
+    ]
+    last = {"regularizer": "none", "experiment": ""}
+    assert rows(*folders) == [
+        (MAIN | {"experiment": "", "regularizer": "none"}, 1),
+        (MAIN | {"experiment": "mine", "regularizer": "fur"}, 1),
+        (MAIN | {"experiment": "", "regularizer": "fur"}, 1),
+        (MAIN | last | {"partition": "classes", "partition.alpha": ""}, 1),
+        (MAIN | last | {"strategy": "fedprox", "regularizer": "prox"}, 1),
+    ]
+
+
+def test_choices_with_one_target_are_told_apart_by_their_values(tmp_path: Path):
+    names = ("cifar10", "cifar100")
+    datasets = [OmegaConf.to_container(OmegaConf.load(CONF / "dataset" / f"{name}.yaml")) for name in names]
+    folders = [
+        with_settings(tmp_path / str(number), "dataset=image_folder" if number == 2 else "", {"dataset": dataset})
+        for number, dataset in enumerate([*datasets, datasets[0]])
+    ]
+    assert [settings["dataset"] for settings, _ in rows(*folders)] == ["cifar10", "cifar100", "image_folder"]
+
+
+def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
+    finished = with_settings(tmp_path / "a", "", {}, knn=0.5)
+    killed = with_settings(tmp_path / "b", "rounds=20", {})
+    (killed / "summary.json").unlink()
+    (killed / "overrides.yaml").write_text("[rounds=20, output_dir=x]")
+    refused = job(tmp_path / "c", "rounds=0", "failed", "rounds=0 but\nit must be 1")
+    nothing = tmp_path / "d"
+    nothing.mkdir()
+    (nothing / "run.log").touch()
+    table = run_table([read_run(folder) for folder in (finished, killed, refused, nothing)])
+    assert [(row.runs, row.failed) for row in table.rows] == [(1, 1), (0, 1)]
+    ended = "no readable summary.json, so it still runs or was ended from outside"
+    assert table.failures == [
+        f"{killed} (rounds=20): {ended}",
+        f"{refused} (rounds=0): rounds=0 but it must be 1",
+        f"{nothing}: {ended}",
+    ]
+
+
+# --- run folders ---
+
+
+def test_runs_are_found_below_folders_once_and_in_natural_order(tmp_path: Path):
+    for place in ("sweep/10", "sweep/9", "sweep/9/clients/0", "single"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.yaml").write_text("seed: 0")
+    found = [run.folder for run in find_runs([tmp_path / "sweep", tmp_path / "sweep" / "9", tmp_path / "single"])]
+    assert found == [tmp_path / "sweep" / "9", tmp_path / "sweep" / "10", tmp_path / "single"]
+
+
+@pytest.mark.parametrize(("name", "problem"), [("empty", "there is no run in"), ("missing", "there is no folder")])
+def test_a_folder_without_runs_is_refused(tmp_path: Path, name: str, problem: str):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=problem):
+        find_runs([tmp_path / name])
+
+
+def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
+    (tmp_path / "summary.json").write_text('{"loss": 1}')
+    assert read_run(tmp_path).summary is None

@@ -1,0 +1,178 @@
+"""The command ``fedssl-report``: what it prints, writes and draws, and what it refuses."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from fedssl.config import compose
+from fedssl.report.cli import main
+from fedssl.report.representations import Representations
+from fedssl.report.runs import read_run
+from simulation.cli import run
+
+FIGURES = ["metrics", "cosines", "spectrum", "tsne", "sphere"]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run the command; returns exit status, standard output and standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedssl-report", *map(str, words)])
+        status = main()
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def job(folder: Path, strategy: str, seed: int, status: str = "finished", knn: float = 0.5) -> Path:
+    folder.mkdir(parents=True)
+    words = [f"strategy={strategy}", f"seed={seed}"]
+    summary: dict[str, Any] = {"status": status, "reason": None if status == "finished" else "no GPU"}
+    summary |= {"overrides": words, "final": {"federated": {"knn": knn}}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    settings = {"seed": seed, "num_clients": 5, "rounds": 3, "strategy": {"_target_": "strategies.fedavg.FedAvg"}}
+    settings |= {
+        "method": {"_target_": "fedssl.methods.byol.BYOL"},
+        "encoder": {"_target_": "fedssl.encoders.vit_tiny"},
+    }
+    settings |= {"partition": {"_target_": "fedssl.partition.dirichlet", "alpha": 0.1}}
+    (folder / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    job(tmp_path / "sweep" / "0", "fedavg", 0, knn=0.5)
+    job(tmp_path / "sweep" / "1", "fedavg", 1, knn=0.7)
+    job(tmp_path / "sweep" / "2", "eua", 0, "failed")
+    return tmp_path / "sweep"
+
+
+def test_table_of_a_sweep(sweep: Path, command):
+    status, out, _ = command(sweep)
+    assert status == 0
+    # The sample deviation of 0.5 and 0.7 is 0.1414.
+    assert out.splitlines() == [
+        "strategy  method  encoder   partition  partition.alpha  num_clients  rounds      knn (%)  runs  failed",
+        "fedavg    byol    vit_tiny  dirichlet  0.1              5            3       60.0 ± 14.1     2       0",
+        "eua       byol    vit_tiny  dirichlet  0.1              5            3                 -     0       1",
+        "",
+        "runs that did not finish:",
+        "",
+        f"  {sweep / '2'} (strategy=eua seed=0): no GPU",
+    ]
+
+
+def test_table_into_a_file(sweep: Path, tmp_path: Path, command):
+    status, out, _ = command(sweep, "--out", tmp_path / "table.csv")
+    assert status == 0
+    assert out.endswith(f"\nwritten to {tmp_path / 'table.csv'}\n")
+    with (tmp_path / "table.csv").open(newline="") as stream:
+        first, second = csv.DictReader(stream)
+    assert first["partition.alpha"] == "0.1"
+    assert float(first["knn_mean"]) == pytest.approx(0.6, abs=1e-15)
+    assert (second["strategy"], second["knn_mean"], second["failed"]) == ("eua", "", "1")
+    command(sweep, "--out", tmp_path / "table.md")
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert lines[2] == "| fedavg | byol | vit_tiny | dirichlet | 0.1 | 5 | 3 | 60.0 ± 14.1 | 2 | 0 |"
+    assert lines[-1] == f"- {sweep / '2'} (strategy=eua seed=0): no GPU"
+
+
+def test_pictures_need_no_end_of_the_run(tmp_path: Path, command):
+    folder = job(tmp_path / "run", "fedavg", 0)
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").write_text('{"round": 1, "loss": 2.5}\n')
+    h = np.random.default_rng(0).normal(size=(2, 10, 4)).astype(np.float16)
+    Representations(clients=np.array([3]), h=h).save(folder, round=1)
+    other = job(tmp_path / "other", "fedavg", 0)
+    status, out, error = command(folder, other, "--pictures")
+    assert status == 0
+    assert out.startswith(
+        f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png\n{other}: nothing to draw\n\nstrategy"
+    )
+    assert "still runs" in out
+    assert error == ""
+    assert sorted(file.name for file in (folder / "figures").iterdir()) == ["metrics.png", "sphere.png", "tsne.png"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["missing"], "there is no folder missing; give the folders of runs"),
+        (["."], "there is no run in .; give the folders of runs"),
+        (["sweep", "--out", "table.txt"], "--out table.txt ends in neither of .md, .csv; choose one"),
+        (
+            ["sweep", "--out", "nowhere/table.md"],
+            "--out nowhere/table.md cannot be written (No such file or directory)",
+        ),
+        (["sweep/2"], "no run has finished, so there are no results (sweep/2: no GPU)"),
+    ],
+)
+def test_bad_input_gets_one_sentence(sweep: Path, command, monkeypatch, words: list[str], problem: str):
+    (sweep / "empty").mkdir()
+    monkeypatch.chdir(sweep / "empty" if words == ["."] else sweep.parent)
+    status, _, error = command(*words)
+    assert status == 2
+    assert error.startswith(f"fedssl-report: {problem}")
+    assert error.count("\n") == 1
+
+
+def test_many_unfinished_runs_are_not_all_named(tmp_path: Path, command):
+    for number in range(9):
+        job(tmp_path / str(number), "fedavg", number, "failed")
+    status, _, error = command(tmp_path)
+    assert status == 2
+    assert error.count("no GPU") == 5
+    assert "; and 4 more)" in error
+
+
+def test_a_word_that_is_no_option_is_refused(command):
+    with pytest.raises(SystemExit, match="2"):
+        command("runs", "--picture=all")
+
+
+def test_a_real_run(tmp_path: Path, command):
+    tiny = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1", "rounds=1"]
+    run([*tiny, "strategy=fedavg", "final_evaluation=knn", "health_pictures=20", f"output_dir={tmp_path / 'out'}"])
+    status, out, _ = command(tmp_path / "out", "--pictures")
+    assert status == 0
+    drawn, _, header, row, _, costs, cost = out.splitlines()[-7:]
+    assert drawn == f"{tmp_path / 'out' / 'figures'}: {', '.join(f'{name}.png' for name in FIGURES)}"
+    assert header.split()[:7] == [
+        "strategy",
+        "method",
+        "encoder",
+        "partition",
+        "partition.alpha",
+        "num_clients",
+        "rounds",
+    ]
+    knn = json.loads((tmp_path / "out" / "summary.json").read_text())["final"]["federated"]["knn"]
+    assert row.split() == f"fedavg simclr conv_small dirichlet 0.5 3 1 {100 * knn:.1f} 1 0".split()
+    assert costs.split()[:3] == ["peak", "memory", "FLOPs"]
+    assert cost.count("(1.00x)") == 6
+
+
+@pytest.mark.parametrize("name", ["method=fedu2/byol", "experiment=fedu2", "method=byol"])
+def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str):
+    folder = job(tmp_path / "run", "eua", 0)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(compose([name])))
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "overrides": [name]}))
+    assert read_run(folder).value("method") == ("byol" if name == "method=byol" else "fedu2/byol")
+
+
+def test_a_reader_who_stops_early_gets_no_traceback(sweep: Path):
+    command = [sys.executable, "-c", "import sys; from fedssl.report.cli import main; sys.exit(main())", str(sweep)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0

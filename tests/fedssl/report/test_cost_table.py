@@ -1,0 +1,124 @@
+"""The cost table from hand-made run folders."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from fedssl.config import CONF
+from fedssl.report.cost_table import Totals, cost_table, totals
+from fedssl.report.runs import read_run
+
+GIB = 2**30
+
+
+def line(*, memory: int = 0, flops: float = 0, seconds: float = 1, clients: int = 2, **more: Any) -> dict[str, Any]:
+    """A round; ``memory=0``: nothing was measured."""
+    cost = {"cost": {"peak_memory": memory, "flops": flops}} if memory else {}
+    return {"round": 1, "seconds": seconds, "clients": clients, "bytes_down": 8, "bytes_up": 4, **cost, **more}
+
+
+def job(folder: Path, words: str, *lines: dict[str, Any], status: str = "finished") -> Path:
+    folder.mkdir()
+    summary = {"status": status, "reason": "it was stopped", "overrides": words.split(), "final": {}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    schedule = dict(word.split("=") for word in words.split()).get("schedule", "end_to_end")
+    OmegaConf.save({"schedule": OmegaConf.load(CONF / "schedule" / f"{schedule}.yaml")}, folder / "config.yaml")
+    return folder
+
+
+def table_of(*folders: Path):
+    return cost_table([read_run(folder) for folder in folders])
+
+
+def test_totals_are_those_of_a_client_that_takes_part_in_every_round():
+    rounds = [
+        line(memory=100, flops=7, seconds=3, clients=2, client_seconds=1.5),
+        line(memory=80, flops=5, seconds=4, clients=4, client_seconds=0.5),
+    ]
+    assert totals(rounds) == Totals(
+        memory=100, flops=12, bytes_down=8 / 2 + 8 / 4, bytes_up=4 / 2 + 4 / 4, seconds=2.0, round_seconds=7
+    )
+    assert totals(rounds).communication == 9
+
+
+def test_what_some_rounds_do_not_know_the_total_does_not_know():
+    known, unknown = line(memory=1, flops=1, client_seconds=1.0), line(client_seconds=None)
+    found = totals([known, unknown])
+    assert (found.memory, found.flops, found.seconds) == (None, None, None)
+    assert (found.bytes_down, found.round_seconds) == (8, 2)
+    assert totals([]).flops is None
+
+
+def test_costs_are_relative_to_the_run_that_trains_end_to_end(tmp_path: Path):
+    words = "strategy=l_dawa schedule=layer_wise"
+    layer_wise = job(tmp_path / "0", words, line(memory=GIB, flops=2.5e12, seconds=2))
+    whole = job(tmp_path / "1", "strategy=fedavg", line(memory=4 * GIB, flops=1e13, seconds=8, bytes_down=16))
+    header, *body = [re.split(r" {2,}", row) for row in table_of(layer_wise, whole).text().split("\n")]
+    costs = ["peak memory", "FLOPs", "bytes down", "bytes up", "down + up", "seconds"]
+    assert header == ["strategy", "schedule", *costs, "runs"]
+    assert body == [
+        [
+            *("l_dawa", "layer_wise", "1 GiB (0.25x)", "2.5e+12 (0.25x)"),
+            *("4 B (0.50x)", "2 B (1.00x)", "6 B (0.60x)", "2.0 (0.25x)", "1"),
+        ],
+        [
+            *("fedavg", "end_to_end", "4 GiB (1.00x)", "1e+13 (1.00x)"),
+            *("8 B (1.00x)", "2 B (1.00x)", "10 B (1.00x)", "8.0 (1.00x)", "1"),
+        ],
+    ]
+
+
+def test_without_one_that_trains_end_to_end_the_first_run_counts(tmp_path: Path):
+    one = job(tmp_path / "0", "schedule=layer_wise", line(memory=GIB, flops=1))
+    other = job(tmp_path / "1", "schedule=progressive", line(memory=2 * GIB, flops=1))
+    rows = table_of(one, other).rows
+    assert [row.baseline for row in rows] == [True, False]
+
+
+def test_seeds_make_one_row_of_means_and_runs_that_did_not_finish_none(tmp_path: Path):
+    folders = [
+        job(tmp_path / str(seed), f"rounds=1 seed={seed}", line(memory=GIB, flops=1e9, seconds=seed))
+        for seed in (1, 2, 3)
+    ]
+    stopped = job(tmp_path / "9", "rounds=1 schedule=progressive", line(memory=GIB), status="failed")
+    (row,) = table_of(*folders, stopped).rows
+    assert (row.runs, row.cost.round_seconds, row.cost.flops, row.settings) == (3, 2, 1e9, {})
+    assert table_of(stopped).rows == []
+    assert table_of(job(tmp_path / "without", "rounds=1")).rows == []
+
+
+def test_a_run_that_was_not_measured_has_bytes_only(tmp_path: Path):
+    measured = job(tmp_path / "0", "rounds=1", line(memory=GIB, flops=1e9))
+    other = job(tmp_path / "1", "rounds=1 schedule=layer_wise", line())
+    body = table_of(measured, other).markdown().split("\n")[3]
+    assert body == "| layer_wise | - | - | 4 B (1.00x) | 2 B (1.00x) | 6 B (1.00x) | 1.0 (1.00x) | 1 |"
+
+
+def test_seconds_are_those_of_clients_only_if_all_report_them(tmp_path: Path):
+    one = job(tmp_path / "0", "rounds=1", line(seconds=10, client_seconds=4.0))
+    other = job(tmp_path / "1", "rounds=1 schedule=layer_wise", line(seconds=5, client_seconds=1.0))
+    third = job(tmp_path / "2", "rounds=1 schedule=progressive", line(seconds=20))
+    cells = [read["seconds_relative"] for read in csv.DictReader(table_of(one, other).csv().splitlines())]
+    assert cells == ["1.0", "0.25"]
+    cells = [read["seconds_relative"] for read in csv.DictReader(table_of(one, other, third).csv().splitlines())]
+    assert cells == ["1.0", "0.5", "2.0"]
+
+
+def test_csv_has_full_precision(tmp_path: Path):
+    (row,) = csv.DictReader(table_of(job(tmp_path / "0", "rounds=1", line(memory=3, flops=1 / 3))).csv().splitlines())
+    assert float(row["flops"]) == 1 / 3
+    assert row["memory_relative"] == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("memory", "shown"), [(1000, "1000 B"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (5 * 2**40, "5120 GiB")]
+)
+def test_bytes_for_people(tmp_path: Path, memory: int, shown: str):
+    table = table_of(job(tmp_path / "0", "rounds=1", line(memory=memory, flops=1)))
+    assert table.text().split("\n")[1].strip().startswith(f"{shown} (1.00x)")

@@ -1,0 +1,128 @@
+"""Curves from hand-made lines of a run folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+
+from fedssl.report.curves import draw_cosines, draw_curves, draw_metrics, draw_spectra
+
+
+def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is drawn: points by the label of their line, edges of the band."""
+    calls: dict[str, Any] = {}
+    plot, band = Axes.plot, Axes.fill_between
+
+    def note_plot(axes: Axes, *data: Any, **style: Any) -> Any:
+        calls[style["label"]] = [tuple(map(float, point)) for point in zip(*data, strict=True)]
+        return plot(axes, *data, **style)
+
+    def note_band(axes: Axes, x: Any, low: Any, high: Any, **style: Any) -> Any:
+        calls["band"] = np.stack([low, high], axis=1).tolist()
+        return band(axes, x, low, high, **style)
+
+    monkeypatch.setattr(Axes, "plot", note_plot)
+    monkeypatch.setattr(Axes, "fill_between", note_band)
+    return calls
+
+
+def is_png(file: Path | None) -> bool:
+    return file is not None and file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_draw_metrics(tmp_path: Path, drawn: dict[str, Any]):
+    few = {"linear_2_per_class": 0.5, "linear_2_per_class_std": 0.1}
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [
+            {"round": 1, "loss": 4.0, "cosine": 0.9},
+            {"round": 2, "loss": None, "cosine": 0.9, "evaluation": {"knn": 0.6, **few}},
+            {"round": 3, "loss": 3.0, "cosine": 0.9},
+            {"round": 4, "loss": 2.0, "cosine": 0.9, "evaluation": {"knn": 0.7}},
+        ],
+    )
+    file = draw_metrics(tmp_path)
+    assert file == tmp_path / "figures" / "metrics.png"
+    assert is_png(file)
+    assert drawn == {
+        "loss": [(1, 4), (3, 3), (4, 2)],
+        "knn": [(2, 0.6), (4, 0.7)],
+        "linear_2_per_class": [(2, 0.5)],
+    }
+
+
+def test_draw_metrics_without_losses_or_without_anything(tmp_path: Path, drawn: dict[str, Any]):
+    write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": None, "evaluation": {"knn": 0.5}}])
+    assert is_png(draw_metrics(tmp_path))
+    assert list(drawn) == ["knn"]
+    other = tmp_path / "other"
+    other.mkdir()
+    write_lines(other / "metrics.jsonl", [{"round": 1, "loss": None}])
+    assert draw_metrics(other) is None
+    assert not (other / "figures").exists()
+
+
+def test_draw_cosines(tmp_path: Path, drawn: dict[str, Any]):
+    # Round 1: clients have means 0.8 and 0.6 over their layers: mean 0.7, standard deviation 0.1. Round 2: one client.
+    write_lines(
+        tmp_path / "clients.jsonl",
+        [
+            {"round": 1, "client": 0, "cosine": {"a": 0.9, "b": 0.7}},
+            {"round": 1, "client": 3, "cosine": {"a": 0.6, "b": 0.6}},
+            {"round": 2, "client": 1, "cosine": {"a": 1.0, "b": 0.5}},
+            {"round": 2, "client": 2, "cosine": {}},
+        ],
+    )
+    file = draw_cosines(tmp_path)
+    assert file == tmp_path / "figures" / "cosines.png"
+    assert is_png(file)
+    np.testing.assert_allclose(drawn["mean over clients and layers"], [(1, 0.7), (2, 0.75)])
+    np.testing.assert_allclose(drawn["band"], [[0.6, 0.8], [0.75, 0.75]])
+    np.testing.assert_allclose(drawn["_a"], [(1, 0.75), (2, 1.0)])  # layers: the mean over clients
+    np.testing.assert_allclose(drawn["_b"], [(1, 0.65), (2, 0.5)])
+
+
+def test_layers_that_do_not_travel_in_every_round(tmp_path: Path, drawn: dict[str, Any]):
+    lines = [
+        {"round": 1, "client": 0, "cosine": {"a": 0.9, "b": 0.7}},
+        {"round": 2, "client": 0, "cosine": {"b": 0.5}},
+        {"round": 3, "client": 0, "cosine": {"a": 0.8, "b": 0.4}},
+    ]
+    write_lines(tmp_path / "clients.jsonl", lines)
+    draw_cosines(tmp_path)
+    assert drawn["_a"] == [(1, 0.9), (3, 0.8)]
+    assert drawn["_b"] == [(1, 0.7), (2, 0.5), (3, 0.4)]
+
+
+def test_draw_cosines_without_cosines(tmp_path: Path):
+    write_lines(tmp_path / "clients.jsonl", [{"round": 1, "client": 0, "cosine": {}}])
+    assert draw_cosines(tmp_path) is None
+
+
+def test_draw_spectra(tmp_path: Path, drawn: dict[str, Any]):
+    lines = [
+        {"round": 1, "client": None, "singular_values": [5.0, 5.0]},
+        {"round": 4, "client": None, "singular_values": [100.0, 1.0, 0.0]},
+        {"round": 4, "client": 2, "singular_values": [10.0, 0.1, 0.01]},
+    ]
+    write_lines(tmp_path / "health.jsonl", lines)
+    file = draw_spectra(tmp_path)
+    assert file == tmp_path / "figures" / "spectrum.png"
+    assert is_png(file)
+    assert drawn == {"global model, round 4": [(2,), (0,), (-12,)], "clients": [(1,), (-1,), (-2,)]}
+
+
+def test_a_run_that_goes_on_is_drawn_as_far_as_it_is(tmp_path: Path):
+    assert draw_curves(tmp_path) == []
+    write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": 2.0}])
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"round": 2, "lo')
+    assert draw_curves(tmp_path) == [tmp_path / "figures" / "metrics.png"]

@@ -1,0 +1,83 @@
+"""Learning rates over the rounds: by hand, and through to the clients' optimiser."""
+
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from fedssl.schedule.lr import constant, cosine, step
+from fedssl.schedule.phases import Phase, layer_wise, phase_at
+from simulation.cli import run
+from tests.federation import Federation
+
+WHOLE = Phase(number=1, first=1, rounds=10, depth=1)
+
+
+def test_constant():
+    assert [constant(round, rounds=3, stage=WHOLE) for round in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_cosine_by_hand():
+    # (1 + cos(pi t)) / 2 at t = 0, 1/4, 1/2, 3/4; cos(pi / 4) = sqrt(2) / 2.
+    whole = [cosine(round, rounds=4, stage=WHOLE) for round in (1, 2, 3, 4)]
+    assert whole == pytest.approx([1, (1 + sqrt(0.5)) / 2, 0.5, (1 - sqrt(0.5)) / 2])
+    assert cosine(3, rounds=4, stage=WHOLE, least=0.2) == pytest.approx(0.6)
+
+
+def test_cosine_per_stage_begins_anew():
+    # Stages of 2 and 4 rounds: t = 0, 1/2 and then 0, 1/4, 1/2, 3/4.
+    stages = layer_wise(rounds=6, depth=2, rounds_per_stage=[2, 4])
+    factors = [cosine(r, rounds=6, stage=phase_at(stages, r), per_stage=True) for r in range(1, 7)]
+    assert factors == pytest.approx([1, 0.5, 1, (1 + sqrt(0.5)) / 2, 0.5, (1 - sqrt(0.5)) / 2])
+
+
+def test_step_by_hand():
+    assert [step(round, rounds=100, stage=WHOLE, milestones=[0.55], factor=0.1) for round in (55, 56)] == [1, 0.1]
+    factors = [step(round, rounds=10, stage=WHOLE, milestones=[0.3, 0.6], factor=0.1) for round in range(1, 11)]
+    assert factors == pytest.approx([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: cosine(1, rounds=4, stage=WHOLE, least=2), "lr_schedule.least=2"),
+        (lambda: step(1, rounds=4, stage=WHOLE, milestones=[3], factor=0.1), r"lr_schedule.milestones=\[3\]"),
+        (lambda: step(1, rounds=4, stage=WHOLE, milestones=[0.5], factor=0), "lr_schedule.factor=0"),
+    ],
+)
+def test_bad_settings_are_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call()
+
+
+def test_the_factor_reaches_the_clients(tmp_path):
+    """With a factor of 0 nothing is learned: weights stay, and only running statistics move."""
+    federation = Federation(tmp_path, "strategy=fedavg", "num_clients=2", "optimizer.weight_decay=0")
+    before = dict(federation.layers)
+    federation.config["lr-factor"] = 0.0
+    after = federation.run(1)
+    assert all(plan["plan"]["lr-factor"] == 0 for plan in federation.plans)
+    weight = "encoder.blocks.0.0.weight"
+    np.testing.assert_allclose(after[weight], before[weight], rtol=1e-6)
+    assert not np.allclose(after["encoder.blocks.0.1.running_mean"], before["encoder.blocks.0.1.running_mean"])
+    federation.config["lr-factor"] = 1.0
+    assert not np.allclose(federation.run(2)[weight], after[weight], rtol=1e-4)
+
+
+def test_a_run_follows_its_schedule(tmp_path):
+    """At half the way a cosine is at 0.5: the second of two rounds begins from the same model and learns less."""
+    words = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "strategy=fedavg"]
+    words += ["final_evaluation=none", "evaluate_every=0", "partition=iid"]
+    layers = {}
+    for name in ("constant", "cosine"):
+        run([*words, f"lr_schedule={name}", f"output_dir={tmp_path}/{name}"])
+        layers[name] = [
+            torch.load(tmp_path / name / "checkpoints" / f"round-00000{round}.pt", weights_only=True)["layers"]
+            for round in (1, 2)
+        ]
+    weight = "encoder.blocks.0.0.weight"
+    assert all(torch.equal(layers["constant"][0][key], array) for key, array in layers["cosine"][0].items())
+    moved = {name: (second[weight] - first[weight]).norm() for name, (first, second) in layers.items()}
+    assert 0.3 < moved["cosine"] / moved["constant"] < 0.7

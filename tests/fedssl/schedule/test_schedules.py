@@ -1,0 +1,430 @@
+"""Schedules: rounds per stage by hand, what runs and is trained, what travels to whom, and whole runs."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.config import CONF, compose
+from fedssl.encoders import conv_small, resnet18, vit_tiny
+from fedssl.errors import InputError
+from fedssl.export import load_encoder
+from fedssl.methods import build
+from fedssl.model_layers import kept_names, travelling_names
+from fedssl.schedule.phases import divide, end_to_end, layer_wise, phase_at, progressive
+from fedssl.schedule.stages import Stages, enter, frozen_names
+from fedssl.seeding import torch_generator
+from simulation.cli import run
+from tests.federation import Federation
+
+STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
+VIT = ["encoder=vit_tiny", "encoder.depth=3", "encoder.width=12", "encoder.patch=4"]
+
+# --- rounds per stage ---
+
+
+@pytest.mark.parametrize(
+    ("rounds", "stages", "shares", "expected"),
+    [
+        (180, 12, "uniform", [15] * 12),  # the paper's
+        (10, 4, "uniform", [3, 2, 3, 2]),  # one each, and 6 at 1.5 each: ends after 1.5, 3, 4.5, 6, rounded up
+        # One each, and 6 in proportion to 1, 2, 3: ends after 1, 3, 6.
+        (9, 3, "left_skewed", [2, 3, 4]),
+        (9, 3, "right_skewed", [4, 3, 2]),
+        (3, 3, "left_skewed", [1, 1, 1]),
+        (6, 3, [1, 2, 3], [1, 2, 3]),
+    ],
+)
+def test_rounds_per_stage_by_hand(rounds, stages, shares, expected):
+    assert divide(rounds, stages, shares) == expected
+
+
+@pytest.mark.parametrize("shares", ["uniform", "left_skewed", "right_skewed"])
+def test_every_round_belongs_to_one_stage(shares):
+    for stages in (1, 4, 12):
+        for rounds in range(stages, 60):
+            counts = divide(rounds, stages, shares)
+            assert sum(counts) == rounds
+            assert min(counts) >= 1
+            schedule = progressive(rounds=rounds, depth=stages, rounds_per_stage=shares)
+            numbers = [phase_at(schedule, round).number for round in range(1, rounds + 1)]
+            assert numbers == [number for number, count in enumerate(counts, start=1) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: divide(3, 4, "uniform"), "rounds=3 but the encoder has 4 stages"),
+        (lambda: divide(8, 4, "even"), "rounds_per_stage=even is unknown"),
+        (lambda: divide(8, 4, [2, 2, 2, 1]), r"rounds_per_stage=\[2, 2, 2, 1\] must be 4 whole numbers"),
+        (lambda: divide(8, 4, [4, 4]), "must be 4 whole numbers"),
+        (lambda: divide(8, 3, [8, 0, 0]), "of at least 1"),
+        (lambda: layer_wise(rounds=8, depth=4, depth_dropout=1.0), "depth_dropout=1.0"),
+    ],
+)
+def test_bad_schedules_are_refused(call, words):
+    with pytest.raises(InputError, match=words):
+        call()
+
+
+def test_depth_dropout_needs_stages_that_can_be_left_out(tmp_path):
+    words = ["schedule=layer_wise", "schedule.depth_dropout=0.5", f"output_dir={tmp_path}"]
+    with pytest.raises(InputError, match="which only a vision transformer allows"):
+        run(words)
+
+
+def test_stages_of_the_schedules():
+    whole, growing, all_of_it = (schedule(rounds=6, depth=3)[-1] for schedule in (end_to_end, layer_wise, progressive))
+    assert (whole.first, whole.rounds, whole.depth, whole.frozen) == (1, 6, 3, 0)
+    assert (growing.first, growing.rounds, growing.depth, growing.frozen) == (5, 2, 3, 2)
+    assert (all_of_it.first, all_of_it.rounds, all_of_it.depth, all_of_it.frozen) == (5, 2, 3, 0)
+
+
+# --- encoders in stages ---
+
+ENCODERS = {
+    "conv_small": lambda: conv_small(channels=3, size=16, width=4),
+    "resnet18": lambda: resnet18(channels=3, size=16),
+    "vit_tiny": lambda: vit_tiny(channels=3, size=16, depth=4, width=12),
+    "vit_mean": lambda: vit_tiny(channels=3, size=16, depth=4, width=12, pool="mean"),
+}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize(("depth", "frozen"), [(1, 0), (2, 1), (4, 3), (4, 1)])
+def test_frozen_and_trained_stages_together_are_the_whole(kind, depth, frozen):
+    """`prefix` and then `forward` is what the stages are one after the other, in eval mode."""
+    torch.manual_seed(0)
+    encoder = ENCODERS[kind]()
+    encoder.add_bridges()
+    pictures = torch.rand(5, 3, 16, 16)
+    encoder.eval()
+    with torch.no_grad():
+        x = encoder.stem(pictures)
+        for stage in encoder.stages()[:depth]:
+            x = stage(x)
+        expected = encoder.readout(x)
+        if str(depth) in encoder.bridges:
+            expected = encoder.bridges[str(depth)](expected)
+        encoder.span.depth, encoder.span.frozen = depth, frozen
+        inputs = encoder.prefix([pictures], torch_generator(0, "x"))[0] if frozen else pictures
+        found = encoder(inputs)
+    assert found.shape == (5, encoder.feature_dim)
+    assert torch.equal(found, expected)
+
+
+def test_all_copies_of_an_encoder_run_the_same_stages():
+    encoder = ENCODERS["vit_tiny"]()
+    twin = copy.deepcopy(encoder)
+    encoder.span.depth = 2
+    assert twin.span.depth == 2
+    assert ENCODERS["vit_tiny"]().span.depth == 4
+
+
+def test_only_frozen_stages_are_in_eval_mode():
+    encoder = ENCODERS["resnet18"]()
+    encoder.span.depth, encoder.span.frozen = 3, 2
+    encoder.train()
+    assert not encoder.bn1.training
+    assert not encoder.layer2[1].bn2.training
+    assert encoder.layer3[0].downsample[1].training
+    encoder.eval()
+    assert not encoder.layer3[0].bn1.training
+    encoder.span.frozen = 0
+    assert encoder.train().bn1.training
+
+
+def test_depth_dropout_leaves_frozen_blocks_out_at_its_rate():
+    """Each block is a function that adds its own power of ten, so that the sum tells which ones ran."""
+    encoder = vit_tiny(channels=3, size=8, depth=4, width=12)
+
+    class Add(torch.nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def forward(self, x):
+            return x + self.number
+
+    for number, name in enumerate(encoder.stage_names):
+        setattr(encoder.encoder.layers, name.rpartition(".")[2], Add(10.0**number))
+    encoder.span.frozen, encoder.span.dropout = 3, 0.5
+    pictures, generator = torch.zeros(1, 3, 8, 8), torch_generator(0, "dropout")
+    before = encoder.stem(pictures)
+    seen = []
+    for _ in range(400):
+        first, second = encoder.prefix([pictures, pictures], generator)
+        assert torch.equal(first, second)
+        seen.append(round((first - before).mean().item()))
+    kept = [np.mean([value // 10**number % 10 for value in seen]) for number in range(3)]
+    assert set(seen) == {0, 1, 10, 11, 100, 101, 110, 111}
+    assert all(abs(share - 0.5) < 0.1 for share in kept)  # 4 standard deviations of a fair coin
+
+
+# --- methods in stages ---
+
+
+def settings(*words):
+    return compose(["rounds=6", "encoder.width=8", "schedule=layer_wise", *words])
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_what_is_trained_and_kept_in_a_stage(kind):
+    strategy = "orchestra" if kind == "orchestra" else "fedavg"
+    method = build(settings(f"method={kind}", f"strategy={strategy}"))
+    whole = set(travelling_names(method)) | set(kept_names(method))
+    enter(method, depth=2, frozen=1)
+    trained = {name for name in method.trainable if method.tensors[name].requires_grad}
+    assert {name for name in trained if name.startswith("encoder.")} == {
+        *("encoder.blocks.1.0.weight", "encoder.blocks.1.1.weight", "encoder.blocks.1.1.bias"),
+        *("encoder.bridges.2.weight", "encoder.bridges.2.bias"),
+    }
+    assert {name for name in trained if not name.startswith("encoder.")} == {
+        name for name in method.trainable if not name.startswith("encoder.")
+    }
+    idle = ("encoder.blocks.2", "encoder.blocks.3", "encoder.bridges.1")
+    assert not any(name.startswith(idle) for name in travelling_names(method))
+    assert {name.split(".")[3] for name in frozen_names(method)} == {"0", "1"}
+    assert all(name.startswith("encoder.blocks.0.") for name in frozen_names(method))
+    assert not any(name.startswith("target_encoder.blocks.0") for name in kept_names(method))
+    enter(method, depth=4, frozen=0)
+    assert {name for name in method.trainable if not method.tensors[name].requires_grad} == {
+        name for name in method.trainable if ".bridges." in name
+    }
+    assert set(travelling_names(method)) | set(kept_names(method)) == {n for n in whole if ".bridges." not in n}
+
+
+def test_heads_begin_alike_under_every_schedule():
+    one, other = build(settings("schedule=end_to_end")), build(settings())
+    names = set(other.tensors) - set(one.tensors)
+    assert names == {f"encoder.bridges.{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")}
+    assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+def test_weights_are_handed_on_at_the_beginning_of_a_stage():
+    method = build(settings(*VIT))
+    layers = {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+    stages = Stages(method, layer_wise(rounds=6, depth=3))
+    assert stages.begin(1, layers) is layers
+    assert stages.begin(4, layers) is layers  # the second round of stage 2
+    begun = stages.begin(3, layers)
+    for name in layers:
+        source = name.replace("encoder_layer_1", "encoder_layer_0")
+        assert np.array_equal(begun[name], layers[source]), name
+        assert name == source or begun[name] is not layers[source]  # its own memory
+    off = Stages(method, layer_wise(rounds=6, depth=3, weight_transfer=False))
+    assert off.begin(3, layers) is layers
+
+
+def test_weights_of_another_shape_are_not_handed_on():
+    method = build(settings())
+    layers = {name: value.detach().numpy() for name, value in method.tensors.items()}
+    assert Stages(method, layer_wise(rounds=8, depth=4)).begin(3, layers) is layers
+
+
+# --- what travels ---
+
+
+def parts(names):
+    """ "1" to "3" for the blocks of the transformer, "stem", "ln" and the names of the heads."""
+    found = set()
+    for name in names:
+        if "encoder_layer_" in name:
+            found.add(str(1 + int(name.split("encoder_layer_")[1][0])))
+        elif name.startswith("encoder."):
+            found.add("ln" if ".ln." in name else "stem")
+        else:
+            found.add(name.partition(".")[0])
+    return found
+
+
+HEADS = {"projector", "predictor", "ln"}  # and the last normalisation, which stands behind every stage
+
+
+def test_what_travels_layer_wise(tmp_path):
+    """Table 2 of LW-FedSSL, FedMoCo-LW: down and up the newest stage; and once each, what a client lacks before it."""
+    words = [*VIT, "method=moco_v3", "strategy=fedavg", "schedule=layer_wise", "rounds=6", "num_clients=2"]
+    federation = Federation(tmp_path, *words)
+    federation.run(*range(1, 7))
+    down = [parts(plan["arrays"]) for plan in federation.plans[::2]]
+    up = [parts(update["arrays"]) for update in federation.updates[::2]]
+    assert up == [s | HEADS for s in ({"1", "stem"}, {"1", "stem"}, {"2"}, {"2"}, {"3"}, {"3"})]
+    assert down[:2] == up[:2]
+    assert down[2:4] == [{"stem", "1", "2"} | HEADS, {"2"} | HEADS]  # the end of stage 1 is new to the client
+    assert down[4:] == [{"2", "3"} | HEADS, {"3"} | HEADS]
+
+
+def test_what_travels_progressively(tmp_path):
+    """Table 2 of LW-FedSSL, Prog-FedSSL: stages 1 to s both ways."""
+    words = [*VIT, "strategy=fedavg", "schedule=progressive", "rounds=3", "num_clients=2"]
+    federation = Federation(tmp_path, *words)
+    federation.run(1, 2, 3)
+    expected = [{"stem", "ln", "projector", *"123"[:s]} for s in (1, 2, 3)]
+    assert [parts(plan["arrays"]) for plan in federation.plans[::2]] == expected
+    assert [parts(update["arrays"]) for update in federation.updates[::2]] == expected
+
+
+@pytest.mark.parametrize("at", ["start", "end"])
+def test_what_travels_with_calibration(tmp_path, at):
+    """Table 2 of LW-FedSSL: down stages 1 to s, which the server trains, up stage s; and nothing is held."""
+    words = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=3", "num_clients=2"]
+    words += ["calibration=auxiliary", f"calibration.at={at}"]
+    federation = Federation(tmp_path, *words)
+    federation.run(1, 2, 3)
+    heads = {"projector", "ln"}
+    assert [parts(plan["arrays"]) for plan in federation.plans[::2]] == [
+        {"stem", *"123"[:s], *heads} for s in (1, 2, 3)
+    ]
+    assert [parts(update["arrays"]) for update in federation.updates[::2]] == [
+        {"stem", "1", *heads},
+        {"2", *heads},
+        {"3", *heads},
+    ]
+    assert not list(tmp_path.glob("clients/*/frozen"))
+
+
+def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path):
+    """With one of three clients per round, the bytes of a plan are those of the layers that its client had not seen."""
+    words = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=9", "num_clients=3", "clients_per_round=1"]
+    federation = Federation(tmp_path, *words)
+    held = dict.fromkeys(range(3), 0)  # stages that a client received when they were frozen
+    late = 0
+    for round in range(1, 10):
+        stage = phase_at(federation.schedule, round)
+        federation.run(round)
+        (row,) = federation.strategy.report.clients
+        lacked = {str(s) for s in range(held[row.client] + 1, stage.frozen + 1)}
+        late += len(lacked) > 1
+        stem = {"stem"} if stage.depth == 1 or not held[row.client] else set()
+        assert parts(federation.plans[-1]["arrays"]) == {"projector", "ln", str(stage.depth)} | lacked | stem
+        content = federation.plans[-1]
+        arrays = sum(array.numpy().nbytes for array in content["arrays"].values())
+        assert arrays < row.bytes_down < arrays + 20_000
+        held[row.client] = stage.frozen
+    assert late  # or the test has seen no late client
+
+
+def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(tmp_path):
+    words = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=12", "num_clients=2"]
+    federation = Federation(tmp_path, *words)
+    federation.run(*range(1, 6))
+    for file in tmp_path.glob("clients/1/frozen/*"):
+        file.unlink()
+    federation.check_replies = False
+    federation.run(6)
+    assert list(federation.strategy.report.dropped) == [1]
+    assert "the plan lacks" in federation.strategy.report.dropped[1]
+    federation.run(7)
+    assert federation.strategy.report.dropped == {}
+
+
+# --- every strategy, method and regulariser ---
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
+def test_every_strategy_works_in_stages(tmp_path, name, schedule):
+    words = [f"strategy={name}", "method=byol", "rounds=8", f"schedule={schedule}"]
+    federation = Federation(tmp_path, *words)
+    before = {key: (array.shape, array.dtype) for key, array in federation.layers.items()}
+    start = dict(federation.layers)
+    after = federation.run(*range(1, 9))
+    assert {key: (array.shape, array.dtype) for key, array in after.items()} == before
+    assert all(np.isfinite(array).all() for array in after.values())
+    assert federation.strategy.report.dropped == {}
+    if name != "local_only":
+        weights = [key for key in after if key.endswith("0.weight") and "blocks" in key]
+        assert all(not np.array_equal(after[key], start[key]) for key in weights)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
+    strategy = "orchestra" if kind == "orchestra" else "eua"
+    words = [f"strategy={strategy}", f"method={kind}", "rounds=4", "schedule=layer_wise"]
+    calibration = [] if kind == "supervised" else ["calibration=auxiliary"]
+    federation = Federation(tmp_path, *words, *calibration)
+    assert all(np.isfinite(array).all() for array in federation.run(1, 2, 3, 4).values())
+    assert federation.strategy.report.dropped == {}
+
+
+@pytest.mark.parametrize("kind", ["prox", "fur", "decorr", "alignment"])
+def test_every_regulariser_works_layer_wise(tmp_path, kind):
+    federation = Federation(tmp_path, "strategy=l_dawa", f"regularizer={kind}", "rounds=4", "schedule=layer_wise")
+    layers = federation.run(1, 2)
+    frozen = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.1.")}
+    layers = federation.run(3)
+    assert all(np.array_equal(layers[name], array) for name, array in frozen.items())
+    assert federation.strategy.report.dropped == {}
+
+
+def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
+    words = ["strategy=l_dawa", "rounds=4", "schedule=layer_wise", "calibration=auxiliary"]
+    federation = Federation(tmp_path / "a", *words)
+    before = federation.run(1, 2)["encoder.blocks.0.0.weight"]
+    assert not np.array_equal(federation.run(3)["encoder.blocks.0.0.weight"], before)
+    with pytest.raises(InputError, match="Supervised cannot"):
+        Federation(tmp_path / "b", *words, "method=supervised")
+    for word in ("calibration.at=middle", "calibration.share=0"):
+        with pytest.raises(InputError, match=word):
+            Federation(tmp_path / "c", *words, word)
+
+
+def test_calibration_alone_is_local_training(tmp_path):
+    """Clients that do not train return what they got: all that changes comes from the server's pictures."""
+    words = ["strategy=fedavg", "calibration=auxiliary", "calibration.epochs=1", "rounds=1"]
+    still = Federation(tmp_path, *words, "local_epochs=0")
+    start = dict(still.layers)
+    after = still.run(1)
+    assert not np.array_equal(after["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"])
+    none = Federation(tmp_path, *words, "local_epochs=0", "calibration.epochs=0").run(1)
+    np.testing.assert_allclose(none["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"], rtol=1e-6)
+
+
+def test_pictures_of_the_server_are_no_clients():
+    from fedssl.datasets.base import load
+    from fedssl.partition import auxiliary, split
+
+    given = compose(["calibration=auxiliary", "calibration.share=0.25", "num_clients=5"])
+    pictures = load(given.dataset, "federated")
+    rows = auxiliary(len(pictures.images), share=0.25, seed=given.seed)
+    held = np.concatenate(split(given, pictures))
+    assert len(rows) == round(0.25 * len(pictures.images))
+    assert sorted([*rows, *held]) == list(range(len(pictures.images)))
+    other = compose(["calibration=auxiliary", "+dataset@calibration.dataset=digits", "num_clients=5"])
+    assert sum(map(len, split(other, pictures))) == len(pictures.images)
+
+
+# --- whole runs ---
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["schedule=layer_wise", "method=moco_v3", "regularizer=alignment", "calibration=auxiliary", *VIT],
+        ["schedule=layer_wise", "method=byol", "clients_per_round=2"],
+        ["schedule=progressive", "strategy=euc"],
+    ],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
+    common = ["num_clients=4", "rounds=8", "local_epochs=1", "dataset.limit=80", "evaluate_every=0", "threads=1"]
+    common += ["final_evaluation=none", "partition=iid", "keep_checkpoints=4", *words]
+    run([*common, f"output_dir={tmp_path}/whole"])
+    run([*common, f"output_dir={tmp_path}/again"])  # as long a word: it is in the messages
+    for file in sorted((tmp_path / "again" / "checkpoints").glob("*"))[-4:]:  # two checkpoints and their sums
+        file.unlink()
+    run([f"resume={tmp_path}/again"])
+    one, other = (load_encoder(tmp_path / name / "encoder.pt").state_dict() for name in ("whole", "again"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    lines = [(tmp_path / name / "clients.jsonl").read_text().splitlines() for name in ("whole", "again")]
+    bytes_down = [[json.loads(line)["bytes_down"] for line in text] for text in lines]
+    assert bytes_down[0] == bytes_down[1]
+
+
+def test_a_run_in_stages_is_not_resumed_with_other_rounds(tmp_path):
+    words = ["schedule=progressive", "num_clients=2", "rounds=4", "local_epochs=0", "dataset.limit=40"]
+    run([*words, "final_evaluation=none", "evaluate_every=0", f"output_dir={tmp_path}/a"])
+    with pytest.raises(InputError, match="rounds=4"):
+        run([f"resume={tmp_path}/a", "rounds=8"])

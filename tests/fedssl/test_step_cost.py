@@ -1,0 +1,361 @@
+"""The cost of a training step, by hand for a transformer so small that it can be counted."""
+
+import copy
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from fedssl.config import compose, make
+from fedssl.encoders import vit_tiny
+from fedssl.messages import ARRAYS
+from fedssl.methods import build
+from fedssl.methods.heads import MLP
+from fedssl.methods.moco_v3 import MoCoV3
+from fedssl.regularizers.alignment import Alignment
+from fedssl.regularizers.base import Regularizer
+from fedssl.schedule.stages import enter
+from fedssl.step_cost import TensorMemory, step_cost
+from fedssl.training import train
+from tests.federation import Federation
+
+BATCH = 8
+
+# Multiply-adds per view of 4 patches, each of 4 numbers and then of width 4. A block has the linear layers 4 -> 12
+# (queries, keys, values), 4 -> 4, 4 -> 16 and 16 -> 4, so 192 per patch; attention multiplies 4 x 4 x 4 twice.
+PATCHES, LINEAR, ATTENTION = 4 * 4 * 4, 4 * 192, 2 * 4 * 4 * 4
+PROJECTOR, PREDICTOR = 4 * 8 + 8 * 4, 4 * 4
+# A trained linear layer costs once more for the gradient of its weights and once for that of its inputs, which pictures
+# do not need; attention has five products in the backward pass for two in the forward pass.
+TRAINED_BLOCK = 3 * LINEAR + ATTENTION + ATTENTION * 5 // 2
+HEADS = 3 * (PROJECTOR + PREDICTOR) + PROJECTOR  # the target has no predictor
+SCORES = 2 * BATCH * 4  # a picture's similarities to the batch, and their gradient for one of the two views
+
+
+def moco(*, depth=2, size=4, width=4, heads=2, hidden=8):
+    torch.manual_seed(0)
+    encoder = vit_tiny(channels=1, size=size, patch=2, depth=depth, width=width, heads=heads, pool="mean")
+    projector, predictor = partial(MLP, hidden=hidden, out=4), partial(MLP, hidden=hidden, out=4, layers=1)
+    return MoCoV3(encoder, projector=projector, predictor=predictor, temperature=0.2, ema_decay=0.9)
+
+
+def views(images, generator):
+    noise = torch.rand(images.shape, generator=generator)
+    return images / 255, images / 255 + noise
+
+
+def pictures(number=BATCH, size=4):
+    return torch.randint(0, 256, (number, 1, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def adam(method):
+    return torch.optim.AdamW([method.tensors[name] for name in method.trainable], lr=0.01)
+
+
+def cost_of(method, *, images=None, regularizer=None, optimizer=None, precision="fp32"):
+    return step_cost(
+        method,
+        images=pictures() if images is None else images,
+        augment=views,
+        optimizer=optimizer or adam(method),
+        regularizer=regularizer or Regularizer(),
+        precision=precision,
+        clip_norm=None,
+    )
+
+
+def one_step(method, optimizer, regularizer, images, generator):
+    train(
+        method,
+        images,
+        torch.arange(len(images)),
+        augment=views,
+        optimizer=optimizer,
+        regularizer=regularizer,
+        epochs=1,
+        batch_size=len(images),
+        precision="fp32",
+        clip_norm=None,
+        generator=generator,
+    )
+
+
+# --- FLOPs: two for a multiply-add, two views ---
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_flops_end_to_end(precision):
+    online = 2 * PATCHES + 2 * TRAINED_BLOCK
+    target = PATCHES + 2 * (LINEAR + ATTENTION)
+    expected = 2 * 2 * (online + target + HEADS + SCORES)
+    assert cost_of(moco(), precision=precision).flops_per_picture == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])  # without autocast torch takes another kernel in eval mode
+def test_frozen_stages_count_forward_and_once_for_all_networks(precision):
+    method = moco()
+    enter(method, depth=2, frozen=1)
+    frozen = PATCHES + LINEAR + ATTENTION
+    target = LINEAR + ATTENTION
+    expected = 2 * 2 * (frozen + TRAINED_BLOCK + target + HEADS + SCORES)
+    assert cost_of(method, precision=precision).flops_per_picture == expected
+    # Alignment: the received block, and scores of representations with those of the other view.
+    aligned = cost_of(method, precision=precision, regularizer=Alignment())
+    assert aligned.flops_per_picture == expected + 2 * 2 * (LINEAR + ATTENTION + SCORES)
+
+
+def test_stages_that_do_not_run_cost_nothing():
+    method = moco()
+    enter(method, depth=1)
+    expected = 2 * 2 * (2 * PATCHES + TRAINED_BLOCK + PATCHES + LINEAR + ATTENTION + HEADS + SCORES)
+    assert cost_of(method).flops_per_picture == expected
+
+
+def test_depth_dropout_counts_as_its_expectation():
+    method = moco(depth=3)
+    enter(method, depth=3, frozen=2)
+    without = cost_of(method)
+    enter(method, depth=3, frozen=2, dropout=0.25)
+    dropped = cost_of(method)
+    assert dropped.flops_per_picture == without.flops_per_picture - 0.25 * 2 * 2 * 2 * (LINEAR + ATTENTION)
+    assert dropped.peak_memory == without.peak_memory
+    assert method.encoder.span.dropout == 0.25
+
+
+def test_parameters():
+    method = moco()
+    # Two layer normalisations of 2 * 4, linear layers with biases.
+    block = 2 * 2 * 4 + (4 + 1) * 12 + (4 + 1) * 4 + (4 + 1) * 16 + (16 + 1) * 4
+    stem = (4 + 1) * 4 + 4 * 4  # patch embedding, positions
+    last_norm, projector, predictor = 2 * 4, 4 * 8 + 2 * 8 + (8 + 1) * 4, (4 + 1) * 4
+    cost = cost_of(method)
+    assert cost.trained_parameters == stem + 2 * block + last_norm + projector + predictor
+    assert cost.resident_parameters == cost.trained_parameters + stem + 2 * block + last_norm + projector
+    enter(method, depth=2, frozen=1)
+    cost = cost_of(method)
+    assert cost.trained_parameters == block + last_norm + projector + predictor
+    # The frozen part is there once: the target uses what it puts out.
+    assert cost.resident_parameters == cost.trained_parameters + stem + block + block + last_norm + projector
+
+
+# --- memory ---
+
+
+def test_memory_by_hand():
+    before = torch.zeros(1000)
+    with TensorMemory() as memory:
+        before += 1
+        shared = before.view(10, 100)  # no new memory
+        one = torch.ones(250)  # 1,000 bytes
+        both = torch.cat((one, one))  # 2,000
+        part = both[:10]
+        assert memory.peak() == 3000
+        del both
+        other = torch.zeros(100)  # `part` keeps the 2,000
+        assert memory.peak() == 3400
+        del part, one
+        memory.restart()
+        assert memory.peak() == 400
+        del other
+        torch.zeros(10)
+        assert memory.peak() == 400
+        memory.restart()
+        assert memory.peak() == 0
+    assert shared.shape == (10, 100)
+
+
+def test_memory_of_activations_by_hand():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(100, 100, bias=False) for _ in range(5)))
+    x = torch.zeros(50, 100)
+    with TensorMemory() as memory:
+        with torch.no_grad():
+            layers(x)
+        assert memory.peak() == 2 * 50 * 100 * 4  # a layer's input and output
+        memory.restart()
+        out = layers(x)
+        assert memory.peak() == 5 * 50 * 100 * 4  # all outputs wait for the backward pass
+        out.sum().backward()
+        del out
+        memory.restart()
+        assert memory.peak() == 5 * 100 * 100 * 4  # gradients
+
+
+def test_memory_is_what_the_profiler_says(tmp_path):
+    method = moco(depth=3, size=16, width=32, hidden=64)
+    enter(method, depth=3, frozen=1)
+    images, optimizer, regularizer = pictures(64, size=16), adam(method), Alignment()
+    measured = cost_of(method, images=images, optimizer=optimizer, regularizer=regularizer).peak_memory
+    generator = torch.Generator()
+    one_step(method, optimizer, regularizer, images, generator)
+    optimizer.zero_grad(set_to_none=True)  # the profiler does not see the end of what it did not see begin
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    held = [*method.state_dict().values(), *regularizer.received.state_dict().values(), *states]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        one_step(method, optimizer, regularizer, images, generator)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    now = most = sum(tensor.nbytes for tensor in held)
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        now += event["args"]["Bytes"]
+        most = max(most, now)
+    assert measured == pytest.approx(most, rel=0.02)
+
+
+def test_frozen_stages_keep_no_activations():
+    method = moco(depth=6, size=16, width=32)
+
+    def peak(depth, frozen):
+        enter(method, depth=depth, frozen=frozen)
+        return cost_of(method, images=pictures(64, size=16)).peak_memory
+
+    stages = [peak(number, number - 1) for number in range(2, 7)]
+    assert max(stages) < 1.01 * min(stages)
+    growing = [peak(number, 0) for number in (2, 6)]
+    assert growing[1] > 2.5 * growing[0]
+    assert growing[0] > 1.3 * max(stages)
+
+
+def test_frozen_stages_of_a_resnet_save_memory_and_computation():
+    settings = compose(["dataset=digits", "encoder=resnet18", "method=simclr", "schedule=layer_wise", "rounds=4"])
+    method = build(settings)
+    optimizer = torch.optim.SGD([method.tensors[name] for name in method.trainable], lr=0.1)
+    images = torch.zeros(16, 1, 8, 8, dtype=torch.uint8)
+    enter(method, depth=4)
+    whole = cost_of(method, images=images, optimizer=optimizer)
+    enter(method, depth=4, frozen=3)
+    last = cost_of(method, images=images, optimizer=optimizer)
+    assert last.peak_memory < whole.peak_memory
+    assert last.flops < whole.flops
+
+
+# --- what is trained, and what travels ---
+
+
+def test_optimiser_state_exists_for_what_is_trained_only():
+    method = moco(depth=3)
+    enter(method, depth=2, frozen=1)
+    optimizer = adam(method)
+    one_step(method, optimizer, Regularizer(), pictures(), torch.Generator())
+    names = {id(method.tensors[name]): name for name in method.trainable}
+    parts = {names[id(parameter)].removeprefix("encoder.encoder.") for parameter in optimizer.state}
+    assert {part.partition(".")[0] for part in parts} == {"layers", "ln", "projector", "predictor"}
+    assert {part.split(".")[1] for part in parts if part.startswith("layers")} == {"encoder_layer_1"}
+    moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    assert moments == cost_of(method).trained_parameters
+
+
+def test_only_what_is_trained_is_serialised(tmp_path):
+    federation = Federation(tmp_path, "schedule=layer_wise", "rounds=8", "strategy=fedavg")
+    federation.run(1, 2, 3, 4)  # two rounds each of stages 1 and 2
+    plan, update = federation.plans[-1].array_records[ARRAYS], federation.updates[-1].array_records[ARRAYS]
+    assert {".".join(name.split(".")[:3]) for name in update if name.startswith("encoder.blocks")} == {
+        "encoder.blocks.1"
+    }
+    assert {name.partition(".")[0] for name in update} == {"encoder", "projector"}
+    assert set(plan) == set(update)
+    first = set(federation.plans[-federation.settings.num_clients - 1].array_records[ARRAYS])
+    # When a stage begins, clients also lack the one before as the last aggregation left it.
+    assert {name.split(".")[2] for name in first - set(plan)} == {"0"}
+
+
+# --- a measurement changes nothing ---
+
+
+@pytest.mark.parametrize("stage", [(3, 0), (3, 2), (1, 0)])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_measurement_leaves_every_bit(stage, started):
+    def after(measured):
+        method, regularizer, generator = moco(depth=3), Alignment(), torch.Generator().manual_seed(3)
+        enter(method, depth=stage[0], frozen=stage[1])
+        optimizer = adam(method)
+        torch.manual_seed(5)
+        if started:
+            one_step(method, optimizer, regularizer, pictures(), generator)
+        if measured:
+            before = copy.deepcopy((method.state_dict(), optimizer.state_dict())), torch.get_rng_state()
+            training = [module.training for module in method.modules()]
+            cost_of(method, optimizer=optimizer, regularizer=regularizer)
+            same(before[0], (method.state_dict(), optimizer.state_dict()))
+            assert torch.equal(before[1], torch.get_rng_state())
+            assert [module.training for module in method.modules()] == training
+            assert (regularizer.received is not None) == started
+        one_step(method, optimizer, regularizer, pictures(), generator)
+        return method.state_dict(), optimizer.state_dict(), generator.get_state(), torch.get_rng_state()
+
+    same(after(False), after(True))
+
+
+def same(one, other):
+    """Two nested containers hold the same bits."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        same(list(one.values()), list(other.values()))
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            same(*pair)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["method=" + name]
+            for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
+        ),
+        ["method=orchestra", "strategy=orchestra"],
+        *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_method_and_regularizer_can_be_measured(words):
+    settings = compose(["dataset=digits", "encoder.width=4", *words])
+    method = build(settings)
+    images, labels = pictures(16, size=8), torch.arange(16) % 10
+    before = copy.deepcopy(method.state_dict())
+    costs = [
+        step_cost(
+            method,
+            images=images,
+            augment=make(settings.augmentation),
+            optimizer=make(settings.optimizer, [method.tensors[name] for name in method.trainable]),
+            regularizer=make(settings.regularizer),
+            precision="fp32",
+            clip_norm=None,
+            labels=labels,
+        )
+        for _ in range(2)
+    ]
+    assert costs[0] == costs[1]
+    weights = sum(tensor.nbytes for tensor in before.values())
+    assert costs[0].peak_memory > weights + 4 * costs[0].trained_parameters  # and the gradients
+    matrices = [parameter for parameter in method.parameters() if parameter.requires_grad and parameter.dim() > 1]
+    # Each meets every picture at least forward and for its gradient.
+    assert costs[0].flops_per_picture >= 2 * 2 * sum(matrix.numel() for matrix in matrices)
+    same(before, method.state_dict())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    settings = compose(["dataset=digits", "encoder.width=8", "method=moco_v3"])
+    found = {}
+    for device in ("cpu", "cuda"):
+        method = build(settings).to(device)
+        state = torch.cuda.get_rng_state()
+        found[device] = step_cost(
+            method,
+            images=pictures(64, size=8).to(device),
+            augment=make(settings.augmentation),
+            optimizer=make(settings.optimizer, [method.tensors[name] for name in method.trainable]),
+            regularizer=make(settings.regularizer),
+            precision="fp32",
+            clip_norm=None,
+        )
+        assert torch.equal(state, torch.cuda.get_rng_state())
+    assert found["cuda"].flops == found["cpu"].flops
+    assert found["cuda"].peak_memory > sum(tensor.nbytes for tensor in method.state_dict().values())

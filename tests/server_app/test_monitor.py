@@ -1,0 +1,166 @@
+"""The monitor of collapse in a run: who is measured, what is recorded, and the warning."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedssl.config import compose
+from fedssl.datasets.base import load
+from fedssl.methods import build
+from fedssl.model_layers import travelling_layers
+from fedssl.report.representations import read_representations
+from fedssl.schedule.stages import enter
+from server_app.monitor import Monitor, summary, warn_of_collapse
+from simulation.cli import run
+
+TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1"]
+
+
+def monitor(*words):
+    settings = compose([*TINY, *words])
+    method = build(settings)
+    return Monitor(settings, method, torch.device("cpu")), travelling_layers(method)
+
+
+def collapsed(layers):
+    return {name: 0 * array if name.endswith("weight") else array for name, array in layers.items()}
+
+
+def test_models_are_measured_on_the_same_pictures():
+    watch, layers = monitor("health_pictures=40")
+    watch.observe(2, layers)
+    watch.observe(0, collapsed(layers))
+    rows = watch.finish(layers).rows
+    assert [row["client"] for row in rows] == [None, 2, 0]
+    assert rows[1] | {"client": None} == rows[0]
+    assert rows[2]["spread"] < 1e-6 < rows[0]["spread"]
+    assert [row["client"] for row in watch.finish(layers).rows] == [None]  # clients of an earlier round are gone
+
+
+def test_representations_of_test_pictures_are_kept():
+    watch, layers = monitor("health_pictures=40", "method.projector.out=5")
+    watch.observe(2, layers)
+    watch.observe(0, collapsed(layers))
+    kept = watch.finish(layers).representations
+    assert kept.clients.tolist() == [2, 0]
+    assert kept.names == ["global model", "client 2", "client 0"]
+    assert kept.h.shape == (3, 40, 16)
+    assert kept.h.dtype == np.float16
+    assert kept.z is None
+    np.testing.assert_array_equal(kept.h[0], kept.h[1])
+    np.testing.assert_allclose(np.linalg.norm(kept.h[0].astype(float), axis=1), 1, atol=1e-3)
+    # Among all test pictures, those with these representations have these labels.
+    settings = compose(TINY)
+    test, encoder = load(settings.dataset, "test"), build(settings).encoder.eval()
+    with torch.no_grad():
+        everything = encoder((test.images / 255 - settings.dataset.mean[0]) / settings.dataset.std[0])
+    distance = torch.cdist(torch.from_numpy(kept.h[0]).float(), torch.nn.functional.normalize(everything))
+    assert distance.amin(dim=1).max() < 1e-3
+    np.testing.assert_array_equal(test.labels[distance.argmin(dim=1)], kept.labels)
+
+
+def test_projections_are_kept_where_they_have_three_dimensions():
+    watch, layers = monitor("health_pictures=40", "method.projector.out=3")
+    watch.observe(1, {name: array for name, array in layers.items() if name.startswith("encoder.")})  # no projector
+    watch.observe(2, layers)
+    kept = watch.finish(layers).representations
+    assert kept.clients.tolist() == [2]
+    assert kept.z.shape == (2, 40, 3)
+    np.testing.assert_allclose(np.linalg.norm(kept.z.astype(float), axis=2), 1, atol=1e-3)
+
+
+def test_stages_that_do_not_run_are_not_needed():
+    watch, layers = monitor("health_pictures=40")
+    first = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.0.")}
+    watch.observe(0, first)
+    assert len(watch.finish(layers).rows) == 1
+    enter(watch._method, depth=1)
+    watch.observe(0, first)
+    kept = watch.finish(layers).representations
+    assert kept.h.shape == (2, 40, 4)  # as wide as the first stage
+    np.testing.assert_array_equal(kept.h[0], kept.h[1])
+
+
+def test_without_test_pictures_those_of_the_clients_are_taken(tmp_path):
+    for number in range(6):
+        Image.new("L", (8, 8), 40 * number).save(tmp_path / f"{number}.png")
+    words = ["dataset=image_folder", f"dataset.path={tmp_path}", "dataset.size=8", "dataset.channels=1"]
+    watch, layers = monitor(*words, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid")
+    kept = watch.finish(layers).representations
+    assert kept.h.shape == (1, 6, 16)
+    assert kept.labels is None
+
+
+def test_a_model_without_numbers_is_left_out_and_told(caplog):
+    """Weights that are finite, as is checked in every update, and representations that are not."""
+    watch, layers = monitor()
+    huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
+    with caplog.at_level(logging.WARNING, logger="fedssl"):
+        watch.observe(3, huge)
+    assert "client 3 gives representations that are NaN or infinite" in caplog.text
+    assert len(watch.finish(layers).rows) == 1
+    assert watch.finish(huge) is None
+
+
+def test_an_encoder_of_which_parts_are_missing_is_left_out():
+    watch, layers = monitor()
+    watch.observe(0, dict(list(layers.items())[1:]))
+    assert len(watch.finish(layers).rows) == 1
+
+
+def test_it_can_be_turned_off():
+    watch, layers = monitor("health_pictures=0")
+    watch.observe(0, layers)
+    assert watch.finish(layers) is None
+
+
+def test_summary_has_the_global_model_and_the_mean_of_the_clients():
+    rows = [{"client": client, "spread": value, "singular_values": [1.0]} for client, value in ((None, 1.0), (0, 2.0))]
+    own = {"spread": 1.0, "singular_values": [1.0]}
+    assert summary([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}
+    assert summary(rows[:1]) == {"global": own}
+
+
+def test_collapse_is_told(caplog):
+    healthy = {"client": None, "spread": 0.5, "effective_rank": 30.0, "covariance_rank": 9.0}
+    with caplog.at_level(logging.WARNING, logger="fedssl"):
+        warn_of_collapse([healthy])
+        assert not caplog.records
+        for client, (name, value) in enumerate({"spread": 0.01, "effective_rank": 1.1, "covariance_rank": 1.7}.items()):
+            warn_of_collapse([healthy, {**healthy, "client": client, name: value}])
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"the representation has collapsed in client {client}" for client in range(3)
+    ]
+    assert caplog.records[2].message.endswith("effective rank 30.0, rank of the covariance 1.7, spread 0.500")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "out"
+    run([*TINY, "rounds=3", "evaluate_every=2", "final_evaluation=none", f"output_dir={folder}"])
+    return folder
+
+
+def test_a_run_records_and_draws_it(folder):
+    rounds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert ["health" in line for line in rounds] == [False, True, True]
+    rows = [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
+    assert [(row["round"], row["client"]) for row in rows] == [(r, c) for r in (2, 3) for c in (None, 0, 1, 2)]
+    assert rows[0]["singular_values"] == sorted(rows[0]["singular_values"], reverse=True)
+    assert (folder / "figures" / "spectrum.png").stat().st_size > 0
+    round, kept = read_representations(folder)
+    assert round == 3  # the last one
+    assert kept.clients.tolist() == [0, 1, 2]
+
+
+def test_measuring_changes_no_number_of_the_training(folder, tmp_path):
+    run([*TINY, "rounds=3", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'out'}"])
+    one, other = (
+        [json.loads(line)["cosine"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+        for place in (folder, tmp_path / "out")
+    )
+    assert one == other

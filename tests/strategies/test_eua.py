@@ -1,0 +1,468 @@
+"""EUA: minimum-norm weights by hand and against other solvers, Eqs. 7-10 against a slow transcription, properties."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize, nnls
+
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers, is_weight
+from fedssl.messages import ClientUpdate
+from strategies.eua import EUA, EUARule, deviation_gram, eua, min_norm_weights, solve
+from tests.federation import Federation
+from tests.strategies.test_aggregation import clients_of, model, same
+
+
+def update(partition_id, arrays):
+    return ClientUpdate(layers=arrays, partition_id=partition_id)
+
+
+# --- the shortest vector in a convex hull ---
+
+
+@pytest.mark.parametrize(
+    ("vectors", "expected"),
+    [
+        ([[3.0, 4.0]], [1]),
+        # Orthogonal: p_1 * 1 = p_2 * 4 makes the products g_k d equal.
+        ([[1, 0], [0, 2]], [0.8, 0.2]),
+        # (2, 0) lies beyond (1, 0): moving from (1, 0) towards it only makes d longer.
+        ([[1, 0], [2, 0]], [1, 0]),
+        # d = (p_1 - p_2, p_2) and g_1 d = g_2 d, i.e. p_1 - p_2 = -p_1 + 2 p_2: p = (3, 2) / 5, d = (0.2, 0.4).
+        ([[1, 0], [-1, 1]], [0.6, 0.4]),
+        # Opposite, of unlike lengths: 1 * p_1 = 3 * p_2 gives d = 0.
+        ([[1, 0], [-3, 0]], [0.75, 0.25]),
+        # Orthogonal again: p_k in proportion to 1 / ||g_k||^2 = 1, 1/4, 1/9, i.e. (36, 9, 4) / 49.
+        ([[1, 0, 0], [0, 2, 0], [0, 0, 3]], [36 / 49, 9 / 49, 4 / 49]),
+        # d = (1, 0) lies halfway between the first two; the third has g_3 d = 2 > 1 = d d, so it counts nothing.
+        ([[1, 1], [1, -1], [2, 0.5]], [0.5, 0.5, 0]),
+        # Zero is inside the triangle: (1, 0) + (-1, 1) + (0, -1) = 0.
+        ([[1, 0], [-1, 1], [0, -1]], [1 / 3, 1 / 3, 1 / 3]),
+        # A vector of zeros is the shortest there is; two of them share.
+        ([[0, 0], [1, 1]], [1, 0]),
+        ([[0, 0], [1, 1], [0, 0]], [0.5, 0, 0.5]),
+        # Equal vectors share what one of them alone has: 0.8 and 0.2 as above.
+        ([[1, 0], [0, 2], [1, 0]], [0.4, 0.2, 0.4]),
+        ([[1, 2]] * 5, [0.2] * 5),
+    ],
+)
+@pytest.mark.parametrize("scale", [1e-6, 1, 1e6])
+def test_weights_by_hand(vectors, expected, scale):
+    vectors = scale * np.array(vectors, float)
+    np.testing.assert_allclose(min_norm_weights(vectors @ vectors.T), expected, rtol=1e-12, atol=1e-14)
+
+
+def vectors_of(kind, number, random):
+    """Vectors that make different kinds of Gram matrices."""
+    vectors = random.standard_normal((number, {"flat": 2, "low rank": max(1, number // 3)}.get(kind, 4 * number)))
+    if kind == "conflict":
+        vectors[:, 0] += 1
+    if kind == "scaled":
+        vectors *= 10 ** random.uniform(-3, 3, (number, 1))
+    if kind == "alike":
+        vectors = 1e-3 * vectors + random.standard_normal(vectors.shape[1])
+    if kind == "twice":
+        vectors[number // 2 :] = vectors[: number - number // 2]
+    if kind == "cancel":
+        vectors[number // 2 :] = -vectors[: number - number // 2]
+    return vectors
+
+
+KINDS = ("any", "conflict", "scaled", "alike", "twice", "cancel", "flat", "low rank")
+
+
+def by_nnls(gram):
+    """Non-negative least squares: for x = s p, p on the simplex, min over s of s^2 f + (s - 1)^2 is f / (1 + f)."""
+    lengths = np.sqrt(np.diag(gram))
+    b = lengths.min() / lengths
+    values, directions = np.linalg.eigh(gram / np.outer(lengths, lengths))
+    root = np.sqrt(values.clip(0))[:, None] * directions.T
+    x, _ = nnls(np.vstack([root, b]), np.append(np.zeros(len(gram)), 1.0), maxiter=100 * len(gram))
+    return x * b / (x @ b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [1, 2, 3, 10, 31, 100])
+def test_weights_are_optimal(kind, number):
+    random = np.random.default_rng(number)
+    for _ in range(3):
+        vectors = vectors_of(kind, number, random)
+        gram = vectors @ vectors.T
+        p = min_norm_weights(gram)
+        assert p.shape == (number,)
+        assert p.min() >= 0
+        assert p.sum() == pytest.approx(1, abs=1e-14)
+        lengths = np.sqrt(np.diag(gram))
+        # Where vectors cancel the objective is rounding, which is measured against their lengths.
+        scale = max(p @ gram @ p, 1e-6 * (p @ lengths) ** 2)
+        # Karush-Kuhn-Tucker: no vector has a smaller product with d than d itself.
+        d = p @ vectors
+        assert np.all((vectors @ d - d @ d) / (lengths * (p @ lengths)) >= -1e-11)
+        oracle = by_nnls(gram)
+        assert abs(p @ gram @ p - oracle @ gram @ oracle) <= 1e-9 * scale
+        if kind in ("any", "conflict"):
+            np.testing.assert_allclose(p, oracle, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_general_solver_finds_less(kind):
+    vectors = vectors_of(kind, 6, np.random.default_rng(6))
+    gram = vectors @ vectors.T / np.mean(vectors**2)
+    p = min_norm_weights(gram)
+    found = minimize(
+        lambda x: x @ gram @ x,
+        np.full(6, 1 / 6),
+        jac=lambda x: 2 * gram @ x,
+        bounds=[(0, 1)] * 6,
+        constraints={"type": "eq", "fun": lambda x: x.sum() - 1, "jac": np.ones_like},
+        method="SLSQP",
+        options={"ftol": 1e-15, "maxiter": 1000},
+    ).x
+    x = found.clip(0) / found.clip(0).sum()
+    assert p @ gram @ p <= (x @ gram @ x) * (1 + 1e-9) + 1e-12 * np.trace(gram)
+    assert p @ gram @ p == pytest.approx(x @ gram @ x, rel=1e-3, abs=1e-4 * np.trace(gram))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounded_products_do_not_matter(kind):
+    # With errors of 1e-7 matrices of low rank have negative eigenvalues, and equal vectors are not quite equal.
+    random = np.random.default_rng(3)
+    vectors = vectors_of(kind, 20, random)
+    gram = vectors @ vectors.T
+    lengths = np.sqrt(np.diag(gram))
+    noise = random.uniform(-1e-7, 1e-7, gram.shape)
+    p = min_norm_weights(gram + (noise + noise.T) / 2 * np.outer(lengths, lengths), accuracy=1e-6)
+    oracle = by_nnls(gram)
+    assert p @ gram @ p - oracle @ gram @ oracle <= 1e-5 * max(p @ gram @ p, 1e-2 * (p @ lengths) ** 2)
+    if kind == "twice":
+        np.testing.assert_allclose(p[:10], p[10:], atol=1e-5)
+
+
+@pytest.mark.parametrize("gram", [np.ones((2, 3)), np.ones(4), np.ones((0, 0)), np.array([[np.nan]])])
+def test_what_is_no_gram_matrix_is_refused(gram):
+    with pytest.raises(InputError, match="must be a square matrix of finite numbers"):
+        min_norm_weights(gram)
+
+
+# --- two clients by hand ---
+#
+# theta = (1, 1) in two layers; theta_0 = (1, 0) and theta_1 = (3, 1). delta_0 = (0, 1), delta_1 = (-2, 0), the lengths
+# are 1 and 2. Their mean is (-1, 1/2), of length sqrt(5)/2.
+# log (Eq. 7): g_0 = 2 (0, 1) / 1 = (0, 2), g_1 = 2 (-2, 0) / 4 = (-1, 0). Orthogonal: p in proportion to 1/4 and 1,
+# i.e. (1/5, 4/5); d = (-4/5, 2/5), of length 2/sqrt(5). d / ||d|| = (-2, 1) / sqrt(5): the step is (-1, 1/2).
+# unit: g_0 = (0, 2), g_1 = (-2, 0): p = (1/2, 1/2), d = (-1, 1), of length sqrt(2).
+# Change rates (Eq. 7, eta = 1) are g_k times the direction: (2, 2) / sqrt(5) along d and along the mean, which has the
+# same direction; along (-1, 1) / sqrt(2) they are (2, 1) / sqrt(2).
+
+START = {"a": np.array([1.0], np.float32), "b": np.array([1.0], np.float32)}
+PAIR = [
+    update(0, {"a": np.array([1.0], np.float32), "b": np.array([0.0], np.float32)}),
+    update(1, {"a": np.array([3.0], np.float32), "b": np.array([1.0], np.float32)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [2, 0.5]),
+        ({"server_lr": 0.5}, [1.5, 0.75]),
+        ({"step": "constant"}, [1.8, 0.6]),
+        ({"step": "constant", "server_lr": 0.5}, [1.4, 0.8]),
+        ({"deviation": "unit"}, [1 + np.sqrt(5 / 8), 1 - np.sqrt(5 / 8)]),
+        ({"deviation": "unit", "step": "constant"}, [2, 0]),
+    ],
+)
+def test_two_clients_by_hand(options, expected):
+    result = eua(START, PAIR, **options)
+    np.testing.assert_allclose([result["a"][0], result["b"][0]], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_and_rates_by_hand():
+    gram = np.diag([1.0, 4.0])
+    found = solve(gram)
+    np.testing.assert_allclose(found.weights, [0.2, 0.8], rtol=1e-9)
+    assert (found.before, found.after) == (pytest.approx(2 / np.sqrt(5)), pytest.approx(2 / np.sqrt(5)))
+    found = solve(gram, deviation="unit")
+    np.testing.assert_allclose(found.weights, [0.5, 0.5], rtol=1e-9)
+    assert (found.before, found.after) == (pytest.approx(2 / np.sqrt(5)), pytest.approx(1 / np.sqrt(2)))
+
+
+# --- many clients, slowly ---
+
+
+def flat(layers):
+    return np.concatenate([array.astype(float).ravel() for name, array in layers.items() if is_weight(name, array)])
+
+
+def slowly(start, updates, *, deviation="log", step="normalized", server_lr=1.0):
+    """Eqs. 7-10 as they stand, in float64: p, the new weights, and the change rates along the mean and along d."""
+    theta = flat(start)
+    deltas = np.stack([theta - flat(update.layers) for update in updates])
+    rates = np.stack([2 * delta / np.sum(delta**2) for delta in deltas])
+    g = rates if deviation == "log" else np.stack([2 * delta / np.linalg.norm(delta) for delta in deltas])
+    p = by_nnls(g @ g.T)
+    d, mean = p @ g, deltas.mean(0)
+    length = np.linalg.norm(mean) / np.linalg.norm(d) if step == "normalized" else 1
+    along = [rates @ direction / np.linalg.norm(direction) for direction in (mean, d)]
+    return p, theta - server_lr * length * d, along
+
+
+def in_conflict(start, number, dtype=np.float32, size=1e-3):
+    """Clients near the global model that pull one layer to both sides, of unlike lengths."""
+    updates = []
+    for client in range(number):
+        own = model(client + 1, dtype)
+        far = size * (1 + client % 3)
+        layers = {name: array if array.dtype.kind == "i" else array + far * own[name] for name, array in start.items()}
+        side = (1 if client % 3 else -1.3) * 2 * far
+        layers["fc.weight"] = layers["fc.weight"] + side * model(99)["fc.weight"]
+        updates.append(update(client, {name: np.asarray(layers[name], start[name].dtype) for name in start}))
+    return updates
+
+
+@pytest.mark.parametrize("deviation", ["log", "unit"])
+@pytest.mark.parametrize("step", ["normalized", "constant"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rule_equals_the_equations(deviation, step, dtype):
+    start = model(0, dtype)
+    options = {"deviation": deviation, "step": step, "server_lr": 0.7}
+    updates = in_conflict(start, 7, dtype, size=1e-1)
+    result = eua(start, updates, **options)
+    p, expected, (before, after) = slowly(start, updates, **options)
+    # Weights of tiny deviations from a large step: compared by the length of the step.
+    error = np.abs(flat(result) - expected) / np.abs(flat(start)).clip(1)
+    assert error.max() < {np.float16: 2e-3, np.float32: 2e-6, np.float64: 1e-6}[dtype]
+    for name in ("bn.running_mean", "bn.running_var"):
+        mean = np.mean([update.layers[name].astype(float) for update in updates], axis=0)
+        np.testing.assert_allclose(result[name], mean, rtol=2e-3 if dtype == np.float16 else 1e-6)
+
+    rule = run(start, updates, **options)
+    np.testing.assert_allclose(rule.solution.weights, p, atol=1e-5)
+    assert rule.solution.before == pytest.approx(before.min(), rel=1e-4)
+    assert rule.solution.after == pytest.approx(after.min(), rel=1e-4)
+    if deviation == "log":
+        assert rule.solution.before < 0 < rule.solution.after  # the mean leaves a client behind, d none
+        np.testing.assert_allclose(after[p > 1e-6], after.min(), rtol=1e-6)
+
+
+def run(start, updates, **options):
+    """The rule after one round."""
+    rule = EUARule(**options)
+    reference = GlobalLayers(start)
+    rule.start(reference)
+    for one in updates:
+        rule.add(one, reference.align(one.layers))
+    rule.finish()
+    return rule
+
+
+@pytest.mark.parametrize("number", [1, 2, 10, 33])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gram_of_small_deviations(number, dtype):
+    start = model(0, dtype)
+    updates = in_conflict(start, number, dtype)
+    exact = np.stack([flat(update.layers) - flat(start) for update in updates])
+    expected = exact @ exact.T
+    lengths = np.sqrt(np.diag(expected))
+    weights = GlobalLayers({name: array for name, array in start.items() if is_weight(name, array)})
+    gram = deviation_gram(weights, [update.layers for update in updates])
+    assert np.array_equal(gram, gram.T)
+    error = np.abs(gram - expected) / np.outer(lengths, lengths)
+    assert error.max() < (1e-6 if dtype == np.float32 else 1e-14)
+
+
+def test_change_rate_is_never_worse_than_along_the_mean():
+    random = np.random.default_rng(0)
+    for number in (1, 2, 5, 40):
+        for kind in KINDS:
+            gram = vectors_of(kind, number, random)
+            found = solve(gram @ gram.T)
+            assert found.after >= found.before - 1e-6 * abs(found.before)
+
+
+# --- special clients ---
+
+
+@pytest.mark.parametrize("deviation", ["log", "unit"])
+def test_one_client_alone_becomes_the_global_model(deviation):
+    start = model(0)
+    one = clients_of(start, 1)[0]
+    for name, array in eua(start, [one], deviation=deviation).items():
+        np.testing.assert_allclose(array, one.layers[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_a_client_equal_to_the_global_model_is_left_out():
+    start = model(0)
+    updates = in_conflict(start, 3)
+    rule = run(start, [*updates, update(3, start)])
+    assert rule.solution.weights[3] == 0
+    np.testing.assert_allclose(rule.solution.weights[:3], run(start, updates).solution.weights, atol=1e-7)
+    with_it, without = eua(start, [*updates, update(3, start)]), eua(start, updates)
+    np.testing.assert_allclose(flat(with_it), flat(without), rtol=1e-6, atol=1e-7)
+    # Statistics are the mean of all.
+    mean = np.mean([client.layers["bn.running_var"] for client in (*updates, update(3, start))], axis=0)
+    np.testing.assert_allclose(with_it["bn.running_var"], mean, rtol=1e-6)
+
+
+def test_clients_equal_to_the_global_model_change_nothing():
+    start = model(3)
+    for number in (1, 3):
+        updates = [update(client, start) for client in range(number)]
+        result = eua(start, updates)
+        assert np.array_equal(flat(result), flat(start))
+        for name, array in start.items():
+            np.testing.assert_allclose(result[name], array, rtol=3e-7)
+        found = run(start, updates).solution
+        assert (list(found.weights), found.before, found.after) == ([0] * number, None, None)
+
+
+@pytest.mark.parametrize("step", ["normalized", "constant"])
+@pytest.mark.parametrize("second", [1.0, 2.5])
+def test_opposite_clients_leave_the_weights_and_average_the_rest(step, second):
+    start = model(0)
+    noise = {name: 1e-2 * array for name, array in model(1).items() if array.dtype.kind == "f"}
+    updates = [
+        update(
+            client, {name: np.asarray(array + side * noise.get(name, 4), array.dtype) for name, array in start.items()}
+        )
+        for client, side in enumerate((1, -second))
+    ]
+    result = eua(start, updates, step=step)
+    assert np.array_equal(flat(result), flat(start))
+    for name in ("bn.running_mean", "bn.num_batches_tracked"):
+        mean = (updates[0].layers[name].astype(float) + updates[1].layers[name]) / 2
+        np.testing.assert_allclose(result[name], np.rint(mean) if mean.ndim == 0 else mean, rtol=1e-5)
+    found = run(start, updates).solution
+    # delta_1 = -s delta_0: g_0 = 2 / ||delta_0||, g_1 = -g_0 / s, so p is in proportion to 1 and s.
+    np.testing.assert_allclose(found.weights, np.array([1, second]) / (1 + second), atol=1e-4)
+    assert found.after == 0
+
+
+@pytest.mark.parametrize("number", [2, 5, 17, 40])
+def test_equal_clients_have_equal_weights(number):
+    start = model(0)
+    layers = in_conflict(start, 1)[0].layers
+    rule = run(start, [update(client, layers) for client in range(number)])
+    np.testing.assert_allclose(rule.solution.weights, 1 / number, rtol=1e-6)
+
+
+def test_a_hundred_clients():
+    start = {"w": model(0)["fc.weight"]}
+    updates = [update(k, {"w": start["w"] + 0.01 * model(k + 1)["fc.weight"]}) for k in range(100)]
+    p, expected, _ = slowly(start, updates)
+    np.testing.assert_allclose(run(start, updates).solution.weights, p, atol=1e-6)
+    np.testing.assert_allclose(flat(eua(start, updates)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "bn.running_var"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_refused(name, value):
+    start = model(0)
+    bad = {key: array.copy() for key, array in model(1).items()}
+    bad[name].flat[-1] = value
+    with pytest.raises(InputError, match=f"client 4: layer {name} has NaN or infinite values"):
+        eua(start, [update(2, model(1)), update(4, bad)])
+
+
+# --- properties ---
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_names_order_shapes_dtypes_and_inputs_survive(dtype):
+    start = model(0, dtype)
+    updates = clients_of(start, dtype=dtype)
+    every = [start, *(update.layers for update in updates)]
+    before = [{name: array.copy() for name, array in arrays.items()} for arrays in every]
+    for arrays in every:
+        for array in arrays.values():
+            array.flags.writeable = False
+    result = eua(start, updates)
+    assert list(result) == list(start)
+    for name, array in start.items():
+        assert (result[name].shape, result[name].dtype) == (array.shape, array.dtype), name
+        assert not any(np.shares_memory(result[name], arrays[name]) for arrays in every)
+    assert all(same(one, other) for one, other in zip(every, before, strict=True))
+
+
+def test_order_of_updates_and_memory_layout_change_nothing():
+    start = model(0)
+    updates = in_conflict(start, 5)
+    expected = eua(start, updates)
+    assert same(eua(start, [updates[k] for k in (2, 0, 4, 1, 3)]), expected)
+    strided = [update(u.partition_id, {n: a.copy(order="F") for n, a in u.layers.items()}) for u in updates]
+    assert same(eua(start, strided), expected)
+
+
+def test_renumbered_clients_have_their_weights_under_their_new_numbers():
+    start = model(0)
+    updates = in_conflict(start, 6)
+    order = [3, 0, 5, 1, 4, 2]
+    renumbered = [updates[k] for k in order]
+    first, second = run(start, updates).solution, run(start, renumbered).solution
+    np.testing.assert_allclose(second.weights, first.weights[order], atol=1e-6)
+    assert second.after == pytest.approx(first.after, rel=1e-5)
+
+
+def test_the_number_of_threads_changes_nothing():
+    random = np.random.default_rng(0)
+    start = {f"fc{i}.weight": random.standard_normal((600, 1000), np.float32) for i in range(4)}
+    updates = [
+        update(k, {name: array + random.standard_normal(array.shape, np.float32) for name, array in start.items()})
+        for k in range(20)
+    ]
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(eua(start, updates))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@pytest.mark.parametrize("make", [partial(eua, START, PAIR), EUA])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"deviation": "exp"}, "strategy.deviation=exp is not a choice; allowed are log, unit"),
+        ({"step": "long"}, "strategy.step=long is not a choice; allowed are normalized, constant"),
+        ({"server_lr": 0.0}, "strategy.server_lr=0.0 must be positive"),
+        ({"server_lr": float("inf")}, "strategy.server_lr=inf must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make, option, message):
+    with pytest.raises(InputError, match=message):
+        make(**option)
+
+
+def test_updates_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="at least one is needed"):
+        eua(START, [])
+    with pytest.raises(InputError, match="client 2: layer b is missing"):
+        eua(START, [update(2, {"a": START["a"]})])
+
+
+# --- a round ---
+
+
+def test_a_round_equals_the_rule_and_records_what_it_found(tmp_path):
+    federation = Federation(tmp_path, "strategy=eua", "num_clients=3", "server_optimizer=none")
+    before = federation.layers
+    after = federation.run(1)
+    updates = []
+    for row, content in zip(federation.strategy.report.clients, federation.updates, strict=True):
+        updates.append(update(row.client, {name: array.numpy() for name, array in content["arrays"].items()}))
+        assert set(content["metrics"]) == {"seconds"}
+    p, expected, (mean, d) = slowly(before, updates)
+    np.testing.assert_allclose(flat(after), expected, rtol=1e-4, atol=1e-5)
+    findings = json.loads(json.dumps(federation.strategy.report.findings))
+    assert findings["weights"] == pytest.approx({"0": p[0], "1": p[1], "2": p[2]}, abs=1e-5)
+    assert findings["conflict_before"] == pytest.approx(mean.min(), rel=1e-4)
+    assert findings["conflict_after"] == pytest.approx(d.min(), rel=1e-4)
+    assert findings["conflict_after"] >= findings["conflict_before"]

@@ -1,0 +1,367 @@
+"""EUC: intervals by hand, rounds against a transcription that keeps every client's whole model, bytes, resume."""
+
+import shutil
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from client_app.app import app as client_app
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers
+from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import is_kept, travelling_layers
+from server_app.app import run_round
+from server_app.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from simulation.local_grid import LocalGrid
+from strategies.base import sample_clients
+from strategies.euc import EUC, MeasuredSum, intervals
+from strategies.fedavg import FedAvg
+from strategies.server_optimizer import FedAvgM
+from strategies.weighted_sum import WeightedSum
+from tests.federation import Federation
+
+# --- intervals by hand ---
+
+
+def test_intervals_by_hand():
+    # d / numbers: a 10/60 = 0.17, b 20/30 = 0.67, c 8/10 = 0.8, in this order, though c has the least d.
+    #   a: 40 of 100 numbers are left, 10/38 = 0.26 of d is taken: on
+    #   b: 10 of 100 are left, 30/38 = 0.79 is taken: stop, with b
+    d = {"c": 8.0, "b": 20.0, "a": 10.0}
+    sizes = {"a": 60, "b": 30, "c": 10}
+    assert intervals(d, sizes, phi=4) == {"c": 1, "b": 4, "a": 4}
+    assert intervals({name: 1e-9 * value for name, value in d.items()}, sizes, phi=4) == {"c": 1, "b": 4, "a": 4}
+
+
+def test_the_walk_goes_on_where_the_shares_are_equal():
+    # After a: half the numbers are left, half of d is taken. The authors' code stops at "less", so b is taken, too.
+    assert intervals({"a": 3.0, "b": 3.0}, {"a": 7, "b": 7}, phi=2) == {"a": 2, "b": 2}
+    # With the least bit more in a (a is still first: it has more numbers) it stops.
+    assert intervals({"a": 3.0, "b": 3.0}, {"a": 8, "b": 7}, phi=2) == {"a": 2, "b": 1}
+
+
+def test_clients_that_do_not_differ_give_no_reason_to_wait():
+    assert intervals({"a": 0.0, "b": 0.0}, {"a": 7, "b": 7}, phi=2) == {"a": 1, "b": 1}
+
+
+# --- discrepancies ---
+
+
+@pytest.mark.parametrize(
+    ("weighting", "expected"),
+    [
+        # The average is (2, 4), the clients are (0, -2) and (0, 2) away from it: (4 + 4) / 2.
+        ("uniform", 4),
+        # With 1 and 3 pictures the average is (2, 5), the clients are (0, -3) and (0, 1) away: (9 + 3 * 1) / 4.
+        ("examples", 3),
+    ],
+)
+def test_discrepancy_by_hand(weighting, expected):
+    rule = MeasuredSum(WeightedSum(weighting=weighting))
+    rule.start(GlobalLayers({"a.weight": np.array([[1.0, 2.0]]), "a.bias": np.zeros(3)}))
+    for client, (weight, examples) in enumerate([([[2.0, 2.0]], 1), ([[2.0, 6.0]], 3)]):
+        layers = {"a.weight": np.array(weight), "a.bias": np.full(3, client)}
+        rule.add(ClientUpdate(layers=layers, partition_id=client, num_examples=examples), None)
+    rule.finish()
+    assert rule.discrepancy == {"a.weight": pytest.approx(expected)}  # a bias does not wait
+
+
+def test_discrepancy_of_clients_that_are_nearly_equal():
+    random = np.random.default_rng(0)
+    start = {"a.weight": random.standard_normal((900, 700), np.float32)}  # more than one tile
+    clients = [start["a.weight"] + np.float32(1e-3) * random.standard_normal((900, 700), np.float32) for _ in range(4)]
+    rule = MeasuredSum(WeightedSum())
+    rule.start(GlobalLayers(start))
+    for client, weight in enumerate(clients):
+        rule.add(ClientUpdate(layers={"a.weight": weight}, partition_id=client), None)
+    rule.finish()
+    average = np.mean([weight.astype(float) for weight in clients], axis=0)
+    expected = np.mean([np.sum((average - weight) ** 2) for weight in clients])
+    assert rule.discrepancy["a.weight"] == pytest.approx(expected, rel=1e-5)
+
+
+# --- rounds ---
+
+
+class Toy(SSLMethod):
+    """All kinds of layers, and a part that never travels."""
+
+    kept = ("target_encoder",)
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.Linear(6, 4))
+        self.projector = nn.Linear(4, 20, bias=False)
+        self.target_encoder = nn.Linear(2, 2)
+        for value in self.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
+
+
+STEP = {"encoder.0.weight": 0.1, "encoder.2.weight": 0.02, "encoder.3.weight": 0.3, "projector.weight": 0.01}
+
+
+def trained(name, array, *, round, client):
+    """A layer after local training, as a function of where it began, so that what a client begins with matters."""
+    random = np.random.default_rng([round, client, zlib.crc32(name.encode())])
+    if array.dtype.kind == "i":
+        return array + 10 * round + client
+    # In the course of the rounds the projector comes to differ most.
+    size = STEP.get(name, 0.05) * (5.0 ** (round - 2) if name.startswith("projector") else 1)
+    return (0.9 * array + size * random.uniform(0, 1, array.shape)).astype(array.dtype)
+
+
+class Toys:
+    """A federation of toys whose clients share one model object, as clients of one process do."""
+
+    def __init__(self, strategy, *, num_clients=3, clients_per_round=3, crashes=()):
+        self.strategy, self.states, self.method = strategy, {}, Toy()
+        self.begun, self.bytes_down, self.bytes_up = {}, {}, {}
+        self.layers = travelling_layers(self.method)
+        app = ClientApp()
+
+        @app.train()
+        def train(message, context):
+            plan, client = TrainPlan.from_content(message.content), context.node_config["partition-id"]
+            half = EUC(interval=2) if isinstance(strategy, EUC) else FedAvg()  # another object than the server's
+            for value in self.method.tensors.values():
+                value.data.fill_(7777)  # whatever the client before left behind
+            half.load_global(self.method, plan, self.states.get(client))
+            self.begun[plan.round, client] = {name: value.clone() for name, value in self.method.tensors.items()}
+            for name, value in self.method.tensors.items():
+                new = trained(name, value.detach().numpy(), round=plan.round, client=client)
+                value.data.copy_(torch.from_numpy(np.asarray(new)))
+            kept = half.keep(self.method, plan)
+            if kept:
+                self.states[client] = kept
+            if (plan.round, client) in crashes:
+                raise RuntimeError("the battery is empty")
+            layers = half.send(self.method, plan)
+            self.bytes_down[plan.round, client] = sum(array.nbytes for array in plan.layers.values())
+            self.bytes_up[plan.round, client] = sum(array.nbytes for array in layers.values())
+            update = ClientUpdate(layers=layers, partition_id=client, num_examples=10 * (client + 1))
+            return Message(update.to_content(plan.metrics), reply_to=message)
+
+        self.grid = LocalGrid(app, num_clients=num_clients)
+        nodes = list(self.grid.get_node_ids())
+        values = {"seed": 0, "clients-per-round": clients_per_round, "nodes": nodes}
+        self.config = ConfigRecord({**values, "settings": "{}", "keep-from": 0, "lr-factor": 1.0, "code": "x"})
+
+    def round(self, number):
+        self.layers = run_round(self.grid, self.strategy, number, self.layers, config=self.config, timeout=60)
+        return self.layers
+
+
+def slowly(start, rounds, *, phi, num_clients, clients_per_round, weighting="uniform", crashes=()):
+    """FedLAMA with a whole model for every client; yields what each round begins and ends with."""
+    names = list(start)
+    candidates = [name for name in names if start[name].ndim == 2]
+    new = {name: array.astype(float) if array.dtype.kind == "f" else array for name, array in start.items()}
+    models = {k: dict(new) for k in range(num_clients)}
+    outdated = {k: set(names) for k in range(num_clients)}  # layers a client has to fetch before it trains
+    tau = dict.fromkeys(names, 1)
+    for r in range(1, rounds + 1):
+        chosen = sample_clients(0, r, num_clients=num_clients, clients_per_round=clients_per_round)
+        begun = {}
+        for k in chosen:
+            begun[k] = models[k] | {name: new[name] for name in outdated[k]}
+            models[k] = {name: trained(name, begun[k][name], round=r, client=k) for name in names}
+            outdated[k] = set(names) if (r, k) in crashes else set()
+        used = [k for k in chosen if (r, k) not in crashes]
+        n = {k: k + 1.0 if weighting == "examples" else 1.0 for k in used}
+        share = {k: n[k] / sum(n.values()) for k in used}
+        average = {name: sum(share[k] * models[k][name] for k in used) for name in names}
+        d = {
+            name: sum(share[k] * np.sum((average[name] - models[k][name]) ** 2) for k in used) / tau[name]
+            for name in candidates
+        }
+        for name in names:
+            if r % tau[name] == 0:
+                new[name] = average[name] if start[name].dtype.kind == "f" else np.rint(average[name]).astype(int)
+                for k in range(num_clients):
+                    outdated[k].add(name)
+        synced = [name for name in names if r % tau[name] == 0]
+        if r % phi == 0:
+            tau = dict.fromkeys(names, 1)
+            done_d = done_numbers = 0.0
+            for name in sorted(candidates, key=lambda name: d[name] / start[name].size):
+                done_d, done_numbers = done_d + d[name], done_numbers + start[name].size
+                tau[name] = phi
+                if 1 - done_numbers / sum(start[c].size for c in candidates) < done_d / sum(d.values()):
+                    break
+        yield dict(new), begun, dict(tau), synced
+
+
+@pytest.mark.parametrize(
+    ("phi", "num_clients", "clients_per_round", "weighting", "crashes"),
+    [
+        (2, 3, 3, "uniform", ()),
+        (2, 3, 3, "examples", ()),
+        (3, 4, 2, "uniform", ()),
+        (2, 3, 3, "uniform", ((3, 1), (4, 0), (6, 2))),
+        (3, 5, 3, "examples", ((4, 0), (4, 1), (5, 2))),
+    ],
+)
+def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, weighting, crashes):
+    counts = {"num_clients": num_clients, "clients_per_round": clients_per_round}
+    strategy = EUC(interval=phi, weighting=weighting)
+    toys = Toys(strategy, **counts, crashes=crashes)
+    expected = slowly(toys.layers, 9, phi=phi, **counts, weighting=weighting, crashes=crashes)
+    schedules = []
+    before = dict.fromkeys(toys.layers, 1)
+    for round, (new, begun, tau, synced) in enumerate(expected, start=1):
+        layers = toys.round(round)
+        for name, array in layers.items():
+            np.testing.assert_allclose(array, new[name], rtol=1e-5, err_msg=name)
+            assert array.dtype == toys.method.tensors[name].numpy(force=True).dtype
+        for client, model in begun.items():
+            for name, array in model.items():
+                np.testing.assert_allclose(
+                    toys.begun[round, client][name].numpy(force=True),
+                    array,
+                    rtol=1e-5,
+                    err_msg=f"{round} {client} {name}",
+                )
+        findings = strategy.report.findings
+        assert findings["synced_layers"] == len(synced)
+        slow = {name: phi for name, interval in tau.items() if interval == phi}
+        assert findings.get("intervals") == (slow if tau != before else None)
+        assert set(strategy.report.dropped) == {client for r, client in crashes if r == round and client in begun}
+        before = tau
+        schedules.append(slow.keys())
+    assert any(0 < len(slow) < 4 for slow in schedules)  # some wait and some do not
+    assert len(set(map(tuple, schedules))) > 2  # and this changes
+
+
+def test_the_part_that_never_travels_stays_with_its_client():
+    toys = Toys(EUC(interval=2))
+    for round in range(1, 5):
+        toys.round(round)
+    for round in range(2, 5):
+        for client in range(3):
+            for name, value in toys.begun[round, client].items():
+                if is_kept(toys.method, name):
+                    own = toys.begun[round - 1, client][name].numpy(force=True)
+                    expected = trained(name, own, round=round - 1, client=client)
+                    assert np.array_equal(value.numpy(force=True), expected)
+
+
+def test_the_report_counts_the_bytes_that_were_not_sent():
+    crashes = ((4, 0),)
+    toys = Toys(EUC(interval=3), num_clients=4, clients_per_round=3, crashes=crashes)
+    whole = sum(array.nbytes for array in toys.layers.values())
+    saved_up = saved_down = 0
+    for round in range(1, 10):
+        toys.round(round)
+        clients = [row.client for row in toys.strategy.report.clients]
+        saved = toys.strategy.report.findings["bytes_saved"]
+        assert saved["up"] == sum(whole - toys.bytes_up[round, client] for client in clients)
+        assert saved["down"] == sum(whole - toys.bytes_down[round, client] for client in clients)
+        saved_up, saved_down = saved_up + saved["up"], saved_down + saved["down"]
+        for row in toys.strategy.report.clients:  # the rows count all of a message, the plan as well
+            assert row.bytes_up == toys.bytes_up[round, row.client]
+    assert saved_up > 0
+    assert saved_down > 0
+
+
+@pytest.mark.parametrize("server_optimizer", [False, True])
+def test_a_resumed_run_has_the_same_bits(tmp_path, server_optimizer):
+    def strategy():
+        made = EUC(interval=3)
+        if server_optimizer:
+            made.server_optimizer = FedAvgM(momentum=0.5)
+        return made
+
+    whole = Toys(strategy(), num_clients=4, clients_per_round=2)
+    resumed = Toys(strategy(), num_clients=4, clients_per_round=2)
+    for round in range(1, 10):
+        expected, layers = whole.round(round), resumed.round(round)
+        assert list(layers) == list(expected)
+        assert all(np.array_equal(layers[name], expected[name]) for name in expected)
+        assert resumed.strategy.report == whole.strategy.report
+        save_checkpoint(tmp_path, Checkpoint(round, layers, resumed.strategy.state()), keep=1)
+        checkpoint = latest_checkpoint(tmp_path)
+        resumed.layers, resumed.strategy = checkpoint.layers, strategy()
+        resumed.strategy.restore(checkpoint.strategy)
+
+
+def test_a_checkpoint_is_not_changed_by_later_rounds():
+    toys = Toys(EUC(interval=2))
+    toys.round(1)
+    state = toys.strategy.state()
+    before = {key: dict(value) for key, value in state.items()}
+    toys.round(2)
+    assert state == before
+    assert toys.strategy.state() != before
+
+
+# --- as part of the product ---
+
+
+def test_an_interval_of_one_is_fedavg_bit_for_bit(tmp_path):
+    plain = Federation(tmp_path / "fedavg", "strategy=fedavg", "strategy.weighting=uniform", "method=byol")
+    euc = Federation(tmp_path / "euc", "strategy=euc", "strategy.interval=1", "method=byol")
+    expected, layers = plain.run(1, 2, 3), euc.run(1, 2, 3)
+    assert list(layers) == list(expected)
+    assert all(np.array_equal(layers[name], expected[name]) for name in expected)
+    assert euc.strategy.report.findings == {"synced_layers": len(layers), "bytes_saved": {"up": 0, "down": 0}}
+
+
+def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_everything(tmp_path):
+    federation = Federation(tmp_path, "strategy=euc", "method=simclr", "num_clients=3")
+    federation.grid = LocalGrid(client_app, num_clients=3)  # without the federation's assertion that nobody fails
+    federation.run(1, 2, 3)
+    assert federation.strategy.report.findings["bytes_saved"]["up"] > 0  # some layers stayed with the clients
+    shutil.rmtree(tmp_path / "clients" / "0")
+    federation.run(4)
+    (reason,) = federation.strategy.report.dropped.values()
+    assert "it failed with ValueError: the plan lacks" in reason
+    assert [row.client for row in federation.strategy.report.clients] == [1, 2]
+    federation.run(5)
+    rows = federation.strategy.report.clients
+    assert [row.client for row in rows] == [0, 1, 2]
+    federation.run(6)
+    assert federation.strategy.report.dropped == {}
+
+
+def test_clients_start_at_every_process_from_files_alone(tmp_path):
+    """The same bits when the model object of the clients is new in every round."""
+    from client_app.resident import resident
+
+    words = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
+    usual, forgetful = Federation(tmp_path / "a", *words), Federation(tmp_path / "b", *words)
+    for round in range(1, 6):
+        expected = usual.run(round)
+        resident.cache_clear()
+        layers = forgetful.run(round)
+        assert all(np.array_equal(layers[name], expected[name]) for name in expected)
+
+
+def test_settings_are_refused_with_the_reason():
+    with pytest.raises(InputError, match="strategy.interval=0 is below 1"):
+        EUC(interval=0)
+    with pytest.raises(InputError, match="strategy.weighting=loss is not a choice; allowed are examples, uniform"):
+        EUC(weighting="loss")
+    with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
+        EUC().check(Toy(), clients_per_round=1)
+    EUC(interval=1).check(Toy(), clients_per_round=1)
+    EUC().check(Toy(), clients_per_round=2)
+    bare = SSLMethod()
+    bare.encoder = nn.Linear(2, 2, bias=False)
+    with pytest.raises(InputError, match="needs layers that travel every round, such as biases"):
+        EUC().check(bare, clients_per_round=2)
+
+
+def test_what_travels_in_words():
+    travels = EUC(interval=4, metrics=["seconds"]).travels(Toy())
+    assert travels.up == "encoder, projector; of these some weights only every 4 rounds"
+    assert travels.stays == "layers that are not averaged in the round, target_encoder"
+    assert travels.metrics == ("seconds",)
+    assert EUC(interval=1).travels(Toy()).up == "encoder, projector"

@@ -1,0 +1,258 @@
+"""FedEMA: the mixture by hand and slowly, lambda and d over rounds, what is taken from where, whole runs."""
+
+from functools import partial
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.state import load_state, save_state
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.messages import NUM_EXAMPLES, TrainPlan
+from fedssl.methods.byol import BYOL
+from fedssl.methods.heads import MLP
+from fedssl.methods.simclr import SimCLR
+from fedssl.model_layers import travelling_layers, travelling_names
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+from strategies.fedema import DISTANCE, LAMBDA, FedEMA, blend
+
+HEAD = partial(MLP, hidden=6, out=4)
+
+# A kernel of n numbers that all move by s moves by s sqrt(n). conv_small of width 2 on 8x8 has kernels of 9 times
+# 1 * 2, 2 * 4, 4 * 8 and 8 * 8 numbers, so d = s * 3 (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4.
+UNIT = 3 * (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4
+
+
+def make_byol() -> BYOL:
+    return BYOL(conv_small(channels=1, size=8, width=2), projector=HEAD, predictor=HEAD, ema_decay=0.9)
+
+
+def make_simclr() -> SimCLR:
+    return SimCLR(conv_small(channels=1, size=8, width=2), projector=HEAD, temperature=0.5)
+
+
+def make_plan(round, method, seed):
+    """A plan with read-only layers of the shapes of the method's, all numbers different from seed to seed."""
+    random = np.random.default_rng(seed)
+    layers = {
+        name: np.asarray(random.uniform(0.5, 1.5, array.shape).astype(array.dtype) + array.dtype.type(10 * seed))
+        for name, array in travelling_layers(method).items()
+    }
+    for array in layers.values():
+        array.flags.writeable = False
+    return TrainPlan(round=round, layers=layers, settings="", metrics=(), keep_from=0, code="")
+
+
+def snapshot(method):
+    return {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+
+
+def participate(method, strategy, plan, folder, *, step):
+    """One client's part in a round as `Resident` plays it; training moves kernels by ``step`` and all else by 1."""
+    strategy.load_global(method, plan, load_state(folder, before=plan.round))
+    began = snapshot(method)
+    with torch.no_grad():
+        for value in method.tensors.values():
+            value.add_(step if value.ndim == 4 else 1)
+    ended = snapshot(method)
+    kept = strategy.keep(method, plan)
+    if kept:
+        save_state(folder, kept, round=plan.round, keep_from=0)
+    sent = strategy.send(method, plan)
+    assert list(sent) == travelling_names(method)
+    for name, array in sent.items():
+        np.testing.assert_array_equal(array, ended[name])  # NaN equals NaN here
+    return began, ended
+
+
+def is_statistic(name):
+    return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+
+
+def same(one, other):
+    return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+# --- the mixture ---
+
+
+@pytest.mark.parametrize(
+    ("mu", "weight", "statistic", "counter"),
+    [
+        (0.0, [2, 4], 5, 100),
+        (0.25, [3, 6], 5, 100),  # 0.25 * 6 + 0.75 * 2 = 3, 0.25 * 12 + 0.75 * 4 = 6
+        (0.5, [4, 8], 5, 100),
+        (0.75, [5, 10], 1, 7),  # the client has the larger share: the predictor's statistics are its own
+        (1.0, [6, 12], 1, 7),
+    ],
+)
+def test_mixture_by_hand(mu, weight, statistic, counter):
+    received = {
+        "encoder.weight": np.array([2, 4], np.float32),
+        "encoder.running_var": np.array([5], np.float32),
+        "encoder.num_batches_tracked": np.array(100),
+        "predictor.weight": np.array([2, 4], np.float32),
+        "predictor.running_var": np.array([5], np.float32),
+        "predictor.num_batches_tracked": np.array(100),
+    }
+    own = {
+        "encoder.weight": np.array([6, 12], np.float32),
+        "predictor.weight": np.array([6, 12], np.float32),
+        "predictor.running_var": np.array([1], np.float32),
+        "predictor.num_batches_tracked": np.array(7),
+        "target_encoder.weight": np.array([9, 9], np.float32),
+    }
+    assert {name: array.tolist() for name, array in blend(received, own, mu=mu).items()} == {
+        "encoder.weight": weight,
+        "encoder.running_var": [5],
+        "encoder.num_batches_tracked": 100,
+        "predictor.weight": weight,
+        "predictor.running_var": [statistic],
+        "predictor.num_batches_tracked": counter,
+        "target_encoder.weight": [9, 9],
+    }
+
+
+@pytest.mark.parametrize("mu", [0, 0.1, 0.4999, 0.7, 1])
+def test_mixture_equals_the_equation_and_leaves_its_inputs_alone(mu):
+    random = np.random.default_rng(0)
+    shapes = {"a.weight": (50, 40), "a.bias": (7,), "temperature": ()}
+    one, other = (
+        {name: np.asarray(random.standard_normal(shape), np.float32) for name, shape in shapes.items()} for _ in "12"
+    )
+    copies = [{name: array.copy() for name, array in layers.items()} for layers in (one, other)]
+    for layers in (one, other):
+        for array in layers.values():
+            array.flags.writeable = False
+    result = blend(one, other, mu=mu)
+    assert all(same(layers, copy) for layers, copy in zip((one, other), copies, strict=True))
+    assert not any(np.shares_memory(result[name], layers[name]) for layers in (one, other) for name in shapes)
+    for name in shapes:
+        expected = mu * other[name].astype(float) + (1 - mu) * one[name].astype(float)
+        np.testing.assert_allclose(result[name], expected, rtol=1e-6, atol=1e-6)
+        assert (result[name].dtype, result[name].shape) == (np.float32, shapes[name])
+    assert same(blend(one, one, mu=mu), one)
+
+
+# --- rounds ---
+
+
+@pytest.mark.parametrize("make", [make_byol, make_simclr])
+def test_lambda_is_set_once_and_mu_is_by_the_d_of_the_round_before(tmp_path, make):
+    # With tau = 0.6 lambda is 0.6 / d_1 and mu = min(0.6 d / d_1, 1): after steps of 1/2, 1/8 and 1 that is 0.6, 0.15
+    # and 1. Layers of different rounds are 10 apart, so a d from anywhere but the start of training would show.
+    steps, shares = {1: 0.5, 2: 0.125, 3: 1.0, 4: 0.25}, {1: 0.0, 2: 0.6, 3: 0.15, 4: 1.0}
+    previous = {}
+    shared_method, shared_strategy = make(), FedEMA(tau=0.6)
+    for round, step in steps.items():
+        plan, mu = make_plan(round, make(), round), shares[round]
+        participate(shared_method, shared_strategy, plan, tmp_path / "other", step=3 * step)
+        began, ended = participate(shared_method, shared_strategy, plan, tmp_path / "shared", step=step)
+        # In a process of its own a client does the same as among others.
+        assert same(began, participate(make(), FedEMA(tau=0.6), plan, tmp_path / "fresh", step=step)[0])
+        state = load_state(tmp_path / "shared", before=round + 1)
+        assert float(state[DISTANCE]) == pytest.approx(step * UNIT, rel=1e-4)
+        assert float(state[LAMBDA]) == pytest.approx(0.6 / (0.5 * UNIT), rel=1e-5)
+        for name, array in began.items():
+            received = plan.layers[name.removeprefix("target_")]
+            own = previous.get(name, received)
+            if name.startswith("target_"):
+                expected = own
+            elif is_statistic(name):
+                expected = own if name.startswith("predictor.") and mu > 0.5 else received
+            else:
+                expected = mu * own.astype(float) + (1 - mu) * received.astype(float)
+            np.testing.assert_allclose(array, expected, rtol=1e-4, err_msg=f"round {round}: {name}")
+        previous = ended
+
+
+def test_lambda_never_changes(tmp_path):
+    method, strategy, found = make_byol(), FedEMA(), set()
+    for round, step in enumerate((0.5, 0.125, 1.0), start=1):
+        participate(method, strategy, make_plan(round, method, round), tmp_path, step=step)
+        found.add(float(load_state(tmp_path, before=round + 1)[LAMBDA]))
+    assert len(found) == 1
+
+
+def test_without_training_the_global_model_is_taken(tmp_path):
+    method, strategy, name = make_simclr(), FedEMA(), "encoder.blocks.0.0.weight"
+    for round, step in {1: 0.0, 2: 0.0, 3: 0.5}.items():
+        plan = make_plan(round, method, round)
+        strategy.load_global(method, plan, load_state(tmp_path, before=round))
+        assert same(snapshot(method), plan.layers)
+        with torch.no_grad():
+            method.tensors[name].add_(step)
+        state = strategy.keep(method, plan)
+        assert (LAMBDA in state) == (step > 0)  # set by the first d that is not 0
+        save_state(tmp_path, state, round=round, keep_from=0)
+    ended, plan = snapshot(method), make_plan(4, method, 4)
+    strategy.load_global(method, plan, load_state(tmp_path, before=4))
+    expected = 0.7 * ended[name].astype(float) + 0.3 * plan.layers[name].astype(float)
+    np.testing.assert_allclose(snapshot(method)[name], expected, rtol=1e-5)
+
+
+def test_a_failed_training_leaves_what_was_kept_before(tmp_path):
+    method, strategy = make_byol(), FedEMA(tau=1.0)
+    good = participate(method, strategy, make_plan(1, method, 1), tmp_path, step=0.5)[1]
+    participate(method, strategy, make_plan(2, method, 2), tmp_path, step=float("nan"))
+    began, _ = participate(method, strategy, make_plan(3, method, 3), tmp_path, step=0.5)
+    for name in ("encoder.blocks.0.0.weight", "target_encoder.blocks.0.0.weight"):
+        np.testing.assert_allclose(began[name], good[name], rtol=1e-5)
+    assert all(np.isfinite(array).all() for array in began.values())
+
+
+def test_tau_0_takes_the_global_weights_and_keeps_the_target(tmp_path):
+    method, strategy = make_byol(), FedEMA(tau=0)
+    ended = participate(method, strategy, make_plan(1, method, 1), tmp_path, step=0.5)[1]
+    plan = make_plan(2, method, 2)
+    began, _ = participate(method, strategy, plan, tmp_path, step=0.5)
+    assert same({name: began[name] for name in plan.layers}, plan.layers)
+    assert all(np.array_equal(began[name], ended[name]) for name in began if name.startswith("target_"))
+
+
+def test_clients_keep_no_more_than_they_need(tmp_path):
+    method = make_byol()
+    participate(method, FedEMA(), make_plan(1, method, 1), tmp_path, step=0.5)
+    kept = set(load_state(tmp_path, before=2))
+    statistics = {name for name in method.tensors if name.startswith(("encoder.", "projector.")) and is_statistic(name)}
+    assert kept == {DISTANCE, LAMBDA, *method.tensors} - statistics
+
+
+# --- options, whole runs ---
+
+
+def test_refused_settings():
+    with pytest.raises(InputError, match="strategy.tau=-1 must not be negative"):
+        FedEMA(tau=-1)
+    with pytest.raises(InputError, match="strategy.distance=l1 is not a choice"):
+        FedEMA(distance="l1")
+    method = make_simclr()
+    method.encoder = torch.nn.Linear(3, 2)
+    with pytest.raises(InputError, match="no convolution; set it to squared_l2"):
+        FedEMA().check(method, clients_per_round=2)
+    FedEMA(distance="squared_l2").check(method, clients_per_round=2)
+
+
+def test_the_server_averages_by_examples():
+    assert FedEMA().needs() == (NUM_EXAMPLES,)
+    assert FedEMA(weighting="uniform").needs() == ()
+
+
+QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+QUICK += ["evaluate_every=0", "final_evaluation=none"]
+
+
+@pytest.mark.parametrize("method", ["byol", "simclr"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method):
+    words = [*QUICK, "strategy=fedema", f"method={method}"]
+    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    run([f"resume={tmp_path / 'parts'}", "rounds=4"])
+    whole, parts = (latest_checkpoint(tmp_path / name / "checkpoints").layers for name in ("whole", "parts"))
+    assert same(whole, parts)
+    # Own weights were mixed in: without them the global model is another one.
+    run([*words, "rounds=4", "strategy.tau=0", f"output_dir={tmp_path / 'plain'}"])
+    assert not same(whole, latest_checkpoint(tmp_path / "plain" / "checkpoints").layers)

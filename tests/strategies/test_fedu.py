@@ -1,0 +1,389 @@
+"""FedU: the distance by hand and slowly, every cell of Table 4, when DAPU decides and when that holds, L-DAWA_FedU."""
+
+from functools import partial
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.state import load_state, save_state
+from fedssl.encoders import conv_small, resnet18, vit_tiny
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers
+from fedssl.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.byol import BYOL
+from fedssl.methods.heads import MLP
+from fedssl.methods.simclr import SimCLR
+from fedssl.model_layers import travelling_layers, travelling_names
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+from strategies.fedu import DISTANCE, TAKE_GLOBAL, FedU, compared, divergence
+from strategies.l_dawa import l_dawa, scale_layers
+from strategies.l_dawa_fedu import LDAWAFedU
+
+HEAD = partial(MLP, hidden=6, out=4)
+
+
+def make_byol(*, target: str = "keep") -> BYOL:
+    return BYOL(conv_small(channels=1, size=8, width=2), projector=HEAD, predictor=HEAD, ema_decay=0.9, target=target)
+
+
+def make_simclr() -> SimCLR:
+    return SimCLR(conv_small(channels=1, size=8, width=2), projector=HEAD, temperature=0.5)
+
+
+def make_plan(round, layers, *, read_only=True):
+    for array in layers.values():
+        array.flags.writeable = not read_only
+    return TrainPlan(round=round, layers=layers, settings="", metrics=(), keep_from=0, code="")
+
+
+def some_layers(method, seed):
+    """Layers of the shapes of the method's travelling ones, all numbers different from seed to seed."""
+    random = np.random.default_rng(seed)
+    return {
+        name: np.asarray(random.uniform(0.5, 1.5, array.shape).astype(array.dtype) + array.dtype.type(10 * seed))
+        for name, array in travelling_layers(method).items()
+    }
+
+
+def snapshot(method):
+    return {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+
+
+@torch.no_grad()
+def train(method, *, step):
+    """Move every layer, counters included: kernels by ``step``, all others by 1, targets by 2."""
+    for name, value in method.tensors.items():
+        kernel = name.startswith("encoder.") and value.ndim == 4
+        value.add_(step if kernel else 2 if name.startswith("target_") else 1)
+
+
+def participate(method, strategy, plan, folder, *, step=0.25):
+    """One client's part in a round as `Resident` plays it; the layers it began with, ended with and sent."""
+    strategy.load_global(method, plan, load_state(folder, before=plan.round))
+    began = snapshot(method)
+    train(method, step=step)
+    ended = snapshot(method)
+    kept = strategy.keep(method, plan)
+    if kept:
+        save_state(folder, kept, round=plan.round, keep_from=0)
+    sent = {name: array.copy() for name, array in strategy.send(method, plan).items()}
+    return began, ended, sent
+
+
+def same(one, other):
+    return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+# --- distance ---
+#
+# Kernels: conv1 moves by (1, 2, -2, 4), norm 5, and conv2 by (6, 8), norm 10: their mean is 7.5. Squares over all
+# weights: 25 + 100, the shortcut's kernel 2^2 = 4, the normalisation's scale 3^2 = 9, the vector (0, 1): 1; together
+# 139. Neither statistics nor counters nor the projector count.
+
+RECEIVED = {
+    "encoder.conv1.weight": np.ones((1, 1, 2, 2), np.float32),
+    "encoder.bn1.weight": np.ones(1, np.float32),
+    "encoder.bn1.running_mean": np.ones(1, np.float32),
+    "encoder.bn1.num_batches_tracked": np.array(5),
+    "encoder.layer1.conv2.weight": np.ones((2, 1, 1, 1), np.float32),
+    "encoder.layer1.downsample.0.weight": np.ones((1, 1, 1, 1), np.float32),
+    "encoder.token": np.ones(2, np.float32),
+    "projector.0.weight": np.ones((1, 1, 1, 1), np.float32),
+}
+MOVES = {
+    "encoder.conv1.weight": np.array([1, 2, -2, 4], np.float32).reshape(1, 1, 2, 2),
+    "encoder.bn1.weight": -3,
+    "encoder.bn1.running_mean": 100,
+    "encoder.bn1.num_batches_tracked": 100,
+    "encoder.layer1.conv2.weight": np.array([6, 8], np.float32).reshape(2, 1, 1, 1),
+    "encoder.layer1.downsample.0.weight": 2,
+    "encoder.token": np.array([0, 1], np.float32),
+    "projector.0.weight": 100,
+}
+
+
+@pytest.mark.parametrize(("distance", "expected"), [("mean_conv_l2", 7.5), ("squared_l2", 139)])
+def test_distance_by_hand(distance, expected):
+    trained = {name: array + MOVES[name] for name, array in RECEIVED.items()}
+    assert divergence(trained, RECEIVED, distance=distance) == pytest.approx(expected)
+    assert divergence(RECEIVED, RECEIVED, distance=distance) == 0
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-3, 1e25])
+def test_distance_equals_the_equation(size):
+    random = np.random.default_rng(0)
+    shapes = {"encoder.a": (40, 30, 3, 3), "encoder.b": (7, 5, 1, 1), "encoder.c.weight": (301, 301), "encoder.t": ()}
+    received = {name: np.asarray(random.standard_normal(shape) * size, np.float32) for name, shape in shapes.items()}
+    trained = {name: np.asarray(random.standard_normal(shape) * size, np.float32) for name, shape in shapes.items()}
+    squares = {name: np.sum((trained[name].astype(float) - received[name].astype(float)) ** 2) for name in shapes}
+    mean = (sqrt(squares["encoder.a"]) + sqrt(squares["encoder.b"])) / 2
+    assert divergence(trained, received, distance="mean_conv_l2") == pytest.approx(mean, rel=1e-6, abs=0)
+    assert divergence(trained, received, distance="squared_l2") == pytest.approx(sum(squares.values()), rel=1e-6, abs=0)
+
+
+def test_a_resnet18_has_17_kernels_to_compare():
+    method = SimCLR(resnet18(channels=3, size=32), projector=HEAD, temperature=0.5)
+    layers = travelling_layers(method)
+    assert len(compared(layers, distance="mean_conv_l2")) == 17
+    # torchvision's ResNet-18 has 62 parameters, two of them in the classifier, which is not part of the encoder.
+    assert len(compared(layers, distance="squared_l2")) == 60
+
+
+# --- Table 4 ---
+
+
+@pytest.mark.parametrize("predictor", ["global", "local"])
+@pytest.mark.parametrize("update", ["online", "target", "both"])
+@pytest.mark.parametrize("aggregate", ["online", "target"])
+def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
+    shared_method, shared_strategy = make_byol(), FedU(aggregate=aggregate, update=update, predictor=predictor)
+    shared_strategy.check(shared_method, clients_per_round=2)
+    previous = {}
+    for round in (1, 2, 3):
+        layers = some_layers(shared_method, round)
+        plan, others = make_plan(round, layers), make_plan(round, some_layers(shared_method, 5))
+        # Another client uses the same objects in between; the third one, in a process of its own, is like the first.
+        participate(shared_method, shared_strategy, others, tmp_path / "other", step=0.5)
+        began, ended, sent = participate(shared_method, shared_strategy, plan, tmp_path / "shared")
+        fresh = FedU(aggregate=aggregate, update=update, predictor=predictor)
+        assert same(began, participate(make_byol(), fresh, plan, tmp_path / "fresh")[0])
+
+        taken = {"target_encoder", "target_projector", "encoder", "projector", "predictor"}
+        if round > 1:
+            taken -= {"encoder", "projector"} if update == "target" else set()
+            taken -= {"target_encoder", "target_projector"} if update == "online" else set()
+            taken -= {"predictor"} if predictor == "local" else set()
+        for name, array in began.items():
+            expected = layers[name.removeprefix("target_")] if name.partition(".")[0] in taken else previous[name]
+            np.testing.assert_array_equal(array, expected, err_msg=f"round {round}: {name}")
+
+        assert list(sent) == travelling_names(shared_method)
+        for name, array in sent.items():
+            source = f"target_{name}" if aggregate == "target" and not name.startswith("predictor") else name
+            np.testing.assert_array_equal(array, ended[source], err_msg=f"round {round}: {name}")
+        previous = ended
+
+
+def test_what_travels_is_said():
+    travels = FedU().travels(make_byol())
+    assert (travels.down, travels.up) == ("encoder, projector, predictor", "encoder, projector, predictor")
+    words = "predictor (if DAPU says so), target_encoder, target_projector, DAPU's distance and decision"
+    assert travels.stays == words
+    travels = FedU(aggregate="target", update="both", predictor="global").travels(make_byol())
+    assert travels.down == "encoder, projector, predictor"
+    assert travels.up == "target_encoder (as encoder), target_projector (as projector), predictor"
+    assert travels.stays == "nothing"
+    assert FedU(update="target", predictor="local").travels(make_byol()).stays == "encoder, projector, predictor"
+    assert FedU(predictor="local").travels(make_simclr()).stays == "projector"
+
+
+def test_the_first_target_is_a_copy():
+    method, strategy = make_byol(), FedU()
+    strategy.load_global(method, make_plan(1, some_layers(method, 1)), None)
+    before = snapshot(method)
+    with torch.no_grad():
+        for name in travelling_names(method):
+            method.tensors[name].add_(1)
+    for name, array in before.items():
+        assert np.array_equal(method.tensors[name].detach().numpy(), array) == name.startswith("target_")
+
+
+def test_a_target_that_is_copied_every_round_goes_with_update_both(tmp_path):
+    method, strategy = make_byol(target="copy"), FedU(update="both")
+    strategy.check(method, clients_per_round=2)
+    for round in (1, 2):
+        plan = make_plan(round, some_layers(method, round))
+        began, *_ = participate(method, strategy, plan, tmp_path, step=0)
+        assert all(np.array_equal(array, plan.layers[name.removeprefix("target_")]) for name, array in began.items())
+
+
+# --- DAPU ---
+
+
+@pytest.mark.parametrize(("make", "head"), [(make_byol, "predictor"), (make_simclr, "projector")])
+@pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
+def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, strategy):
+    # A kernel of n numbers that all move by s moves by s sqrt(n). conv_small of width 2 on 8x8 has kernels of 9 times
+    # 1 * 2, 2 * 4, 4 * 8 and 8 * 8 numbers, so d = s * 3 (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4.
+    unit = 3 * (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4
+    threshold = 0.25 * unit
+    steps = {1: 0.5, 2: 0.125, 3: 0.125, 4: 0.5, 5: 0.5}
+    takes_global = {1: True, 2: False, 3: True, 4: True, 5: False}  # the first always, then what the round before said
+    previous = {}
+    for round, step in steps.items():
+        method, tested = make(), strategy(predictor_threshold=threshold)  # as in a new process
+        plan = make_plan(round, some_layers(method, round))
+        began, ended, _ = participate(method, tested, plan, tmp_path, step=step)
+        for name, array in began.items():
+            if name.startswith(f"{head}."):
+                expected = plan.layers[name] if takes_global[round] else previous[name]
+            elif name.startswith("target_"):
+                expected = previous.get(name, plan.layers[name.removeprefix("target_")])
+            else:
+                expected = plan.layers[name]
+            np.testing.assert_array_equal(array, expected, err_msg=f"round {round}: {name}")
+        state = load_state(tmp_path, before=round + 1)
+        assert float(state[DISTANCE]) == pytest.approx(step * unit, rel=1e-5)
+        assert bool(state[TAKE_GLOBAL]) == (step == 0.125)
+        # No more than the next participation needs.
+        parts = {name.partition(".")[0] for name in state}
+        assert parts == {"dapu", *method.kept, *([] if step == 0.125 else [head])}
+        previous = ended
+
+
+def test_the_threshold_itself_is_far(tmp_path):
+    method = make_simclr()
+    plan = make_plan(1, some_layers(method, 0))
+    strategy = FedU(predictor_threshold=0.0)
+    strategy.load_global(method, plan, None)
+    state = strategy.keep(method, plan)  # nothing was trained: d = 0 < 0 is false
+    assert (float(state[DISTANCE]), bool(state[TAKE_GLOBAL])) == (0, False)
+
+
+@pytest.mark.parametrize(("threshold", "takes_global"), [(3861, True), (3859, False)])
+def test_the_squared_distance_counts_every_weight_of_the_encoder(threshold, takes_global):
+    # conv_small of width 2 has kernels of 18 + 72 + 288 + 576 = 954 numbers, which move by 2, and for each of its
+    # 2 + 4 + 8 + 8 = 22 channels a scale and a shift, which move by 1: 954 * 4 + 44 = 3860.
+    method, strategy = make_byol(), FedU(distance="squared_l2", predictor_threshold=threshold)
+    plan = make_plan(1, some_layers(method, 0))
+    strategy.load_global(method, plan, None)
+    train(method, step=2)
+    state = strategy.keep(method, plan)
+    assert float(state[DISTANCE]) == pytest.approx(3860, rel=1e-5)
+    assert bool(state[TAKE_GLOBAL]) == takes_global
+
+
+def test_a_failed_training_leaves_what_was_kept_before(tmp_path):
+    method, strategy = make_byol(), FedU()
+    good = participate(method, strategy, make_plan(1, some_layers(method, 1)), tmp_path)[1]
+    participate(method, strategy, make_plan(2, some_layers(method, 2)), tmp_path, step=float("nan"))
+    began, *_ = participate(method, strategy, make_plan(3, some_layers(method, 3)), tmp_path)
+    name = "target_encoder.blocks.0.0.weight"
+    assert np.array_equal(began[name], good[name])
+    assert all(np.isfinite(array).all() for array in began.values())
+
+
+def test_a_round_played_again_is_the_same(tmp_path):
+    method, strategy = make_byol(), FedU(predictor="local")
+    plans = [make_plan(round, some_layers(method, round)) for round in (1, 2, 3)]
+    rounds = [participate(method, strategy, plan, tmp_path) for plan in plans]
+    again = participate(make_byol(), FedU(predictor="local"), plans[1], tmp_path)
+    assert all(same(one, other) for one, other in zip(again, rounds[1], strict=True))
+
+
+# --- refused ---
+
+
+class Bare(SSLMethod):
+    """An encoder and nothing else."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+
+def make_bare():
+    return Bare(torch.nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "sentence"),
+    [
+        ({"aggregate": "target"}, make_simclr, "strategy.aggregate=target .* SimCLR has none; set both to online"),
+        ({"update": "both"}, make_simclr, "strategy.update=both needs a method with target networks"),
+        ({}, partial(make_byol, target="copy"), "strategy.update=online; set method.target=keep"),
+        ({"update": "target"}, partial(make_byol, target="copy"), "strategy.update=target; set method.target=keep"),
+        ({}, make_bare, "strategy.predictor=dapu needs .* Bare has neither; set strategy.predictor=global"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
+def test_refused_combinations(strategy, options, make, sentence):
+    with pytest.raises(InputError, match=sentence):
+        strategy(**options).check(make(), clients_per_round=2)
+
+
+def test_an_encoder_without_convolutions_needs_the_other_distance():
+    method = make_simclr()
+    method.encoder = torch.nn.Linear(3, 2)
+    with pytest.raises(InputError, match="no convolution; set it to squared_l2"):
+        FedU().check(method, clients_per_round=2)
+    FedU(distance="squared_l2").check(method, clients_per_round=2)
+    FedU(predictor="local").check(method, clients_per_round=2)  # measures nothing
+    method = make_simclr()
+    method.encoder = vit_tiny(channels=1, size=8, patch=4, depth=1, width=6, heads=1)
+    FedU().check(method, clients_per_round=2)  # it cuts patches by a convolution
+
+
+def test_global_predictors_ask_for_no_heads():
+    FedU(predictor="global").check(make_bare(), clients_per_round=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ({"aggregate": "both"}, "strategy.aggregate=both is not a choice; allowed are online, target"),
+        ({"update": "none"}, "strategy.update=none .* online, target, both"),
+        ({"predictor": "mine"}, "strategy.predictor=mine .* dapu, global, local"),
+        ({"distance": "l2"}, "strategy.distance=l2 .* mean_conv_l2, squared_l2"),
+        ({"predictor_threshold": -0.1}, "strategy.predictor_threshold=-0.1 must not be negative"),
+        ({"weighting": "size"}, "strategy.weighting=size is not a choice"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
+def test_refused_options(strategy, option, sentence):
+    with pytest.raises(InputError, match=sentence):
+        strategy(**option)
+
+
+# --- L-DAWA_FedU ---
+
+
+def test_l_dawa_fedu_is_eq_5_on_the_server():
+    method, strategy = make_byol(), LDAWAFedU()
+    assert strategy.needs() == (NUM_EXAMPLES,)
+    layers = some_layers(method, 0)
+    updates = [
+        ClientUpdate(layers=some_layers(method, client + 1), partition_id=client, num_examples=10 + client)
+        for client in range(3)
+    ]
+    reference, rule = GlobalLayers(layers), strategy.rule(1)
+    rule.start(reference)
+    for update in updates:
+        rule.add(update, reference.align(update.layers))
+    assert same(rule.finish(), l_dawa(layers, updates, weighting="examples"))
+
+
+@pytest.mark.parametrize("aggregate", ["online", "target"])
+def test_clients_scale_the_networks_that_they_send(tmp_path, aggregate):
+    method = make_byol()
+    plan = make_plan(1, some_layers(method, 1))
+    plain = participate(method, LDAWAFedU(aggregate=aggregate), plan, tmp_path / "plain")[2]
+    scaled = participate(method, LDAWAFedU(aggregate=aggregate, scale_at="client"), plan, tmp_path / "scaled")[2]
+    assert same(scaled, scale_layers(plan.layers, plain))
+    assert not same(scaled, plain)
+
+
+# --- whole runs ---
+
+QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+QUICK += ["evaluate_every=0", "final_evaluation=none", "keep_checkpoints=4"]
+
+
+def weights(folder):
+    return latest_checkpoint(folder / "checkpoints").layers
+
+
+@pytest.mark.parametrize(("method", "threshold"), [("byol", 0.042), ("simclr", 0.056)])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method, threshold):
+    words = [*QUICK, "strategy=fedu", f"strategy.predictor_threshold={threshold}", f"method={method}"]
+    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    run([f"resume={tmp_path / 'parts'}", "rounds=4"])
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    # The thresholds lie between the distances of these runs: both decisions take part.
+    states = [torch.load(file, weights_only=True) for file in tmp_path.glob("whole/clients/**/round-*.pt")]
+    assert {bool(state[TAKE_GLOBAL]) for state in states} == {True, False}

@@ -1,0 +1,386 @@
+"""Median, trimmed mean and Krum against NumPy, SciPy, Flower and the definition of Krum; poison, buffers, dropouts."""
+
+import logging
+from functools import partial
+from math import ceil
+
+import numpy as np
+import pytest
+import scipy.stats
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg
+
+from fedssl.errors import InputError
+from fedssl.layers import is_weight
+from fedssl.messages import ClientUpdate, from_record, to_record
+from simulation.local_grid import LocalGrid
+from strategies.fedavg import fedavg
+from strategies.robust import Krum, Median, TrimmedMean, closest, krum, median, trimmed_mean
+from tests.federation import Federation
+from tests.server_app.test_round import LAYERS, crash, good, run_round
+
+RULES = {"median": median, "trimmed_mean": trimmed_mean, "krum": krum, "multi-krum": partial(krum, select=3)}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+def update(partition_id, **layers):
+    return ClientUpdate(layers={name: np.asarray(array) for name, array in layers.items()}, partition_id=partition_id)
+
+
+def model(seed, dtype=np.float32):
+    """Layers of all kinds; the counter is far larger than any weight, as after a long training."""
+    random = np.random.default_rng(seed)
+    return {
+        "conv.weight": random.standard_normal((8, 3, 3, 3)).astype(dtype),
+        "bn.running_var": random.uniform(0.5, 1.5, 8).astype(dtype),
+        "bn.num_batches_tracked": np.array(100_000 + 10 * seed),
+        "fc.weight": random.standard_normal((301, 301)).astype(dtype),
+        "temperature": np.array(random.uniform(0.1, 1), dtype),
+    }
+
+
+def clients_of(start, number, *, spread=0.1, seed=1):
+    """Updates that differ from ``start`` by random steps, in client order."""
+    return [
+        ClientUpdate(
+            layers={
+                name: np.asarray(
+                    array + (seed + k if array.dtype.kind == "i" else spread * model(seed + k)[name]), array.dtype
+                )
+                for name, array in start.items()
+            },
+            partition_id=k,
+            num_examples=10,
+        )
+        for k in range(number)
+    ]
+
+
+def same(one, other):
+    return list(one) == list(other) and all(
+        np.array_equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
+    )
+
+
+# --- by hand ---
+#
+# Five clients hold the numbers 1, 2, 4, 8 and 100. The median is 4; without 100 it is (2 + 4) / 2 = 3. A share of 0.2
+# cuts off one client at each end, which leaves (2 + 4 + 8) / 3 = 14/3.
+# Krum with f = 1 adds the squared distances to the 5 - 1 - 2 = 2 nearest others:
+#   1: 1 + 9 = 10    2: 1 + 4 = 5    4: 4 + 9 = 13    8: 16 + 36 = 52    100: 92^2 + 96^2 = 17680
+# The least is 2; the least three are 1, 2 and 4, whose mean is 7/3.
+
+NUMBERS = [8.0, 1.0, 100.0, 2.0, 4.0]
+FIVE = [update(k, a=np.array([number])) for k, number in enumerate(NUMBERS)]
+ZERO = {"a": np.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [(median, 4), (trimmed_mean, 14 / 3), (krum, 2), (partial(krum, select=3), 7 / 3)],
+)
+def test_five_clients_by_hand(rule, expected):
+    assert rule(ZERO, FIVE)["a"] == pytest.approx(expected)
+    assert median(ZERO, [FIVE[k] for k in (0, 1, 3, 4)])["a"] == 3
+
+
+def test_the_chosen_clients_by_hand():
+    assert [chosen.partition_id for chosen in closest(ZERO, FIVE)] == [3]
+    assert [chosen.partition_id for chosen in closest(ZERO, FIVE, select=3)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_of_clients_with_the_same_score_the_first_is_taken(order):
+    # With one neighbour each, 5 and 6 have the score 1 and 9 has 9.
+    clients = [update(k, a=np.array([number])) for k, number in enumerate([6.0, 5.0, 9.0])]
+    (chosen,) = closest(ZERO, [clients[k] for k in order], malicious=0)
+    assert chosen.partition_id == 0
+
+
+def test_counters_by_hand():
+    # The middle two of 3, 4, 9, 10 give 6.5, the even neighbour is 6; without the ends, too.
+    clients = [update(k, n=np.array(count)) for k, count in enumerate([10, 3, 9, 4])]
+    for rule in (median, partial(trimmed_mean, beta=0.25)):
+        counter = rule({"n": np.array(0)}, clients)["n"]
+        assert (counter, counter.dtype, counter.shape) == (6, clients[0].layers["n"].dtype, ())
+
+
+# --- against other code ---
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("beta", [0.1, 0.2, 0.3, 0.45])
+def test_median_and_trimmed_mean_equal_numpy_and_scipy(number, beta):
+    start = model(0)
+    clients = clients_of(start, number)
+    middle, trimmed = median(start, clients), trimmed_mean(start, clients, beta=beta)
+    for name, array in start.items():
+        stack = np.stack([client.layers[name] for client in clients]).astype(float)
+        expected, expected_trimmed = np.median(stack, axis=0), scipy.stats.trim_mean(stack, beta, axis=0)
+        if array.dtype.kind == "i":
+            expected, expected_trimmed = np.rint(expected), np.rint(expected_trimmed)
+        np.testing.assert_allclose(middle[name], expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(trimmed[name], expected_trimmed, rtol=1e-6, atol=1e-7)
+
+
+def flowers(strategy, updates):
+    """The result of Flower's own strategy for these updates."""
+    LocalGrid(ClientApp(), num_clients=1)  # a message can be made from now on
+    replies = [
+        Message(
+            RecordDict({"arrays": to_record(update.layers), "metrics": MetricRecord({"num-examples": 1})}), 1, "train"
+        )
+        for update in updates
+    ]
+    return from_record(strategy.aggregate_train(1, replies)[0])
+
+
+@pytest.mark.parametrize("number", [2, 5, 6, 9, 51])
+def test_floating_point_layers_equal_those_of_flowers_strategies(number):
+    start = model(0)
+    clients = clients_of(start, number)
+    for ours, theirs in (
+        (median(start, clients), flowers(FedMedian(), clients)),
+        (trimmed_mean(start, clients, beta=0.3), flowers(FedTrimmedAvg(beta=0.3), clients)),
+    ):
+        for name, array in start.items():
+            if array.dtype.kind == "f":
+                assert np.array_equal(ours[name], theirs[name]), name
+
+
+def krum_slowly(start, updates, *, malicious, select):
+    """Krum as it is defined, in float64, on the weights."""
+    models = [
+        np.concatenate([update.layers[name].astype(float).ravel() for name in start if is_weight(name, start[name])])
+        for update in updates
+    ]
+    scores = []
+    for k, own in enumerate(models):
+        distances = sorted(np.sum((own - other) ** 2) for j, other in enumerate(models) if j != k)
+        scores.append(sum(distances[: len(models) - malicious - 2]))
+    chosen = sorted(np.argsort(scores)[:select])
+    mean = {name: np.mean([updates[k].layers[name].astype(float) for k in chosen], axis=0) for name in start}
+    return [updates[k].partition_id for k in chosen], mean
+
+
+@pytest.mark.parametrize(("malicious", "select"), [(0, 1), (1, 1), (2, 1), (1, 3), (2, 5)])
+def test_krum_equals_its_definition(malicious, select):
+    start = model(0)
+    for seed in (1, 50, 100):
+        clients = clients_of(start, 7, seed=seed)
+        chosen, mean = krum_slowly(start, clients, malicious=malicious, select=select)
+        found = closest(start, clients, malicious=malicious, select=select)
+        assert [client.partition_id for client in found] == chosen
+        result = krum(start, clients, malicious=malicious, select=select)
+        for name, array in start.items():
+            expected = np.rint(mean[name]) if array.dtype.kind == "i" else mean[name]
+            np.testing.assert_allclose(result[name], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_krum_sees_small_differences_between_large_models():
+    # Weights are about 100 and clients differ by about 0.001: expanded in float32, squared distances of 0.1 are lost in
+    # squared norms of 3e8. Fed with weights instead of deviations, Flower's function fails this test.
+    random = np.random.default_rng(0)
+    start = {"fc.weight": (100 + random.standard_normal((200, 150))).astype(np.float32)}
+    for _ in range(5):
+        clients = [
+            update(
+                k, **{"fc.weight": array + np.float32(1e-3 * (1 + k / 4)) * random.standard_normal(array.shape, "f4")}
+            )
+            for array in start.values()
+            for k in random.permutation(6).tolist()
+        ]
+        clients.sort(key=lambda client: client.partition_id)
+        chosen, _ = krum_slowly(start, clients, malicious=1, select=2)
+        assert [client.partition_id for client in closest(start, clients, malicious=1, select=2)] == chosen
+
+
+def test_krum_does_not_measure_statistics_and_counters():
+    # Client 2 has the middle weight, so it is chosen with any counter and variance.
+    clients = [
+        update(k, **{"a": [weight], "bn.running_var": [variance], "n": count})
+        for k, (weight, variance, count) in enumerate(
+            [(1.0, 1.0, 5), (1.2, 1.0, 5), (1.5, 1e6, 10**6), (1.8, 1.0, 5), (2.0, 1.0, 5)]
+        )
+    ]
+    start = {"a": np.ones(1), "bn.running_var": np.ones(1), "n": np.array(0)}
+    (chosen,) = closest(start, clients, malicious=0)
+    assert chosen.partition_id == 2
+    assert krum(start, clients, malicious=0) == {"a": 1.5, "bn.running_var": 1e6, "n": 10**6}
+
+
+# --- poison ---
+
+
+@pytest.mark.parametrize("poisoned", [0, 2, 4])
+@pytest.mark.parametrize("factor", [1000, -1000])
+@every_rule
+def test_one_poisoned_client_does_not_move_the_result(rule, poisoned, factor):
+    start = model(0)
+    clients = clients_of(start, 5)
+    clients[poisoned] = ClientUpdate(
+        layers={
+            name: array
+            if array.dtype.kind == "i"
+            else np.asarray(abs(factor) * array if "var" in name else factor * array)
+            for name, array in clients[poisoned].layers.items()
+        },
+        partition_id=poisoned,
+        num_examples=10,
+    )
+    honest = [client for client in clients if client.partition_id != poisoned]
+    result, mean = rule(start, clients), fedavg(start, clients)
+    for name, array in start.items():
+        if array.dtype.kind == "f":
+            values = np.stack([client.layers[name] for client in honest])
+            assert (result[name] >= values.min(axis=0) - 1e-6).all(), name
+            assert (result[name] <= values.max(axis=0) + 1e-6).all(), name
+    assert np.abs(mean["fc.weight"]).max() > 20 * np.abs(result["fc.weight"]).max()
+
+
+# --- properties ---
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_names_order_shapes_and_dtypes_survive(rule, dtype):
+    start = model(0, dtype)
+    result = rule(start, clients_of(start, 6))
+    assert list(result) == list(start)
+    for name, array in start.items():
+        assert type(result[name]) is np.ndarray
+        assert (result[name].shape, result[name].dtype) == (array.shape, array.dtype), name
+
+
+@every_rule
+def test_order_and_memory_layout_change_nothing_and_inputs_stay_as_they_are(rule):
+    start = model(0)
+    clients = clients_of(start, 6)
+    expected = rule(start, clients)
+    for client in clients:
+        for array in client.layers.values():
+            array.flags.writeable = False
+    before = [{name: array.copy() for name, array in client.layers.items()} for client in clients]
+    strided = [
+        ClientUpdate(
+            layers={name: array.copy(order="F") for name, array in client.layers.items()},
+            partition_id=client.partition_id,
+        )
+        for client in clients
+    ]
+    assert same(rule(start, [clients[k] for k in (5, 0, 3, 1, 4, 2)]), expected)
+    assert same(rule(start, strided), expected)
+    assert all(same(client.layers, layers) for client, layers in zip(clients, before, strict=True))
+
+
+@every_rule
+def test_clients_equal_to_the_global_model_change_nothing(rule):
+    start = model(3)
+    clients = [ClientUpdate(layers=start, partition_id=k) for k in range(5)]
+    for name, array in rule(start, clients).items():
+        np.testing.assert_allclose(array, start[name], rtol=3e-7)
+
+
+def test_layers_larger_than_a_tile_are_whole():
+    random = np.random.default_rng(0)
+    start = {"fc.weight": np.zeros(1_200_001, np.float32)}
+    clients = [update(k, **{"fc.weight": random.standard_normal(1_200_001, np.float32)}) for k in range(3)]
+    expected = np.median([client.layers["fc.weight"] for client in clients], axis=0)
+    assert np.array_equal(median(start, clients)["fc.weight"], expected)
+
+
+# --- refusals ---
+
+
+@every_rule
+def test_updates_that_do_not_fit_are_refused(rule):
+    with pytest.raises(InputError, match="client 3: layer a is missing"):
+        rule(ZERO, [FIVE[0], update(3, b=[1.0])])
+    with pytest.raises(InputError, match="no client sent an update"):
+        rule(ZERO, [])
+
+
+@pytest.mark.parametrize("beta", [0, -0.1, 0.5, 1])
+def test_shares_out_of_range_are_refused(beta):
+    for refuses in (TrimmedMean, partial(trimmed_mean, ZERO, FIVE)):
+        with pytest.raises(InputError, match=f"strategy.beta={beta} must be above 0 and below 0.5"):
+            refuses(beta=beta)
+
+
+def test_settings_of_krum_out_of_range_are_refused():
+    for refuses in (Krum, partial(krum, ZERO, FIVE)):
+        with pytest.raises(InputError, match="strategy.malicious=-1 is negative"):
+            refuses(malicious=-1)
+        with pytest.raises(InputError, match="strategy.select=0 is below 1"):
+            refuses(select=0)
+
+
+@pytest.mark.parametrize(
+    ("malicious", "select", "least"),
+    [(0, 1, 3), (1, 1, 5), (2, 1, 7), (1, 4, 5), (1, 5, 6), (0, 9, 9)],  # 2 f + 3, or select + f if that is more
+)
+def test_krum_needs_enough_clients(malicious, select, least):
+    strategy = Krum(malicious=malicious, select=select)
+    strategy.check(None, clients_per_round=least)
+    with pytest.raises(InputError, match=f"needs clients_per_round of {least} or more .* but it is {least - 1}"):
+        strategy.check(None, clients_per_round=least - 1)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.2, 0.4])
+def test_trimming_needs_a_client_to_trim(beta):
+    least = ceil(1 / beta)
+    TrimmedMean(beta=beta).check(None, clients_per_round=least)
+    with pytest.raises(InputError, match=f"strategy.beta={beta} of clients_per_round={least - 1} is less than one"):
+        TrimmedMean(beta=beta).check(None, clients_per_round=least - 1)
+
+
+# --- strategies ---
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rule"),
+    [("median", Median, median), ("trimmed_mean", TrimmedMean, trimmed_mean), ("krum", Krum, krum)],
+)
+def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog, name, kind, rule):
+    caplog.set_level(logging.DEBUG, "flwr")
+    federation = Federation(tmp_path, f"strategy={name}", "strategy.metrics=[]")
+    start = federation.layers
+    result = federation.run(1)
+    updates = [
+        ClientUpdate.from_content(content, row.client)
+        for content, row in zip(federation.updates, federation.strategy.report.clients, strict=True)
+    ]
+    assert type(federation.strategy) is kind
+    assert same(result, rule(start, updates))
+    assert federation.strategy.metrics() == ()
+    assert not any(record.name.startswith("flwr") for record in caplog.records)
+    if name == "krum":
+        (chosen,) = federation.strategy.report.findings["selected"]
+        assert same(result, updates[chosen].layers)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shift", "warning"),
+    [
+        # Left are clients 1, 2 and 4, which add their number to the global layers.
+        (Median(), 2, None),
+        (TrimmedMean(), 7 / 3, "only 3 updates are left, of which beta=0.2 trims none: a plain mean"),
+        # One neighbour counts: clients 1 and 2 have the same distance to each other, and the first is taken.
+        (Krum(), 1, "only 3 updates are left, but Krum with malicious=1 and select=1 needs 5 to be safe"),
+    ],
+    ids=["median", "trimmed_mean", "krum"],
+)
+def test_with_few_clients_left_the_round_goes_on_with_a_warning(caplog, strategy, shift, warning):
+    result = run_round(strategy, [crash, good, good, crash, good])
+    for name, array in LAYERS.items():
+        np.testing.assert_allclose(result[name], array + shift, rtol=1e-6)
+    said = [record.getMessage() for record in caplog.records if "dropped" not in record.getMessage()]
+    assert said == ([] if warning is None else [warning])
+
+
+def test_one_update_left_is_the_result():
+    for strategy in (Median(), TrimmedMean(), Krum()):
+        result = run_round(strategy, [crash, crash, good, crash, crash])
+        for name, array in LAYERS.items():
+            assert np.array_equal(result[name], array + 2)
