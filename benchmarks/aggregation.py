@@ -153,7 +153,7 @@ def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpd
     for update in updates:
         start = time.perf_counter()
         reference.check(update.layers)
-        rule.add(update, reference.align(update.layers))
+        rule.add(update, reference.compare(update.layers))
     rule.finish()
     return time.perf_counter() - start
 
@@ -211,13 +211,13 @@ def with_all_updates(layers: Layers, updates: list[ClientUpdate], repetitions: i
     weights = GlobalLayers({name: array for name, array in layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, models)
     reference = GlobalLayers(layers)
-    alignments = reference.align_all(models)
+    all_cosines = reference.compare_all(models)
 
     def whole() -> None:
         rule = EUARule()
         rule.start(reference)
-        for update, alignment in zip(updates, alignments, strict=True):
-            rule.add(update, alignment)
+        for update, cosines in zip(updates, all_cosines, strict=True):
+            rule.add(update, cosines)
         rule.finish()
 
     candidates = {

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from flwr.clientapp import ClientApp
 from omegaconf import DictConfig
+from strategies.staging import Staging
 
 from benchmarks.paper_costs import paper_bytes, paper_flops
 from fedssl.config import compose, make
@@ -46,7 +47,6 @@ from fedssl.training import train
 from server_app.app import make_schedule, train_config
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
-from strategies.staging import Staging
 
 WAYS = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")
 PAPER_MEMORY = dict(zip(WAYS, (1.0, 0.25, 0.30, 1.0), strict=True))  # measured by the authors, Table 3

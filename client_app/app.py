@@ -46,7 +46,7 @@ def train_round(message: Message, context: Context) -> Message:
         raise RuntimeError(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
     client = resident(plan.settings)
     partition_id = int(context.node_config["partition-id"])
-    states = Path(client.settings.output_dir) / "clients"
+    states = client.settings.folder / "clients"
     if "state-path" in context.node_config:
         states = Path(str(context.node_config["state-path"])) / client.settings.run_id
     update = client.train(plan, partition_id, states / str(partition_id))

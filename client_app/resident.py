@@ -8,98 +8,103 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from client_app.state import load_state, save_state
-from fedssl.config import make
-from fedssl.datasets.base import load
+from fedssl.config import read_client
+from fedssl.datasets.base import load_federated
 from fedssl.machine.devices import pick_device
 from fedssl.machine.threads import tune_allocator
 from fedssl.messages import ClientUpdate, TrainPlan
-from fedssl.methods import build
-from fedssl.model_layers import travelling_names
+from fedssl.methods.build import build
+from fedssl.model_layers import copied_layers, load_layers, travelling_names
 from fedssl.partition import split
-from fedssl.schedule.stages import enter, frozen_names
+from fedssl.schedule.stages import at_stage, frozen_names
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.training import train
+from fedssl.settings import ClientSettings
+from fedssl.training import LocalTraining, TrainResult, train
+from strategies.base import ClientHalf, State
 
 
 class Resident:
     """Everything of a run that does not differ between the clients of a process."""
 
-    def __init__(self, settings: DictConfig) -> None:
-        torch.set_num_threads(settings.threads)
-        if settings.allocator:
+    def __init__(self, settings: ClientSettings) -> None:
+        torch.set_num_threads(settings.machine.threads)
+        if settings.machine.allocator:
             tune_allocator()
         self.settings = settings
-        self.device = pick_device(settings.device)
-        pictures = load(settings.dataset, "federated")
+        self.device = pick_device(settings.machine.device)
+        pictures = load_federated(settings.data)
         self.images = pictures.images.to(self.device)
-        self.parts = split(settings, pictures)
-        self.augment = make(settings.augmentation)
-        self.regularizer = make(settings.regularizer)
-        self.strategy = make(settings.strategy)
-        self.method = build(settings).to(self.device)
-        self.labels = pictures.labels.to(self.device) if self.method.uses_labels else None
-        self.optimizer = make(settings.optimizer, [self.method.tensors[name] for name in self.method.trainable])
-        self.lrs = [group["lr"] for group in self.optimizer.param_groups]
-        if settings.compile:
+        self.parts = split(settings.partition, pictures)
+        self.half: ClientHalf = settings.strategy.make().client
+        self.method = build(settings.model).to(self.device)
+        labels = pictures.labels if self.method.uses_labels else None
+        self.labels = None if labels is None else labels.to(self.device)
+        self.training = LocalTraining.prepare(settings.training, self.method)
+        if settings.machine.compile_encoder:
             self.method.encoder.compile()
 
     def train(self, plan: TrainPlan, partition_id: int, state_folder: Path) -> ClientUpdate:
         """One client's part in a round."""
         start = time.perf_counter()
-        if plan.depth is not None:
-            enter(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout)
-        state = load_state(state_folder, before=plan.round)
-        arrived = plan.layers
+        with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
+            state = load_state(state_folder, before=plan.round)
+            arrived = plan.layers
+            plan = self._with_held(plan, state, state_folder / "frozen")
+            load_layers(self.method, plan.shared)
+            place = (self.settings.seed, "train", plan.round, partition_id)
+            seed_torch(derive(*place), self.device)
+            begun_with = self.half.load(self.method, plan, state)
+            result = self._train(plan, partition_id, torch_generator(*place))
+            self.method.end_round()
+            kept = self.half.keep(self.method, plan, start=begun_with, state=state)
+            if kept:
+                save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
+            if plan.hold and not arrived.keys().isdisjoint(frozen_names(self.method)):
+                held = {name: torch.from_numpy(plan.layers[name]) for name in frozen_names(self.method)}
+                save_state(state_folder / "frozen", held, round=plan.round, keep_from=plan.keep_from)
+            return ClientUpdate(
+                layers=self.half.send(self.method, plan),
+                gathered=copied_layers(self.method, self.method.gathered),
+                partition_id=partition_id,
+                num_examples=result.num_examples,
+                train_loss=result.loss,
+                seconds=time.perf_counter() - start,
+            )
+
+    def _with_held(self, plan: TrainPlan, state: State | None, folder: Path) -> TrainPlan:
+        """The plan with the frozen layers that the client has from an earlier round.
+
+        Raises
+        ------
+        ValueError
+            A layer of the model is then still missing.
+        """
         if plan.frozen:
-            before = load_state(state_folder / "frozen", before=plan.round) or {}
-            plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | arrived)
+            before = load_state(folder, before=plan.round) or {}
+            plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
             raise ValueError(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
-        indices = self.parts[partition_id]
-        place = (self.settings.seed, "train", plan.round, partition_id)
-        seed_torch(derive(*place), self.device)
-        self.strategy.load_global(self.method, plan, state)
-        self.optimizer.state.clear()
-        for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
-            group["lr"] = lr * plan.lr_factor
+        return plan
+
+    def _train(self, plan: TrainPlan, partition_id: int, generator: torch.Generator) -> TrainResult:
+        self.training.restart(lr_factor=plan.lr_factor)
         result = train(
             self.method,
             self.images,
-            torch.from_numpy(np.asarray(indices)),
-            augment=self.augment,
-            optimizer=self.optimizer,
-            regularizer=self.regularizer,
-            epochs=self.settings.local_epochs,
-            batch_size=self.settings.batch_size,
-            precision=self.settings.precision,
-            channels_last=self.settings.channels_last,
-            clip_norm=self.settings.clip_norm,
-            generator=torch_generator(*place),
+            torch.from_numpy(np.asarray(self.parts[partition_id])),
+            training=self.training,
+            generator=generator,
             labels=self.labels,
         )
-        if self.settings.local_epochs and not math.isfinite(result.loss):
+        if self.training.epochs and not math.isfinite(result.loss):
             raise ValueError(f"training diverged: the loss is {result.loss}; what it kept from before stays")
-        self.method.end_round()
-        kept = self.strategy.keep(self.method, plan)
-        if kept:
-            save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
-        if plan.hold and not arrived.keys().isdisjoint(frozen_names(self.method)):
-            held = {name: torch.from_numpy(plan.layers[name]) for name in frozen_names(self.method)}
-            save_state(state_folder / "frozen", held, round=plan.round, keep_from=plan.keep_from)
-        return ClientUpdate(
-            layers=self.strategy.send(self.method, plan),
-            partition_id=partition_id,
-            num_examples=result.num_examples,
-            train_loss=result.loss,
-            seconds=time.perf_counter() - start,
-        )
+        return result
 
 
 @functools.lru_cache(maxsize=1)
 def resident(settings: str) -> Resident:
-    """The resident client of this process for the resolved settings (YAML)."""
-    return Resident(OmegaConf.create(settings))
+    """The resident client of this process for what `fedssl.config.read_client` reads."""
+    return Resident(read_client(settings))

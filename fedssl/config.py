@@ -1,29 +1,40 @@
-"""Settings: composed from conf/ by Hydra, checked across fields, kept as one resolved YAML per run.
+"""Settings: composed from conf/ by Hydra, checked across fields, and handed out as typed values.
 
-A wrong name, choice or type is answered with one sentence that names the nearest valid ones.
+Nothing outside this module sees a node of the configuration. A run keeps its settings as one resolved YAML.
 """
 
-import difflib
-import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
-from hydra.errors import HydraException, InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.errors import InputError
+from fedssl.files import write_text
 from fedssl.machine.threads import default_threads
-
-CONF = Path(__file__).resolve().parent.parent / "conf"
+from fedssl.settings import (
+    AlgorithmSettings,
+    CalibrationSettings,
+    ClientSettings,
+    Component,
+    DataSettings,
+    EngineSettings,
+    EvaluationSettings,
+    MachineSettings,
+    ModelSettings,
+    PartitionSettings,
+    RecordingSettings,
+    ScheduleSettings,
+    Settings,
+    TrainingSettings,
+)
+from fedssl.words import CONF, check_choices, groups, nearest, parse, quote
 
 MINIMUM = {
     "seed": 0,
@@ -47,221 +58,336 @@ MAY_CHANGE = (
     *("checkpoint_every", "keep_checkpoints"),
 )
 
+# What a client must know; engine, evaluation and tracking are no concern of it.
+CLIENT_SETTINGS = [
+    *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
+    *("schedule", "lr_schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
+    *("precision", "channels_last", "compile"),
+    *("device", "threads", "allocator", "output_dir", "run_id"),
+]
 
-def compose(overrides: Sequence[str]) -> DictConfig:
-    """The resolved settings for command-line words such as ``strategy=fedavg partition.alpha=0.1``.
+
+def compose(words: Sequence[str]) -> Settings:
+    """The settings for command-line words such as ``strategy=fedavg partition.alpha=0.1``.
 
     Raises
     ------
     InputError
         A name, choice or value is not valid; see `check` for the fields.
     """
-    check_names(overrides)
-    settings = _compose(overrides)
-    groups = [word for word in overrides if word.partition("=")[0].split("@")[0] in _groups()]
-    values = dict(_flatten(settings))
-    for key, default in _flatten(_compose(groups)):
-        if key in values:  # a word may delete a key: ~key
-            _check_type(key, values[key], default)
-    check(settings)
-    settings.threads = settings.threads or default_threads(settings.dataset.size)
-    if settings.output_dir is not None:
-        settings.output_dir = str(settings.output_dir)
-    if settings.dataset.get("path"):
-        settings.dataset.path = str(Path(str(settings.dataset.path)).expanduser().absolute())
-    return settings
+    config, choices = resolve(words)
+    return _settings(config, choices, words=words, resumed=None)
 
 
-def check(settings: DictConfig) -> None:
-    """Check fields against each other and against their ranges; raises `InputError`."""
-    for key, minimum in MINIMUM.items():
-        if settings[key] < minimum:
-            raise InputError(f"{key}={settings[key]} but it must be at least {minimum}; set {key}={minimum} or more")
-    for key, choices in CHOICES.items():
-        if settings[key] not in choices:
-            raise InputError(f"{key}={settings[key]} is not valid; choose one of {', '.join(choices)}")
-    if settings.health_pictures == 1:
-        raise InputError("health_pictures=1 but a picture alone has no spread; set 2 or more, or 0 to turn it off")
-    if settings.clients_per_round > settings.num_clients:
-        raise InputError(
-            f"clients_per_round={settings.clients_per_round} is more than num_clients={settings.num_clients}; "
-            "lower clients_per_round or raise num_clients"
-        )
-    if settings.strategy["_target_"] == "strategies.local_only.LocalOnly":
-        if settings.calibration.at:
-            raise InputError(
-                "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share "
-                "none; set calibration=none"
-            )
-        if settings.server_optimizer["_target_"] != "strategies.server_optimizer.Assign":
-            raise InputError(
-                "server_optimizer takes steps with the model that clients share, but with strategy=local_only they "
-                "share none; set server_optimizer=none"
-            )
-    clip_norm = settings.clip_norm
-    if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
-        raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
-    if settings.threads is not None and (type(settings.threads) is not int or settings.threads < 1):
-        raise InputError(
-            f"threads={settings.threads} but it must be a whole number of at least 1, or null for automatic"
-        )
+def load_run(words: Sequence[str]) -> Settings:
+    """The settings of a run, new or resumed.
 
-
-def check_names(overrides: Sequence[str]) -> None:
-    """Check the keys and choices of command-line words, sweeps included, without composing each job."""
-    parsed = _parse(overrides)
-    groups = _groups()
-    chosen = []
-    for override in parsed:
-        group = override.key_or_group.split("@")[0]
-        if group in groups:
-            _check_choices(override, group)
-            if not override.is_sweep_override():
-                chosen.append(str(override.input_line))
-    known = [key for key, _ in _flatten(_compose(chosen), inner=True)]
-    swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in groups]
-    for override in parsed:
-        key = override.key_or_group
-        if override.is_delete() and key.split(".")[0] not in ("evaluation", "final_evaluation"):
-            raise InputError(f"~{key} takes away a setting that is needed; set it to another value")
-        open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
-        below_swept = any(key.startswith(f"{group}.") for group in swept)
-        if key.split("@")[0] not in groups and key not in known and not (open_key or below_swept):
-            raise InputError(f"there is no setting {key!r}{_nearest(key, known)}; `fedssl --cfg job` shows all")
-
-
-def load_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Settings and complete overrides of a run, new or resumed.
-
-    With ``resume=FOLDER`` the words of that folder's run come first; of the new ones only those in `MAY_CHANGE` may
-    differ from it.
+    With ``resume=FOLDER`` the words of that folder's run come first, and a new word replaces an old one for the same
+    key. Apart from `MAY_CHANGE` the settings must be those of that run.
 
     Raises
     ------
     InputError
         Besides what `compose` raises: the folder holds no run, or a run with other settings.
     """
-    given = [override.value() for override in _parse(overrides) if override.key_or_group == "resume"]
+    given = [override.value() for override in parse(words) if override.key_or_group == "resume"]
     if not given or given[-1] is None:
-        return compose(overrides), list(overrides)
+        return compose(words)
     folder = Path(str(given[-1])).resolve()
     if not (folder / "config.yaml").is_file() or not (folder / "overrides.yaml").is_file():
         raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
-    saved = _read(folder / "config.yaml")
+    saved = OmegaConf.load(folder / "config.yaml")
+    assert isinstance(saved, DictConfig)
     own = ("resume", "output_dir", "run_id")
-    words = [*_read(folder / "overrides.yaml"), *overrides]
-    last = {word.partition("=")[0]: word for word in words}  # a word of now takes the place of one of then
-    words = [word for key, word in last.items() if key not in own]
+    newest = {word.partition("=")[0]: word for word in [*OmegaConf.load(folder / "overrides.yaml"), *words]}
+    words = [word for key, word in newest.items() if key not in own]
     words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
-    settings = compose(words)
-    settings.run_id = saved.run_id
+    config, choices = resolve(words)
+    config.run_id = saved.run_id
     changed = {
         key: values
-        for key, values in differences(saved, settings).items()
+        for key, values in differences(saved, config).items()
         if key not in own and key.split(".")[0] not in MAY_CHANGE
     }
-    if settings.rounds != saved.rounds and grows(settings):
-        changed["rounds"] = (saved.rounds, settings.rounds)  # they decide which stage a round belongs to
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
         raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")
-    return settings, words
+    return _settings(config, choices, words=words, resumed=saved.rounds)
 
 
-def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """Build the object that a node of the settings describes (`_target_`).
+def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
+    """The settings of an evaluation: where the words name no data set or seed, those of ``run``.
 
-    Hydra's ``instantiate``, except that an `InputError` comes out as it was raised.
+    Raises
+    ------
+    InputError
+        A word is not valid, or nothing says which data set.
     """
-    try:
-        return instantiate(node, *args, **kwargs)
-    except InstantiationException as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, InputError):
-            cause = cause.__cause__
-        if isinstance(cause, InputError):
-            raise cause from None
-        raise InputError(f"{node.get('_target_')} refuses its settings: {' '.join(str(cause).split())}") from error
+    keys = [word.partition("=")[0] for word in words]
+    if run is None:
+        if "dataset" not in keys:
+            raise InputError("encoder=FILE does not say which data set; add dataset=NAME, e.g. dataset=cifar10")
+        return compose(words)
+    saved = _read_run(run)
+    changes = [] if "dataset" in keys else [word for word in words if word.startswith("dataset.")]
+    words = [word for word in words if word not in changes]
+    config, choices = resolve(words)
+    if "dataset" not in keys:
+        try:
+            config.dataset = OmegaConf.merge(saved, OmegaConf.from_dotlist(changes)).dataset
+        except OmegaConfBaseException as error:
+            raise InputError(
+                f"{' '.join(changes)} does not fit the data set of {run}, which has the settings "
+                f"{', '.join(map(str, saved.dataset))}; add dataset=NAME for another data set"
+            ) from error
+    if "seed" not in keys:
+        config.seed = saved.seed
+    return _settings(config, choices, words=words, resumed=None)
 
 
-def save_run(settings: DictConfig, overrides: Sequence[str], folder: Path) -> None:
-    """Write what `load_run` reads: the resolved settings and the words that gave them."""
-    for name, content in (("overrides.yaml", OmegaConf.create(list(overrides))), ("config.yaml", settings)):
-        partial = folder / f"{name}.partial"
-        partial.write_text(OmegaConf.to_yaml(content))
-        os.replace(partial, folder / name)
+def save_run(recording: RecordingSettings, folder: Path) -> None:
+    """Write what `load_run` reads: the words, the choice in every group, and all settings, resolved."""
+    write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.words))))
+    write_text(folder / "choices.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(recording.choices))))
+    write_text(folder / "config.yaml", recording.text)
 
 
-def quote(text: str) -> str:
-    """A value as Hydra reads it back, whatever is in it."""
-    # In Hydra's quotes a backslash counts as an escape only before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
-    return f"'{escaped}'"
+def read_client(text: str) -> ClientSettings:
+    """What a client must know of a run, from `Settings.client_text`."""
+    config = OmegaConf.create(text)
+    assert isinstance(config, DictConfig)
+    return ClientSettings(
+        seed=config.seed,
+        run_id=config.run_id,
+        folder=Path(config.output_dir),
+        data=read_data(config.dataset),
+        partition=_partition(config),
+        model=_model(config),
+        training=_training(config),
+        strategy=_component(config.strategy, without=("metrics",)),
+        machine=_machine(config),
+    )
 
 
-def grows(settings: DictConfig) -> bool:
-    """Whether the schedule begins with a part of the encoder."""
-    return str(settings.schedule["_target_"]) != "fedssl.schedule.phases.end_to_end"
+def check_names(words: Sequence[str]) -> None:
+    """Check the keys and choices of command-line words, sweeps included, without composing each job."""
+    parsed = parse(words)
+    known_groups = groups()
+    chosen = []
+    for override in parsed:
+        group = override.key_or_group.split("@")[0]
+        if group in known_groups:
+            check_choices(override, group)
+            if not override.is_sweep_override():
+                chosen.append(str(override.input_line))
+    known = [key for key, _ in _flatten(_compose(chosen)[0], inner=True)]
+    swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
+    for override in parsed:
+        key = override.key_or_group
+        if override.is_delete() and key.split(".")[0] not in ("evaluation", "final_evaluation"):
+            raise InputError(f"~{key} takes away a setting that is needed; set it to another value")
+        open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
+        below_swept = any(key.startswith(f"{group}.") for group in swept)
+        if key.split("@")[0] not in known_groups and key not in known and not (open_key or below_swept):
+            raise InputError(f"there is no setting {key!r}{nearest(key, known)}; `fedssl --cfg job` shows all")
+
+
+def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+    """The checked nodes of the configuration, without interpolations, and the choice in every group."""
+    check_names(words)
+    config, choices = _compose(words)
+    chosen = [word for word in words if word.partition("=")[0].split("@")[0] in groups()]
+    values = dict(_flatten(config))
+    for key, default in _flatten(_compose(chosen)[0]):
+        if key in values:  # a word may delete a key: ~key
+            _check_type(key, values[key], default)
+    check(config)
+    config.threads = config.threads or default_threads(config.dataset.size)
+    if config.output_dir is not None:
+        config.output_dir = str(config.output_dir)
+    if config.dataset.get("path"):
+        config.dataset.path = str(Path(str(config.dataset.path)).expanduser().absolute())
+    return config, choices
+
+
+def check(config: DictConfig) -> None:
+    """Check fields against each other and against their ranges; raises `InputError`."""
+    for key, minimum in MINIMUM.items():
+        if config[key] < minimum:
+            raise InputError(f"{key}={config[key]} but it must be at least {minimum}; set {key}={minimum} or more")
+    for key, choices in CHOICES.items():
+        if config[key] not in choices:
+            raise InputError(f"{key}={config[key]} is not valid; choose one of {', '.join(choices)}")
+    if config.health_pictures == 1:
+        raise InputError("health_pictures=1 but a picture alone has no spread; set 2 or more, or 0 to turn it off")
+    if config.clients_per_round > config.num_clients:
+        raise InputError(
+            f"clients_per_round={config.clients_per_round} is more than num_clients={config.num_clients}; "
+            "lower clients_per_round or raise num_clients"
+        )
+    clip_norm = config.clip_norm
+    if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
+        raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
+    if config.threads is not None and (type(config.threads) is not int or config.threads < 1):
+        raise InputError(f"threads={config.threads} but it must be a whole number of at least 1, or null for automatic")
 
 
 def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ between two settings, with both values."""
+    """Keys whose values differ between two configurations, with both values."""
     left, right = dict(_flatten(one)), dict(_flatten(other))
     keys = dict.fromkeys([*left, *right])
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def _compose(overrides: Sequence[str]) -> DictConfig:
+def read_data(node: DictConfig) -> DataSettings:
+    """A node of the group ``dataset``, with the reader's own keys as its arguments."""
+    not_for_reader = ("splits", "limit", "test_limit", "mean", "std", "num_classes")
+    return DataSettings(
+        name=str(node.get("hub") or node["_target_"].split(".")[-2]),
+        reader=_component(node, without=not_for_reader),
+        federated=node.splits.federated,
+        train=node.splits.train,
+        test=node.splits.test,
+        limit=node.limit,
+        test_limit=node.test_limit,
+        channels=node.channels,
+        size=node.size,
+        mean=tuple(node.mean),
+        std=tuple(node.std),
+        num_classes=node.num_classes,
+    )
+
+
+def _read_run(run: Path) -> DictConfig:
+    """The settings that a run saved; unknown keys cannot be merged into them."""
+    try:
+        saved = OmegaConf.load(run / "config.yaml")
+    except OSError as error:
+        raise InputError(
+            f"{run / 'config.yaml'} cannot be read; give the folder of a run, or encoder=FILE dataset=NAME"
+        ) from error
+    assert isinstance(saved, DictConfig)
+    OmegaConf.set_struct(saved, True)
+    return saved
+
+
+def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence[str], resumed: int | None) -> Settings:
+    if config.run_id is None:
+        config.run_id = uuid.uuid4().hex[:12]
+    return Settings(
+        seed=config.seed,
+        num_clients=config.num_clients,
+        clients_per_round=config.clients_per_round,
+        rounds=config.rounds,
+        client_timeout=config.client_timeout,
+        data=read_data(config.dataset),
+        partition=_partition(config),
+        model=_model(config),
+        training=_training(config),
+        algorithm=AlgorithmSettings(
+            strategy=_component(config.strategy, without=("metrics",)),
+            server_optimizer=_component(config.server_optimizer),
+            metrics=tuple(config.strategy.get("metrics", ())),
+        ),
+        calibration=_calibration(config),
+        evaluation=EvaluationSettings(
+            every=config.evaluate_every,
+            protocol=_component(config.evaluation),
+            final_protocol=_component(config.final_evaluation),
+            health_pictures=config.health_pictures,
+            resources=config.measure_resources,
+        ),
+        machine=_machine(config),
+        engine=EngineSettings(
+            name=config.engine.name,
+            client_cpus=config.engine.get("client_cpus") or config.threads,
+            client_gpus=config.engine.get("client_gpus", 0.0),
+            verbose=config.engine.get("verbose", False),
+        ),
+        recording=RecordingSettings(
+            folder=None if config.output_dir is None else Path(config.output_dir).resolve(),
+            run_id=config.run_id,
+            resumed=resumed,
+            checkpoint_every=config.checkpoint_every,
+            keep_checkpoints=config.keep_checkpoints,
+            tracker=config.tracker.name,
+            words=tuple(words),
+            choices=choices,
+            text=OmegaConf.to_yaml(config),
+        ),
+        client_text=OmegaConf.to_yaml(OmegaConf.masked_copy(config, CLIENT_SETTINGS)),
+    )
+
+
+def _partition(config: DictConfig) -> PartitionSettings:
+    node = config.calibration
+    return PartitionSettings(
+        rule=_component(config.partition),
+        num_clients=config.num_clients,
+        seed=config.seed,
+        set_aside=node.share if node.at and node.dataset is None else None,
+    )
+
+
+def _model(config: DictConfig) -> ModelSettings:
+    return ModelSettings(
+        encoder=_component(config.encoder),
+        method=_component(config.method),
+        schedule=ScheduleSettings(
+            phases=_component(config.schedule), lr=_component(config.lr_schedule), rounds=config.rounds
+        ),
+        seed=config.seed,
+    )
+
+
+def _training(config: DictConfig) -> TrainingSettings:
+    return TrainingSettings(
+        augmentation=_component(config.augmentation),
+        optimizer=_component(config.optimizer),
+        regularizer=_component(config.regularizer),
+        epochs=config.local_epochs,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        clip_norm=config.clip_norm,
+        channels_last=config.channels_last,
+    )
+
+
+def _machine(config: DictConfig) -> MachineSettings:
+    return MachineSettings(
+        device=config.device, threads=config.threads, allocator=config.allocator, compile_encoder=config.compile
+    )
+
+
+def _calibration(config: DictConfig) -> CalibrationSettings | None:
+    node = config.calibration
+    if not node.at:
+        return None
+    own = node.dataset is not None
+    data = read_data(node.dataset if own else config.dataset)
+    return CalibrationSettings(at=node.at, data=data, own=own, share=node.share, epochs=node.epochs)
+
+
+def _component(node: DictConfig, *, without: Sequence[str] = ()) -> Component:
+    values: Any = OmegaConf.to_container(node, resolve=True)
+    return Component({key: value for key, value in values.items() if key not in without})
+
+
+def _compose(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+    """The resolved nodes, and the choice in every group."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            settings = hydra_compose("config", overrides=list(overrides))
-            OmegaConf.resolve(settings)
+            config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
+            choices = OmegaConf.to_container(config.hydra.runtime.choices)
+            with open_dict(config):
+                del config["hydra"]
+            OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split())) from error
-    return settings
-
-
-def _read(path: Path) -> Any:
-    return OmegaConf.load(path)
-
-
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"cannot read the command line: {reason}; write key=value, quoted where it has spaces"
-        ) from error
-
-
-def _groups() -> dict[str, list[str]]:
-    """Choices of each configuration group; one in a subfolder has its name before it, as in ``method=fedu/byol``."""
-    return {
-        folder.name: sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-        for folder in CONF.iterdir()
-        if folder.is_dir()
-    }
-
-
-def _check_choices(override: Override, group: str) -> None:
-    value = override.value()
-    names = value.list if isinstance(value, ChoiceSweep) else [value]
-    choices = _groups()[group]
-    listed = ", ".join(choices)
-    unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
-    if unknown:
-        raise InputError(f"{group}={unknown[0]} does not exist{_nearest(unknown[0], choices)}; choose one of {listed}")
-    patterns: list[str] = value.include if isinstance(value, Glob) else []
-    idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
-    if idle:
-        raise InputError(f"{group}=glob({idle[0]}) finds nothing, and nothing in subfolders; name some of {listed}")
-
-
-def _nearest(name: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}" if close else ""
+    assert isinstance(choices, dict)
+    names = groups()
+    return config, {str(group): str(name) for group, name in choices.items() if group in names and name}
 
 
 def _flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:

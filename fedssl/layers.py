@@ -64,24 +64,24 @@ def cosine(wg: float, ww: float, gg: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alignment:
-    """How one client's layers point relative to the global ones.
+class Cosines:
+    """How one client's layers point relative to those it started from.
 
     Attributes
     ----------
-    cosines : dict of str to float
+    weights : dict of str to float
         Cosine of every weight, in [-1, 1]; 1: same direction.
-    buffer_cosines : dict of str to float
+    buffers : dict of str to float
         The same for running statistics.
-    model_cosine : float
+    model : float
         Cosine of all weights as one vector.
     offender : str or None
         First layer that holds NaN or an infinite value.
     """
 
-    cosines: dict[str, float]
-    buffer_cosines: dict[str, float]
-    model_cosine: float
+    weights: dict[str, float]
+    buffers: dict[str, float]
+    model: float
     offender: str | None
 
     @property
@@ -91,7 +91,7 @@ class Alignment:
 
 
 class GlobalLayers:
-    """The global layers of a round, to which the updates of its clients are compared."""
+    """The layers that clients start a round from, to which their updates are compared."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
@@ -122,13 +122,13 @@ class GlobalLayers:
             unknown = next(name for name in layers if name not in self.layers)
             raise InputError(f"layer {unknown} is not part of the global model")
 
-    def align(self, layers: Layers) -> Alignment:
+    def compare(self, layers: Layers) -> Cosines:
         """Cosines of a client's layers, which passed `check`; reads every array once."""
-        return self.align_all([layers])[0]
+        return self.compare_all([layers])[0]
 
-    def align_all(self, clients: Sequence[Layers]) -> list[Alignment]:
-        """`align` for several clients, with the same bits; reads the global layers once for all."""
-        return [self._alignment(measured) for measured in self._measure(clients)]
+    def compare_all(self, clients: Sequence[Layers]) -> list[Cosines]:
+        """`compare` for several clients, with the same bits; reads the global layers once for all."""
+        return [self._cosines(measured) for measured in self._measure(clients)]
 
     def for_each(self, work: Callable[[str], None]) -> None:
         """Call ``work(name)`` for every layer, the largest first, on as many threads as torch may use.
@@ -170,20 +170,20 @@ class GlobalLayers:
         self.for_each(measure)
         return found
 
-    def _alignment(self, measured: dict[str, tuple[float, float]]) -> Alignment:
-        cosines, buffer_cosines = {}, {}
+    def _cosines(self, measured: dict[str, tuple[float, float]]) -> Cosines:
+        weights, buffers = {}, {}
         model_wg = model_ww = model_gg = 0.0
         for name, (wg, ww) in measured.items():
             gg = self._squares[name]
             if name in self._weights:
-                cosines[name] = cosine(wg, ww, gg)
+                weights[name] = cosine(wg, ww, gg)
                 model_wg, model_ww, model_gg = model_wg + wg, model_ww + ww, model_gg + gg
             else:
-                buffer_cosines[name] = cosine(wg, ww, gg)
-        return Alignment(
-            cosines=cosines,
-            buffer_cosines=buffer_cosines,
-            model_cosine=cosine(model_wg, model_ww, model_gg),
+                buffers[name] = cosine(wg, ww, gg)
+        return Cosines(
+            weights=weights,
+            buffers=buffers,
+            model=cosine(model_wg, model_ww, model_gg),
             offender=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
         )
 

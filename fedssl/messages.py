@@ -8,7 +8,7 @@ stock Flower peer reads.
 import functools
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedssl.layers import Layers
 
-ARRAYS, PLAN, METRICS = "arrays", "plan", "metrics"
+ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -75,9 +75,11 @@ class TrainPlan:
     round : int
         Number of the round, from 1.
     layers : Layers
-        The global layers that travel down.
+        The layers that travel down.
+    shared : Layers
+        What the server half of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
-        The resolved settings of the run as YAML.
+        What `fedssl.config.read_client` reads.
     metrics : tuple of str
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
     keep_from : int
@@ -86,8 +88,8 @@ class TrainPlan:
         What the optimiser's learning rate is multiplied by in this round.
     code : str
         Fingerprint of the server's source code; a client that runs other code refuses to train.
-    up : tuple of str
-        Names of the layers that the client sends back; empty: all that its model exchanges.
+    up : tuple of str or None
+        Names of the layers that the client sends back; None: all that its model exchanges.
     depth : int or None
         Stages of the encoder that run, see `fedssl.schedule.phases`; None: all, and all are trained.
     frozen : int
@@ -96,8 +98,6 @@ class TrainPlan:
         Whether the client keeps the frozen layers, because the server will not send them again.
     depth_dropout : float
         Probability that a frozen stage is left out of a training step.
-    transfer : bool
-        Whether the newest stage began with the weights of the one before.
     """
 
     round: int
@@ -106,15 +106,16 @@ class TrainPlan:
     metrics: tuple[str, ...]
     keep_from: int
     code: str
+    shared: Layers = field(default_factory=dict)
     lr_factor: float = 1.0
-    up: tuple[str, ...] = ()
+    up: tuple[str, ...] | None = None
     depth: int | None = None
     frozen: int = 0
     hold: bool = False
     depth_dropout: float = 0.0
-    transfer: bool = False
 
     def to_content(self) -> RecordDict:
+        """The plan as a message's content."""
         plan = ConfigRecord(
             {
                 "round": self.round,
@@ -122,34 +123,35 @@ class TrainPlan:
                 "keep-from": self.keep_from,
                 "lr-factor": self.lr_factor,
                 "code": self.code,
+                # Lines instead of lists: Flower cannot count the bytes of an empty list.
+                "metrics": "\n".join(self.metrics),
             }
         )
-        if self.metrics:  # Flower cannot count the bytes of an empty list
-            plan["metrics"] = list(self.metrics)
-        if self.up:
-            plan["up"] = list(self.up)
+        if self.up is not None:
+            plan["up"] = "\n".join(self.up)
         if self.depth is not None:
             plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
-            plan.update({"depth-dropout": self.depth_dropout, "transfer": self.transfer})
-        return RecordDict({ARRAYS: to_record(self.layers), PLAN: plan})
+            plan["depth-dropout"] = self.depth_dropout
+        return RecordDict({ARRAYS: to_record(self.layers), SHARED: to_record(self.shared), PLAN: plan})
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "TrainPlan":
+        """The plan in a message's content."""
         plan = content.config_records[PLAN]
         return cls(
-            round=int(plan["round"]),  # type: ignore[arg-type]  # Flower's values are a union
+            round=int(_number(plan["round"])),
             layers=from_record(content.array_records[ARRAYS]),
+            shared=from_record(content.array_records[SHARED]),
             settings=str(plan["settings"]),
-            metrics=tuple(str(name) for name in plan.get("metrics", [])),  # type: ignore[union-attr]  # Flower's values are a union
-            keep_from=int(plan["keep-from"]),  # type: ignore[arg-type]  # Flower's values are a union
+            metrics=tuple(str(plan["metrics"]).splitlines()),
+            keep_from=int(_number(plan["keep-from"])),
             code=str(plan["code"]),
-            lr_factor=float(plan["lr-factor"]),  # type: ignore[arg-type]  # Flower's values are a union
-            up=tuple(str(name) for name in plan.get("up", [])),  # type: ignore[union-attr]  # Flower's values are a union
-            depth=int(plan["depth"]) if "depth" in plan else None,  # type: ignore[arg-type]  # Flower's values are a union
-            frozen=int(plan.get("frozen", 0)),  # type: ignore[arg-type]  # Flower's values are a union
+            lr_factor=_number(plan["lr-factor"]),
+            up=tuple(str(plan["up"]).splitlines()) if "up" in plan else None,
+            depth=int(_number(plan["depth"])) if "depth" in plan else None,
+            frozen=int(_number(plan.get("frozen", 0))),
             hold=bool(plan.get("hold", False)),
-            depth_dropout=float(plan.get("depth-dropout", 0.0)),  # type: ignore[arg-type]  # Flower's values are a union
-            transfer=bool(plan.get("transfer", False)),
+            depth_dropout=_number(plan.get("depth-dropout", 0.0)),
         )
 
 
@@ -163,6 +165,8 @@ class ClientUpdate:
         The client's layers after local training.
     partition_id : int
         The client; known to the server, not sent.
+    gathered : Layers
+        What the server half of the method gathers, see `fedssl.methods.base.SSLMethod`.
     num_examples : int, optional
         Pictures the client trained on.
     train_loss : float, optional
@@ -173,6 +177,7 @@ class ClientUpdate:
 
     layers: Layers
     partition_id: int
+    gathered: Layers = field(default_factory=dict)
     num_examples: int | None = None
     train_loss: float | None = None
     seconds: float | None = None
@@ -181,10 +186,19 @@ class ClientUpdate:
         """The reply, with only the named metrics in it."""
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
         record = MetricRecord({name: value for name in metrics if (value := values[name]) is not None})
-        return RecordDict({ARRAYS: to_record(self.layers), METRICS: record})
+        return RecordDict({ARRAYS: to_record(self.layers), GATHERED: to_record(self.gathered), METRICS: record})
 
     @classmethod
     def from_content(cls, content: RecordDict, partition_id: int) -> "ClientUpdate":
+        """The update in a reply's content.
+
+        Raises
+        ------
+        KeyError
+            A record is missing.
+        ValueError
+            A metric is no number, or a count is none.
+        """
         values: dict[str, float] = {}
         for name, value in content.metric_records[METRICS].items():
             if name in CLIENT_METRICS:
@@ -196,6 +210,7 @@ class ClientUpdate:
             raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is no count")
         return cls(
             layers=from_record(content.array_records[ARRAYS]),
+            gathered=from_record(content.array_records[GATHERED]),
             partition_id=partition_id,
             num_examples=None if examples is None else int(examples),
             train_loss=values.get(TRAIN_LOSS),
@@ -203,12 +218,12 @@ class ClientUpdate:
         )
 
 
-def content_bytes(content: RecordDict, layers: Layers) -> int:
+def content_bytes(content: RecordDict, *layers: Layers) -> int:
     """Bytes of a message's content: the memory of its ``layers`` plus Flower's count for the other records.
 
     The layers are handed in as arrays, because reading them out of a record that came over a network takes a copy.
     """
-    arrays = sum(array.nbytes for array in layers.values())
+    arrays = sum(array.nbytes for some in layers for array in some.values())
     metrics = sum(record.count_bytes() for record in content.metric_records.values())
     return arrays + metrics + sum(record.count_bytes() for record in content.config_records.values())
 
@@ -222,4 +237,11 @@ def who_reply(message: Message, partition_id: int, num_partitions: int) -> Messa
 def read_who(message: Message) -> tuple[int, int]:
     """Partition id and number of partitions from a client's answer."""
     record = message.content.metric_records[METRICS]
-    return int(record["partition-id"]), int(record["num-partitions"])  # type: ignore[arg-type]  # Flower's values are a union
+    return int(_number(record["partition-id"])), int(_number(record["num-partitions"]))
+
+
+def _number(value: object) -> float:
+    """A value of a record, whose type Flower leaves open, as the number that it must be."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"{value} instead of a number")
+    return value

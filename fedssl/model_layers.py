@@ -15,7 +15,12 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 def travelling_layers(method: SSLMethod) -> Layers:
     """Copies of the layers of all parts that are exchanged, on the CPU."""
-    return {name: value.numpy() for name, value in copies(method, travelling_names(method)).items()}
+    return copied_layers(method, travelling_names(method))
+
+
+def copied_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
+    """Copies of the named layers, on the CPU."""
+    return {name: value.numpy() for name, value in copies(method, names).items()}
 
 
 def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
@@ -40,23 +45,20 @@ def copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
 
 def kept_names(method: SSLMethod) -> list[str]:
     """Names of the layers in use of the parts that never leave the client."""
-    return [name for name in method.tensors if is_kept(method, name) and name not in method.idle]
+    return [name for name in method.tensors if _part(name) in method.kept and name not in method.idle]
 
 
 def travelling_names(method: SSLMethod) -> list[str]:
-    """Names of the layers in use of all parts that are exchanged."""
-    return [name for name in method.tensors if not is_kept(method, name) and name not in method.idle]
+    """Names of the layers in use of all parts that are exchanged, but for what the method's server half deals with."""
+    others = {*method.kept, *method.gathered, *method.shared}
+    return [name for name in method.tensors if _part(name) not in others and name not in method.idle]
 
 
-def is_kept(method: SSLMethod, name: str) -> bool:
-    """Whether the named layer belongs to a part that never leaves the client."""
-    return name.partition(".")[0] in method.kept
-
-
-def start_from(method: SSLMethod, layers: Layers) -> None:
-    """Load layers and prepare the method for a client's local training."""
+def start_from(method: SSLMethod, layers: Layers) -> Layers:
+    """Load layers and prepare the method for a client's local training; returns the layers."""
     load_layers(method, layers)
     method.start_round(first=not layers.keys() >= set(kept_names(method)))
+    return layers
 
 
 @torch.no_grad()
@@ -74,3 +76,7 @@ def load_layers(method: SSLMethod, layers: Layers) -> None:
             has = "no such layer" if tensor is None else tuple(tensor.shape)
             raise ValueError(f"layer {name} has shape {array.shape} but the model has {has}")
         tensor.copy_(torch.from_numpy(array))
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0]

@@ -18,7 +18,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,9 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer
 from fedssl.seeding import torch_generator
-from fedssl.training import Augment, train
+from fedssl.training import LocalTraining, train
 
 WARM = 2  # pictures of the step before the one that is measured
 
@@ -68,11 +67,7 @@ def step_cost(
     method: SSLMethod,
     *,
     images: Tensor,
-    augment: Augment,
-    optimizer: torch.optim.Optimizer,
-    regularizer: Regularizer,
-    precision: str,
-    clip_norm: float | None,
+    training: LocalTraining,
     labels: Tensor | None = None,
 ) -> StepCost:
     """Measure a step of ``method`` in the stage it is in.
@@ -84,27 +79,24 @@ def step_cost(
     images : Tensor
         The pictures of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device.
         What is on them does not matter.
-    augment, optimizer, regularizer, precision, clip_norm, labels
+    training : LocalTraining
+        How the method is trained; epochs and batch size do not matter.
+    labels : Tensor or None
         As in `fedssl.training.train`.
     """
     device = images.device
 
     def measure() -> tuple[int, int]:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), memory_of(device) as memory:
-            own, its_optimizer, its_regularizer = copy.deepcopy((method, optimizer, regularizer))
+            own, optimizer, regularizer = copy.deepcopy((method, training.optimizer, training.regularizer))
+            own_training = replace(training, optimizer=optimizer, regularizer=regularizer, epochs=1)
 
             def step(pictures: int) -> None:
                 train(
                     own,
                     images,
                     torch.arange(pictures),
-                    augment=augment,
-                    optimizer=its_optimizer,
-                    regularizer=its_regularizer,
-                    epochs=1,
-                    batch_size=pictures,
-                    precision=precision,
-                    clip_norm=clip_norm,
+                    training=replace(own_training, batch_size=pictures),
                     generator=torch_generator(0, "cost"),
                     labels=labels,
                 )

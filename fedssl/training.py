@@ -1,4 +1,4 @@
-"""Local training: some epochs of a self-supervised method on one client's pictures."""
+"""Local training: some epochs of a self-supervised method on one client's pictures, or on the server's own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,11 +7,82 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedssl.errors import InputError
 from fedssl.machine.devices import to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
+from fedssl.settings import TrainingSettings
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """How a method is trained: one value for clients, calibration and the measurement of costs.
+
+    Attributes
+    ----------
+    augment : callable
+        Maps pictures and a generator to two views.
+    optimizer : torch.optim.Optimizer
+        Over all that the method ever trains.
+    lrs : tuple of float
+        Learning rates of the optimiser's groups, before any factor.
+    regularizer : Regularizer
+    epochs : int
+    batch_size : int
+        Most pictures per step; an epoch is cut into batches of nearly equal size, see `batches`.
+    precision : {"fp32", "bf16"}
+        bf16 runs the forward pass under autocast.
+    clip_norm : float or None
+        Longest gradient (2-norm over all trained weights) that is taken as it is; None: any.
+    channels_last : bool
+        Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
+    """
+
+    augment: Augment
+    optimizer: torch.optim.Optimizer
+    lrs: tuple[float, ...]
+    regularizer: Regularizer
+    epochs: int
+    batch_size: int
+    precision: str
+    clip_norm: float | None
+    channels_last: bool
+
+    @classmethod
+    def prepare(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTraining":
+        """Build the parts for a method.
+
+        Raises
+        ------
+        InputError
+            A part refuses its settings, or the regulariser needs a part that the method does not have.
+        """
+        regularizer: Regularizer = settings.regularizer.make()
+        if regularizer.on not in (None, *(name for name, _ in method.named_children())):
+            raise InputError(
+                f"{type(regularizer).__name__} works on the {regularizer.on}, which {type(method).__name__} does not "
+                "have; set another regularizer or method"
+            )
+        optimizer = settings.optimizer.make([method.tensors[name] for name in method.trainable])
+        return cls(
+            augment=settings.augmentation.make(),
+            optimizer=optimizer,
+            lrs=tuple(group["lr"] for group in optimizer.param_groups),
+            regularizer=regularizer,
+            epochs=settings.epochs,
+            batch_size=settings.batch_size,
+            precision=settings.precision,
+            clip_norm=settings.clip_norm,
+            channels_last=settings.channels_last,
+        )
+
+    def restart(self, *, lr_factor: float) -> None:
+        """Let the optimiser forget what it was used for before, and set its learning rates."""
+        self.optimizer.state.clear()
+        for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
+            group["lr"] = lr * lr_factor
 
 
 @dataclass(frozen=True)
@@ -35,16 +106,9 @@ def train(
     images: Tensor,
     indices: Tensor,
     *,
-    augment: Augment,
-    optimizer: torch.optim.Optimizer,
-    regularizer: Regularizer,
-    epochs: int,
-    batch_size: int,
-    precision: str,
-    clip_norm: float | None,
+    training: LocalTraining,
     generator: torch.Generator,
     labels: Tensor | None = None,
-    channels_last: bool = True,
 ) -> TrainResult:
     """Train ``method`` in place.
 
@@ -54,20 +118,12 @@ def train(
         All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method.
     indices : Tensor
         The client's pictures ``(m,)``, int64, on the CPU.
-    augment : callable
-        Maps pictures and a generator to two views.
-    batch_size : int
-        Most pictures per step; an epoch is cut into batches of nearly equal size, see `batches`.
-    precision : {"fp32", "bf16"}
-        bf16 runs the forward pass under autocast.
-    clip_norm : float or None
-        Longest gradient (2-norm over all trained weights) that is taken as it is; None: any.
+    training : LocalTraining
+        How. Its optimiser goes on from where it is; see `LocalTraining.restart`.
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
         Classes of all pictures ``(n,)``, int64, on their device; needed by methods that use them.
-    channels_last : bool
-        Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
 
     Notes
     -----
@@ -75,20 +131,21 @@ def train(
     unless its tolerance is 0).
     """
     method.train()
+    regularizer, optimizer = training.regularizer, training.optimizer
     regularizer.start(method)
-    device, layout = images.device, torch.channels_last if channels_last else torch.contiguous_format
+    device, layout = images.device, torch.channels_last if training.channels_last else torch.contiguous_format
     trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
     epoch_loss = torch.zeros((), device=device)
-    for _ in range(epochs):
+    for _ in range(training.epochs):
         epoch_loss.zero_()
-        for batch in batches(indices, batch_size, generator=generator):
+        for batch in batches(indices, training.batch_size, generator=generator):
             rows = to_device(batch, device)
-            views = augment(images.index_select(0, rows), generator)
+            views = training.augment(images.index_select(0, rows), generator)
             view1, view2 = (view.contiguous(memory_format=layout) for view in views)
             inputs = list(method.inputs(view1, view2))
             known = (labels[rows],) if method.uses_labels and labels is not None else ()
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
                 if method.frozen:
                     inputs = method.encoder.prefix(inputs, generator)
                 with outputs_of(method, regularizer.on) as outputs:
@@ -96,12 +153,12 @@ def train(
                 z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
                 loss = regularizer.add_to(loss, Step(method, inputs[0], inputs[1], z1, z2, generator))
             loss.backward()
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(trained, clip_norm)
+            if training.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
             optimizer.step()
             method.after_step()
             epoch_loss += loss.detach() * (len(batch) / len(indices))
-    return TrainResult(loss=epoch_loss.item() if epochs else float("nan"), num_examples=len(indices))
+    return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
 
 
 @contextmanager

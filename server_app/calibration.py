@@ -6,36 +6,45 @@ the aggregation, as Section 4.2 has it; ``at="start"``: before clients begin, as
 aggregation is left as it is.
 """
 
-import torch
-from omegaconf import DictConfig
+from dataclasses import replace
 
-from fedssl.config import make
-from fedssl.datasets.base import load
+import torch
+
+from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.partition import auxiliary
 from fedssl.regularizers.base import Regularizer
-from fedssl.schedule.phases import Phase, phase_at
-from fedssl.schedule.stages import enter
+from fedssl.schedule.lr import LRSchedule
+from fedssl.schedule.stages import at_stage
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.training import train
+from fedssl.settings import CalibrationSettings, DataSettings
+from fedssl.training import LocalTraining, train
 
 
 class Calibration:
-    """Trains the global model on the server, see the module.
+    """Trains a global model on the server, see the module.
 
     Parameters
     ----------
-    settings : DictConfig
-        Of the run.
+    settings : CalibrationSettings
     method : SSLMethod
-        Into which the global layers are loaded for this.
-    schedule : list of Phase
+        Into which global layers are loaded for this.
+    training : LocalTraining
+        The clients'; the optimiser is this object's own from here on.
+    lr_schedule : LRSchedule
+    data : DataSettings
         Of the run.
     device : torch.device
         Where the method is.
+    seed : int
+
+    Attributes
+    ----------
+    at : {"start", "end"}
+        Of every round.
 
     Raises
     ------
@@ -43,55 +52,50 @@ class Calibration:
         The method needs labels, ``calibration.at`` is another word, or the auxiliary pictures have another form.
     """
 
-    def __init__(self, settings: DictConfig, method: SSLMethod, schedule: list[Phase], device: torch.device) -> None:
-        node = settings.calibration
-        if node.at not in ("start", "end"):
-            raise InputError(f"calibration.at={node.at} is unknown; set calibration.at=end or calibration.at=start")
+    def __init__(
+        self,
+        settings: CalibrationSettings,
+        *,
+        method: SSLMethod,
+        training: LocalTraining,
+        lr_schedule: LRSchedule,
+        data: DataSettings,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        if settings.at not in ("start", "end"):
+            raise InputError(f"calibration.at={settings.at} is unknown; set calibration.at=end or calibration.at=start")
         if method.uses_labels:
             raise InputError(
                 f"calibration trains on pictures without labels, which {type(method).__name__} cannot; "
                 "set calibration=none or another method"
             )
-        self.at: str = node.at
-        self._settings, self._method, self._schedule, self._device = settings, method, schedule, device
-        pictures = load(node.dataset or settings.dataset, "federated").images
-        if pictures.shape[1] != settings.dataset.channels or pictures.shape[2] != settings.dataset.size:
+        self.at = settings.at
+        self._method, self._lr_schedule, self._device, self._seed = method, lr_schedule, device, seed
+        pictures = load_federated(settings.data).images
+        if pictures.shape[1] != data.channels or pictures.shape[2] != data.size:
             raise InputError(
                 f"calibration.dataset has pictures of {tuple(pictures.shape[1:])} (channels, height, width) but the "
-                f"run's have {settings.dataset.channels} channels and {settings.dataset.size} pixels; "
+                f"run's have {data.channels} channels and {data.size} pixels; "
                 "set calibration.dataset.size and calibration.dataset.channels to the same"
             )
-        rows = auxiliary(len(pictures), share=node.share, seed=settings.seed)
+        rows = auxiliary(len(pictures), share=settings.share, seed=seed)
         self._images = pictures[torch.from_numpy(rows)].to(device)
-        self._augment = make(settings.augmentation)
-        self._optimizer = make(settings.optimizer, [method.tensors[name] for name in method.trainable])
-        self._lrs = [group["lr"] for group in self._optimizer.param_groups]
-        self._lr_factor = make(settings.lr_schedule)
+        self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     def __call__(self, round: int, layers: Layers) -> Layers:
-        """The global layers, trained further."""
-        stage = phase_at(self._schedule, round)
-        enter(self._method, depth=stage.depth)
-        load_layers(self._method, layers)
-        self._method.start_round(first=True)
-        place = (self._settings.seed, "calibrate", round)
-        seed_torch(derive(*place), self._device)
-        self._optimizer.state.clear()
-        factor = self._lr_factor(round, rounds=self._settings.rounds, stage=stage)
-        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
-            group["lr"] = lr * factor
-        train(
-            self._method,
-            self._images,
-            torch.arange(len(self._images)),
-            augment=self._augment,
-            optimizer=self._optimizer,
-            regularizer=Regularizer(),
-            epochs=self._settings.calibration.epochs,
-            batch_size=self._settings.batch_size,
-            precision=self._settings.precision,
-            channels_last=self._settings.channels_last,
-            clip_norm=self._settings.clip_norm,
-            generator=torch_generator(*place),
-        )
-        return {**layers, **travelling_layers(self._method)}
+        """The layers, trained further."""
+        with at_stage(self._method, depth=self._lr_schedule.phase(round).depth):
+            load_layers(self._method, layers)
+            self._method.start_round(first=True)
+            place = (self._seed, "calibrate", round)
+            seed_torch(derive(*place), self._device)
+            self._training.restart(lr_factor=self._lr_schedule(round))
+            train(
+                self._method,
+                self._images,
+                torch.arange(len(self._images)),
+                training=self._training,
+                generator=torch_generator(*place),
+            )
+            return {**layers, **travelling_layers(self._method)}

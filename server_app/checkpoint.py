@@ -1,51 +1,42 @@
-"""Checkpoints of the server: the global layers after a round, written whole or not at all."""
+"""Checkpoints: the server's state after a round, written whole or not at all."""
 
 import hashlib
 import logging
-import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.layers import Layers
+from fedssl.files import write_text, write_whole
+from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
 
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The state of a run after ``round``: the global layers, and what the strategy keeps between rounds."""
-
-    round: int
-    layers: Layers
-    strategy: dict[str, Any] = field(default_factory=dict)
+FORMAT = 2
+"""Of the file; 1 had one model and no name for it."""
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
-    """Write a checkpoint with its SHA-256 beside it and leave the newest ``keep`` in the folder."""
+def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
+    """Write the state with its SHA-256 beside it and leave the newest ``keep`` checkpoints in the folder."""
     folder.mkdir(exist_ok=True)
-    file = _file(folder, checkpoint.round)
-    partial = folder / "partial"
-    torch.save(
-        {
-            "round": checkpoint.round,
-            "layers": {name: torch.from_numpy(array) for name, array in checkpoint.layers.items()},
-            "strategy": checkpoint.strategy,
-        },
-        partial,
-    )
-    _sum_file(file).write_text(_digest(partial))
-    os.replace(partial, file)
+    file = _file(folder, state.round)
+
+    def write(partial: Path) -> None:
+        torch.save({"format": FORMAT, **_to_plain(state)}, partial)
+        write_text(_sum_file(file), _digest(partial))
+
+    write_whole(file, write)
     for round in saved_rounds(folder)[:-keep]:
         old = _file(folder, round)
         old.unlink()
         _sum_file(old).unlink(missing_ok=True)
 
 
-def latest_checkpoint(folder: Path) -> Checkpoint | None:
+def latest_checkpoint(folder: Path) -> ServerState | None:
     """The newest undamaged checkpoint; None if there is no checkpoint yet.
 
     A damaged one is named in the log and the one before it is used.
@@ -53,15 +44,16 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     Raises
     ------
     InputError
-        There are checkpoints, all of them damaged.
+        There are checkpoints, all of them damaged, or they are of an earlier version.
     """
     rounds = saved_rounds(folder)
     for round in reversed(rounds):
         file = _file(folder, round)
         if _sum_file(file).is_file() and _sum_file(file).read_text() == _digest(file):
             saved = torch.load(file, weights_only=True)
-            layers = {name: value.numpy() for name, value in saved["layers"].items()}
-            return Checkpoint(saved["round"], layers, saved["strategy"])
+            if saved.pop("format", 1) != FORMAT:
+                raise InputError(f"{file} is of an earlier version of fedssl; go on with that version, or start anew")
+            return _to_state(saved)
         log.warning("checkpoint %s is damaged; trying the one before", file)
     if rounds:
         raise InputError(f"all checkpoints in {folder} are damaged ({len(rounds)} found); start a new run")
@@ -92,3 +84,24 @@ def _sum_file(file: Path) -> Path:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _to_plain(value: Any) -> Any:
+    """Values as dictionaries and arrays as tensors, all the way down: what ``weights_only`` can read back."""
+    if is_dataclass(value):
+        return {one.name: _to_plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _to_plain(inner) for key, inner in value.items()}
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _to_state(saved: dict[str, Any]) -> ServerState:
+    """The state that `_to_plain` took apart."""
+    plain = _to_arrays(saved)
+    return ServerState(**{**plain, "models": {name: Model(**model) for name, model in plain["models"].items()}})
+
+
+def _to_arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _to_arrays(inner) for key, inner in value.items()}
+    return value.numpy() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Health of the representation in rounds of evaluation: of the global model, and of every client's as it arrives.
+"""Health of the representation in rounds of evaluation: of the global models, and of every client's as it arrives.
 
 The representations themselves are kept as well, to be drawn after the run (FedU2, Figs. 4 and 5).
 """
@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
 from torch import nn
 
-from fedssl.config import make
-from fedssl.datasets.base import load
+from fedssl.datasets.base import load, load_federated
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import Health
 from fedssl.layers import Layers
@@ -26,6 +24,9 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import load_layers, travelling_names
 from fedssl.report.representations import Representations
 from fedssl.seeding import torch_generator
+from fedssl.settings import DataSettings
+from fedssl.training import Augment
+from strategies.state import GLOBAL
 
 log = logging.getLogger("fedssl")
 
@@ -35,18 +36,23 @@ LEAST = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
 
 @dataclass(frozen=True)
 class Measurement:
-    """The global model and the clients' models of one round.
+    """The global models and the clients' models of one round.
 
     Attributes
     ----------
     rows : list of dict
-        Numbers of health by name and, under ``client``, whose they are: the global model's (None), then the clients'.
+        Numbers of health by name, for the global models and then for the clients': under ``client`` whose model it is
+        (None: a global one) and under ``model`` the name of the global model that it is, or that the client had.
     representations : Representations
         Of the same models, in the same order.
     """
 
     rows: list[dict[str, Any]]
     representations: Representations
+
+
+Found = tuple[dict[str, Any], list[np.ndarray]]
+"""Numbers of health, and the unit vectors that are kept."""
 
 
 class Monitor:
@@ -57,33 +63,43 @@ class Monitor:
 
     Parameters
     ----------
-    settings : DictConfig
-        ``health_pictures`` tells on how many pictures; 0 turns the monitor off.
     method : SSLMethod
         Models are loaded into it to be measured.
+    data : DataSettings
+    pictures : int
+        On how many pictures, at least 2.
+    augment : callable
+        Makes the views.
     device : torch.device
-        Where it is.
+        Where the method is.
+    seed : int
     """
 
-    def __init__(self, settings: DictConfig, method: SSLMethod, device: torch.device) -> None:
+    def __init__(
+        self,
+        method: SSLMethod,
+        *,
+        data: DataSettings,
+        pictures: int,
+        augment: Augment,
+        device: torch.device,
+        seed: int,
+    ) -> None:
         self._method, self._device = method, device
-        self._measured: dict[int, tuple[dict[str, Any], list[np.ndarray]]] = {}
-        self._health = None
-        if not settings.health_pictures:
-            return
-        self._statistics = {"mean": settings.dataset.mean, "std": settings.dataset.std}
-        federated = load(settings.dataset, "federated")
+        self._measured: dict[int, Found] = {}
+        self._mean, self._std = data.mean, data.std
+        federated = load_federated(data)
         self._health = Health(
             federated.images,
-            pictures=settings.health_pictures,
-            augment=make(settings.augmentation),
+            pictures=pictures,
+            augment=augment,
+            mean=data.mean,
+            std=data.std,
             device=device,
-            seed=settings.seed,
-            **self._statistics,
+            seed=seed,
         )
-        shown = load(settings.dataset, "test") or federated
-        order = torch.randperm(len(shown.images), generator=torch_generator(settings.seed, "shown"))
-        chosen = order[: settings.health_pictures]
+        shown = load(data, "test") or federated
+        chosen = torch.randperm(len(shown.images), generator=torch_generator(seed, "shown"))[:pictures]
         self._images = shown.images[chosen]
         self._labels = None if shown.labels is None else shown.labels[chosen].numpy()
         # What is kept: h, and z where it lies on a sphere that can be drawn as it is.
@@ -94,35 +110,45 @@ class Monitor:
 
     def observe(self, client: int, layers: Layers) -> None:
         """Measure a client's model; one of which only some layers arrived cannot be measured."""
-        if self._health and layers.keys() >= self._needed():
+        if layers.keys() >= self._needed():
             measured = self._measure(layers, f"client {client}")
             if measured:
                 self._measured[client] = measured
 
-    def finish(self, layers: Layers) -> Measurement | None:
-        """The global model and the clients observed since the last call; None if it is off or finds no numbers."""
+    def finish(self, models: Mapping[str, Layers]) -> Measurement | None:
+        """The global models and the clients observed since the last call; None without a model that has numbers."""
         clients, self._measured = self._measured, {}
-        measured = self._measure(layers, "the global model") if self._health else None
-        if not measured:
+        names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
+        measured = {name: self._measure(layers, f"the {names[name]}") for name, layers in models.items()}
+        healthy = {name: found for name, found in measured.items() if found is not None}
+        if not healthy:
             return None
-        models = [measured, *clients.values()]
-        rows = [{"client": client, **numbers} for client, (numbers, _) in zip([None, *clients], models, strict=True)]
-        kept = [np.stack(vectors) for vectors in zip(*(vectors for _, vectors in models), strict=True)]
-        z = kept[1] if len(kept) > 1 else None
-        return Measurement(rows, Representations(np.array(list(clients), dtype=np.int64), kept[0], z, self._labels))
+        rows = [{"client": None, "model": name, **numbers} for name, (numbers, _) in healthy.items()]
+        rows += [{"client": client, **numbers} for client, (numbers, _) in clients.items()]
+        vectors = zip(*(vectors for _, vectors in (*healthy.values(), *clients.values())), strict=True)
+        kept = [np.stack(one) for one in vectors]
+        representations = Representations(
+            names=np.array([*(names[name] for name in healthy), *(f"client {client}" for client in clients)]),
+            globals=np.array(len(healthy)),
+            h=kept[0],
+            z=kept[1] if len(kept) > 1 else None,
+            labels=self._labels,
+        )
+        return Measurement(rows, representations)
 
     def _needed(self) -> set[str]:
         """Names of the layers between pictures and what is kept; stages that do not run at present are not needed."""
         parts = ("encoder.", "projector.")[: len(self._maps)]
         return {name for name in travelling_names(self._method) if name.startswith(parts)}
 
-    def _measure(self, layers: Layers, name: str) -> tuple[dict[str, Any], list[np.ndarray]] | None:
-        """Numbers of health and the unit vectors that are kept; a warning and None if some are not finite."""
+    def _measure(self, layers: Layers, name: str) -> Found | None:
+        """A warning and None if some numbers are not finite."""
         load_layers(self._method, {layer: layers[layer] for layer in self._needed()})
-        maps = [extract(part, self._images, device=self._device, **self._statistics) for part in self._maps]
+        maps = [extract(part, self._images, mean=self._mean, std=self._std, device=self._device) for part in self._maps]
         numbers: dict[str, Any] = {}
         if all(vectors.isfinite().all() for vectors in maps):
-            with suppress(torch.linalg.LinAlgError):  # the pictures of `Health` are others: they may give no spectrum
+            # The pictures of `Health` are others: they may give no spectrum.
+            with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # torch does not say it exports it
                 numbers = self._health.measure(self._method.encoder)
         if not numbers or not all(math.isfinite(value) for value in numbers.values() if isinstance(value, float)):
             log.warning("%s gives representations that are NaN or infinite: its training has diverged", name)
@@ -131,22 +157,33 @@ class Monitor:
 
 
 def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The global model's numbers, and the means of the clients' without their spectra."""
-    own, *clients = measured
-    result: dict[str, Any] = {"global": {key: value for key, value in own.items() if key != "client"}}
-    if clients:
-        single = [key for key, value in own.items() if isinstance(value, float)]
-        result["clients"] = {key: mean(row[key] for row in clients) for key in single}
-    return result
+    """Means over the global models, and over the clients', without spectra but for that of an only global model."""
+    models = [row for row in measured if row["client"] is None]
+    clients = [row for row in measured if row["client"] is not None]
+    result = {"global": _means(models)}
+    if len(models) == 1:
+        result["global"]["singular_values"] = models[0]["singular_values"]
+    return result | ({"clients": _means(clients)} if clients else {})
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    single = [key for key, value in rows[0].items() if isinstance(value, float)]
+    return {key: mean(row[key] for row in rows) for key in single}
 
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
     """A line in the log for models whose pictures lie on nearly one point or one line."""
     ill = [row for row in measured if any(row[name] < least for name, least in LEAST.items())]
     if ill:
-        names = ", ".join("the global model" if row["client"] is None else f"client {row['client']}" for row in ill)
+        names = ", ".join(_name(row) for row in ill)
         worst = min(ill, key=lambda row: float(row["covariance_rank"]))
         log.warning(
             "the representation has collapsed in %s: effective rank %.1f, rank of the covariance %.1f, spread %.3f",
             *(names, worst["effective_rank"], worst["covariance_rank"], worst["spread"]),
         )
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    if row["client"] is not None:
+        return f"client {row['client']}"
+    return "the global model" if row["model"] == GLOBAL else f"model {row['model']}"

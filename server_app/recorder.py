@@ -3,12 +3,10 @@
 import fcntl
 import json
 import logging
-import os
 import platform
 import shlex
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
-from fedssl import config
+from fedssl.config import save_run
 from fedssl.errors import InputError
-from fedssl.layers import Layers
+from fedssl.files import write_text
 from fedssl.report.cost_table import totals
 from fedssl.report.runs import read_lines
-from server_app.checkpoint import Checkpoint, drop_after, latest_checkpoint, save_checkpoint
+from fedssl.settings import RecordingSettings
+from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.monitor import Measurement, summary, warn_of_collapse
-from strategies.base import FedSSLStrategy, RoundReport
+from server_app.report import RoundReport
+from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
 
@@ -39,10 +38,10 @@ class Recorder:
 
     Parameters
     ----------
-    settings : DictConfig
-        Resolved settings; ``output_dir`` names the folder, ``resume`` tells whether it holds a run already.
-    overrides : sequence of str
-        The command-line words that gave the settings.
+    settings : RecordingSettings
+        With a folder.
+    rounds : int
+        Of the run.
 
     Raises
     ------
@@ -50,18 +49,19 @@ class Recorder:
         The folder cannot be written, or holds another run.
     """
 
-    def __init__(self, settings: DictConfig, overrides: Sequence[str]) -> None:
-        self.settings, self.overrides = settings, list(overrides)
-        self.folder = Path(settings.output_dir).resolve()
+    def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:
+        assert settings.folder is not None
+        self.folder = settings.folder
+        self._settings, self._rounds = settings, rounds
         self._make_folder()
         self._start = time.monotonic()
         self._times: list[float] = []
-        self._tracker = _tracker(settings.tracker.name, self.folder)
+        self._tracker = _tracker(settings.tracker, self.folder)
 
     def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self.settings.resume and (self.folder / "config.yaml").exists():
+            if self._settings.resumed is None and (self.folder / "config.yaml").exists():
                 raise InputError(
                     f"output_dir={self.folder} holds a run already; choose another folder, "
                     f"or go on with that run: fedssl resume={self.folder}"
@@ -85,29 +85,27 @@ class Recorder:
 
     def begin(self) -> None:
         """Make the folder that of this run: all settings have been found usable."""
-        if self.settings.run_id is None:
-            self.settings.run_id = uuid.uuid4().hex[:12]
-        config.save_run(self.settings, self.overrides, self.folder)
+        save_run(self._settings, self.folder)
 
     # --- one round ---
 
-    def restore(self) -> Checkpoint | None:
-        """The checkpoint to go on from; what was written after it is cut off, since its rounds run again.
+    def restore(self) -> ServerState:
+        """The state to go on from; what was written after it is cut off, since its rounds run again.
 
         Raises
         ------
         InputError
             The run is further than ``rounds``.
         """
-        checkpoint = latest_checkpoint(self.folder / "checkpoints")
-        done = checkpoint.round if checkpoint else 0
-        if done > self.settings.rounds:
-            raise InputError(f"rounds={self.settings.rounds} but the run has done {done}; set rounds={done} or more")
+        state = latest_checkpoint(self.folder / "checkpoints") or ServerState()
+        done = state.round
+        if done > self._rounds:
+            raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
         for name in ("metrics.jsonl", "clients.jsonl", "health.jsonl"):
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
-            _write(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
-        return checkpoint
+            write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        return state
 
     def round(
         self,
@@ -154,8 +152,8 @@ class Recorder:
 
     def _progress(self, line: Mapping[str, Any]) -> str:
         pace = float(np.mean(self._times[-5:]))
-        left = pace * (self.settings.rounds - line["round"])
-        parts = [f"round {line['round']}/{self.settings.rounds}"]
+        left = pace * (self._rounds - line["round"])
+        parts = [f"round {line['round']}/{self._rounds}"]
         if line["loss"] is not None:
             parts.append(f"loss {line['loss']:.3f}")
         parts.append(f"cosine {line['cosine']:.4f}")
@@ -165,18 +163,17 @@ class Recorder:
         parts += [f"{pace:.1f} s/round", f"{_duration(left)} left"]
         return "  ".join(parts)
 
-    def checkpoint(self, round: int, layers: Layers, strategy: FedSSLStrategy) -> None:
-        """Save the global layers and the state of the strategy if a checkpoint is due."""
-        if round % self.settings.checkpoint_every == 0 or round == self.settings.rounds:
-            checkpoint = Checkpoint(round, layers, strategy.state())
-            save_checkpoint(self.folder / "checkpoints", checkpoint, keep=self.settings.keep_checkpoints)
+    def checkpoint(self, state: ServerState) -> None:
+        """Save the server's state if a checkpoint is due."""
+        if state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds:
+            save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
 
     # --- the end ---
 
     def summary(self, status: str, *, reason: str | None = None, **results: Any) -> None:
         """Write ``summary.json``: how the run ended, its results, versions, and the command that repeats it."""
         lines = read_lines(self.folder / "metrics.jsonl")
-        repeat = [word for word in self.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
+        repeat = [word for word in self._settings.words if word.partition("=")[0] not in ("output_dir", "resume")]
         content = {
             "status": status,
             "reason": reason,
@@ -189,7 +186,7 @@ class Recorder:
             "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
-        _write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+        write_text(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager
@@ -241,12 +238,6 @@ def _tracker(name: str, folder: Path) -> Any:
 def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     with file.open("a") as stream:
         stream.write("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)
 
 
 def _duration(seconds: float) -> str:

@@ -24,8 +24,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from fedssl.config import CONF, check_names, load_run, quote
+from fedssl.config import check_names, compose, load_run
 from fedssl.errors import InputError, RunFailed
+from fedssl.files import write_text
+from fedssl.words import CONF, quote
 
 APP_DIR = CONF.parent
 
@@ -78,12 +80,14 @@ def job(hydra_settings: DictConfig) -> None:
 
 def run(words: Sequence[str]) -> None:
     """One run on the engine that the settings name."""
-    settings, overrides = load_run(words)
-    folder = Path(settings.output_dir).resolve() if settings.output_dir else _new_folder()
-    overrides.append(f"output_dir={quote(str(folder))}")
-    if settings.dataset.get("path"):  # now absolute: a run on Ray, or a resumed one, has another working directory
-        overrides.append(f"dataset.path={quote(settings.dataset.path)}")
-    if settings.engine.name == "ray":
+    settings = load_run(words)
+    folder = settings.recording.folder or _new_folder()
+    overrides = [*settings.recording.words, f"output_dir={quote(str(folder))}"]
+    path = settings.data.reader.values.get("path")
+    if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
+        overrides.append(f"dataset.path={quote(path)}")
+    engine = settings.engine
+    if engine.name == "ray":
         from simulation.flower_run import run as run_flower
 
         try:
@@ -92,11 +96,11 @@ def run(words: Sequence[str]) -> None:
                 overrides,
                 num_clients=settings.num_clients,
                 rounds=settings.rounds,
-                client_cpus=settings.engine.client_cpus or settings.threads,
-                client_gpus=settings.engine.client_gpus,
+                client_cpus=engine.client_cpus,
+                client_gpus=engine.client_gpus,
                 output_dir=folder,
-                allocator=settings.allocator,
-                verbose=settings.engine.verbose,
+                allocator=settings.machine.allocator,
+                verbose=engine.verbose,
             )
         except KeyboardInterrupt:
             _note(folder, words, status="interrupted", reason="stopped by the user")
@@ -109,18 +113,21 @@ def run(words: Sequence[str]) -> None:
 
 def print_travels(words: Sequence[str]) -> None:
     """What is exchanged with these settings, as comments behind the printed YAML."""
-    from fedssl.config import compose, grows, make
-    from fedssl.methods import build
+    from fedssl.methods.build import build
+    from fedssl.schedule.phases import make_phases
 
     settings = compose(words)
-    travels = make(settings.strategy).travels(build(settings))
-    frozen = "all frozen ones, which calibration changes" if settings.calibration.at else "frozen ones that it lacks"
+    method = build(settings.model)
+    phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
+    travels = settings.algorithm.strategy.make().travels(method)
+    metrics = dict.fromkeys([*travels.needs, *settings.algorithm.metrics])
+    frozen = "all frozen ones, which calibration changes" if settings.calibration else "frozen ones that it lacks"
     print(
         f"\n# down, to the clients: {travels.down}"
         f"\n# up, to the server:    {travels.up}"
-        f"\n# metrics, up:          {', '.join(travels.metrics) or 'none'}"
+        f"\n# metrics, up:          {', '.join(metrics) or 'none'}"
         f"\n# stays at the clients: {travels.stays}"
-        + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if grows(settings) else "")
+        + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if len(phases) > 1 else "")
     )
 
 
@@ -160,7 +167,7 @@ def _note(folder: Path, words: Sequence[str], *, status: str, reason: str) -> No
     summary = folder / "summary.json"
     content = json.loads(summary.read_text()) if summary.exists() else {"overrides": list(words), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)
-    summary.write_text(json.dumps({**content, "status": status, "reason": reason}, indent=2) + "\n")
+    write_text(summary, json.dumps({**content, "status": status, "reason": reason}, indent=2) + "\n")
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -97,8 +97,13 @@ def run_local(overrides: Sequence[str], *, num_clients: int) -> None:
     from server_app.app import app as server_app
 
     grid = LocalGrid(client_app, num_clients=num_clients)
-    run_config = {"overrides": shlex.join(overrides)}
     server_app(
         grid,
-        Context(run_id=RUN_ID, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=run_config),
+        Context(
+            run_id=RUN_ID,
+            node_id=SERVER_NODE,
+            node_config={},
+            state=RecordDict(),
+            run_config={"overrides": shlex.join(overrides)},
+        ),
     )

@@ -16,17 +16,20 @@ large deviations less, and stops its solver short of the optimum. Statistics and
 they are weighted by batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.layers import ROW, Alignment, GlobalLayers, Layers, is_weight
+from fedssl.layers import ROW, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.messages import ClientUpdate
-from strategies.base import FedSSLStrategy
+from strategies.base import FedSSLStrategy, Rule, ServerHalf
 from strategies.min_norm import min_norm_weights
+from strategies.state import Model
 from strategies.weighted_sum import WeightedSum, check_all, one_of
 
 DEVIATIONS = ("log", "unit")
@@ -115,6 +118,8 @@ class EUARule:
         What the last `finish` found.
     """
 
+    needs: tuple[str, ...] = ()
+
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
         self.deviation = one_of("strategy.deviation", deviation, DEVIATIONS)
         self.step = one_of("strategy.step", step, STEPS)
@@ -132,9 +137,9 @@ class EUARule:
         self._models: list[Layers] = []
         self.clients: list[int] = []
 
-    def add(self, update: ClientUpdate, alignment: Alignment) -> None:
+    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Remember an update that passed `GlobalLayers.check`."""
-        self._buffers.add(update, alignment)
+        self._buffers.add(update, cosines)
         self._models.append(update.layers)
         self.clients.append(update.partition_id)
 
@@ -261,47 +266,35 @@ def eua(
     rule.start(reference)
     check_all(reference, updates)
     for update in sorted(updates, key=lambda update: update.partition_id):
-        alignment = reference.align(update.layers)
-        if not alignment.finite:
-            raise InputError(f"client {update.partition_id}: layer {alignment.offender} has NaN or infinite values")
-        rule.add(update, alignment)
+        cosines = reference.compare(update.layers)
+        if not cosines.finite:
+            raise InputError(f"client {update.partition_id}: layer {cosines.offender} has NaN or infinite values")
+        rule.add(update, cosines)
     return rule.finish()
 
 
+class UnifiedServer(ServerHalf):
+    """A server that records what EUA found, see `EUA`."""
+
+    def remember(
+        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert isinstance(rule, EUARule)
+        found = rule.solution
+        weights = {str(client): float(p) for client, p in zip(rule.clients, found.weights, strict=True)}
+        return model.memory, {
+            "weights": weights,
+            "conflict_before": found.before,
+            "conflict_after": found.after,
+        }
+
+
 class EUA(FedSSLStrategy):
-    """Efficient unified aggregator; see `eua`. Clients report nothing but their layers.
+    """Efficient unified aggregator; see `eua`, whose options it has. Clients report nothing but their layers.
 
     Each round it records p by client ("weights") and the smallest change rate over clients along the mean deviation
     ("conflict_before") and along d ("conflict_after"), see `Solution`.
-
-    Parameters
-    ----------
-    deviation, step : str
-    server_lr : float
-        As in `eua`.
-    metrics : sequence of str
-        What clients report for the log in addition.
     """
 
-    def __init__(
-        self,
-        *,
-        deviation: str = "log",
-        step: str = "normalized",
-        server_lr: float = 1.0,
-        metrics: Sequence[str] = (),
-    ) -> None:
-        super().__init__(metrics=metrics)
-        self._rule = EUARule(deviation=deviation, step=step, server_lr=server_lr)
-
-    def rule(self, round: int) -> EUARule:
-        return self._rule
-
-    def after_aggregate(self, round: int, layers: Layers) -> Layers:
-        found = self._rule.solution
-        self.report.findings["weights"] = {
-            str(client): float(p) for client, p in zip(self._rule.clients, found.weights, strict=True)
-        }
-        self.report.findings["conflict_before"] = found.before
-        self.report.findings["conflict_after"] = found.after
-        return layers
+    def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
+        super().__init__(UnifiedServer(partial(EUARule, deviation=deviation, step=step, server_lr=server_lr)))

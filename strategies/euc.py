@@ -25,13 +25,24 @@ from typing import Any
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
+from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, travelling_layers, travelling_names
-from strategies.base import FedSSLStrategy, Rule, State, Travels
-from strategies.fedavg import WEIGHTINGS
-from strategies.weighted_sum import WeightedSum, one_of
+from fedssl.model_layers import copies, kept_names, start_from, travelling_names
+from strategies.base import (
+    Circumstances,
+    ClientHalf,
+    FedSSLStrategy,
+    Rule,
+    ServerHalf,
+    State,
+    Travels,
+    as_layers,
+    sent_names,
+)
+from strategies.fedavg import mean
+from strategies.state import Model
+from strategies.weighted_sum import WeightedSum
 
 
 def can_wait(name: str, array: np.ndarray) -> bool:
@@ -83,14 +94,18 @@ class MeasuredSum:
     def __init__(self, total: WeightedSum) -> None:
         self._sum = total
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self._sum.needs
+
     def start(self, global_layers: GlobalLayers) -> None:
         self._global = global_layers
         self._squares = {name: 0.0 for name, array in global_layers.layers.items() if can_wait(name, array)}
         self._weights = 0.0
         self._sum.start(global_layers)
 
-    def add(self, update: ClientUpdate, alignment: Alignment) -> None:
-        self._sum.add(update, alignment)
+    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
+        self._sum.add(update, cosines)
         weight = update.num_examples if self._sum.weighting == "examples" else 1
         assert weight is not None  # the sum has refused updates without it
         for name, distance in self._distances(update.layers).items():
@@ -129,121 +144,115 @@ def square_distance(x: np.ndarray, g: np.ndarray) -> float:
     return total
 
 
-class EUC(FedSSLStrategy):
-    """Averaging with an interval for each layer; see the module.
+class Intervals(ServerHalf):
+    """A server with an interval for each layer, see the module.
+
+    A model's memory has the ``intervals`` of layers that wait, from the first adjustment on, and the round in which
+    each layer was ``averaged`` last.
 
     Parameters
     ----------
     interval : int
         phi, at least 1; 1: plain averaging.
-    weighting : {"uniform", "examples"}
-        Weights of the average and of the discrepancy: 1/K, or n_k / sum n.
-    metrics : sequence of str
-        What clients report for the log in addition.
+    weighting : {"examples", "uniform"}
+        Weights of the average and of the discrepancy: n_k / sum n, or 1/K.
+
+    Raises
+    ------
+    InputError
+        ``interval`` is below 1, or ``weighting`` another word.
     """
 
-    def __init__(self, *, interval: int = 2, weighting: str = "uniform", metrics: Sequence[str] = ()) -> None:
-        super().__init__(metrics=metrics)
+    def __init__(self, *, interval: int, weighting: str) -> None:
         if interval < 1:
             raise InputError(f"strategy.interval={interval} is below 1; 1 is plain averaging, the paper uses 2 and 4")
         self.interval = interval
-        self._sum = WeightedSum(weighting=one_of("strategy.weighting", weighting, WEIGHTINGS))
-        self._measured = MeasuredSum(self._sum)
-        self._intervals: dict[str, int] = {}  # of the layers that can wait, from the first adjustment on
-        self._averaged: dict[str, int] = {}  # the round in which a layer was averaged last
-        self._seen: dict[int, int] = {}  # the round in which a client's update was used last
+        super().__init__(mean(weighting))
 
-    # --- server half ---
+    def rule(self, round: int) -> WeightedSum | MeasuredSum:
+        total = self._make_rule()
+        assert isinstance(total, WeightedSum)
+        return MeasuredSum(total) if self._adjusts(round) else total
 
-    def needs(self) -> tuple[str, ...]:
-        return self._sum.needs
+    def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
+        waits = model.memory.get("intervals", {})
+        due = tuple(name for name in layers if round % waits.get(name, 1) == 0)
+        return None if len(due) == len(layers) else due
 
-    def rule(self, round: int) -> Rule:
-        return self._measured if self._adjusts(round) else self._sum
-
-    def up(self, round: int, layers: Layers) -> tuple[str, ...]:
-        due = tuple(name for name in layers if round % self._intervals.get(name, 1) == 0)
-        return () if len(due) == len(layers) else due
-
-    def down(self, round: int, layers: Layers, client: int) -> tuple[str, ...]:
-        if client not in self._seen:
-            return ()
+    def down(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+        if last is None:
+            return None
         # An average of the round in which the client took part was made after the client had left.
-        new = tuple(name for name in layers if self._averaged.get(name, math.inf) >= self._seen[client])
-        return () if len(new) == len(layers) else new
+        averaged = model.memory.get("averaged", {})
+        new = tuple(name for name in layers if averaged.get(name, math.inf) >= last)
+        return None if len(new) == len(layers) else new
 
-    def after_aggregate(self, round: int, layers: Layers) -> Layers:
-        due = self.up(round, layers) or tuple(layers)
-        clients = [row.client for row in self.report.clients]
-        down = {client: self.down(round, layers, client) or tuple(layers) for client in clients}
-        saved = {
-            "up": len(clients) * (_nbytes(layers, layers) - _nbytes(layers, due)),
-            "down": sum(_nbytes(layers, layers) - _nbytes(layers, names) for names in down.values()),
+    def remember(
+        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        due = self.up(model, round, layers)
+        names = tuple(layers) if due is None else due
+        findings: dict[str, Any] = {
+            "synced_layers": len(names),
+            "bytes_saved": {
+                "up": len(received) * _left_out(layers, names),
+                "down": sum(_left_out(layers, some) for some in received.values()),
+            },
         }
-        self.report.findings.update(synced_layers=len(due), bytes_saved=saved)
-        self._averaged.update(dict.fromkeys(due, round))
-        self._seen.update(dict.fromkeys(clients, round))
-        for client in self.report.dropped:  # nobody knows what it holds now: it begins anew
-            self._seen.pop(client, None)
-        if self._adjusts(round):
-            self._adjust(layers)
-        return layers
+        intervals_now = dict(model.memory.get("intervals", {}))
+        averaged = {**model.memory.get("averaged", {}), **dict.fromkeys(names, round)}
+        if isinstance(rule, MeasuredSum):  # a round in which all layers were averaged
+            per_round = {name: d / intervals_now.get(name, 1) for name, d in rule.discrepancy.items()}
+            new = intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
+            if new != {name: intervals_now.get(name, 1) for name in new}:
+                findings["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
+            intervals_now = new
+        return {"intervals": intervals_now, "averaged": averaged}, findings
 
-    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
-        if self.interval == 1:
-            return
-        if clients_per_round < 2:
+    def check(self, circumstances: Circumstances) -> None:
+        if self.interval > 1 and circumstances.clients_per_round < 2:
             raise InputError(
-                f"strategy=euc compares the clients of a round but clients_per_round={clients_per_round}; "
-                "2 or more are needed"
+                "strategy=euc compares the clients of a round but "
+                f"clients_per_round={circumstances.clients_per_round}; 2 or more are needed"
             )
-        if all(can_wait(name, array) for name, array in travelling_layers(method).items()):
-            raise InputError("strategy=euc needs layers that travel every round, such as biases; the model has none")
 
-    def travels(self, method: SSLMethod) -> Travels:
-        usual = super().travels(method)
+    def travels(self, usual: Travels) -> Travels:
+        usual = super().travels(usual)
         if self.interval == 1:
             return usual
         return replace(
             usual,
             down=f"{usual.down}; of these the layers that were averaged since the client's last round",
             up=f"{usual.up}; of these some weights only every {self.interval} rounds",
-            stays=", ".join(["layers that are not averaged in the round", *method.kept]),
         )
-
-    def state(self) -> dict[str, Any]:
-        return super().state() | {
-            "intervals": dict(self._intervals),
-            "averaged": dict(self._averaged),
-            "seen": dict(self._seen),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self._intervals, self._averaged, self._seen = (dict(state[key]) for key in ("intervals", "averaged", "seen"))
 
     def _adjusts(self, round: int) -> bool:
         return self.interval > 1 and round % self.interval == 0
 
-    def _adjust(self, layers: Layers) -> None:
-        """New intervals, after a round in which all layers were averaged."""
-        per_round = {name: d / self._intervals.get(name, 1) for name, d in self._measured.discrepancy.items()}
-        new = intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
-        before = {name: self._intervals.get(name, 1) for name in new}
-        self._intervals = new
-        if new != before:
-            self.report.findings["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
 
-    # --- client half ---
+class UnsyncedClient(ClientHalf):
+    """A client that goes on with its own weights where it receives none, and keeps those that it does not send."""
 
-    def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
-        own = None if state is None else {name: value for name, value in state.items() if name not in plan.layers}
-        super().load_global(method, plan, own)
+    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+        return replace(usual, stays=", ".join(["layers that are not averaged in the round", *method.kept]))
 
-    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
-        due = set(plan.up or travelling_names(method))
-        return copies(method, [*kept_names(method), *(name for name in travelling_names(method) if name not in due)])
+    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        return start_from(method, as_layers(state or {}, method) | plan.layers)
+
+    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+        sent = sent_names(method, plan)
+        return copies(method, [*kept_names(method), *(name for name in travelling_names(method) if name not in sent)])
 
 
-def _nbytes(layers: Layers, names: Sequence[str] | Layers) -> int:
-    return sum(layers[name].nbytes for name in names)
+class EUC(FedSSLStrategy):
+    """Averaging with an interval for each layer; ``interval`` and ``weighting`` as in `Intervals`."""
+
+    def __init__(self, *, interval: int = 2, weighting: str = "uniform") -> None:
+        super().__init__(
+            Intervals(interval=interval, weighting=weighting), UnsyncedClient() if interval > 1 else ClientHalf()
+        )
+
+
+def _left_out(layers: Layers, names: Sequence[str]) -> int:
+    """Bytes of the layers that are not named."""
+    return sum(array.nbytes for name, array in layers.items() if name not in names)

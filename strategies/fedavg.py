@@ -4,11 +4,12 @@ Counters such as ``num_batches_tracked`` are rounded to the nearest integer and 
 average them as floating-point numbers, which loading then truncates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from fedssl.layers import Layers
 from fedssl.messages import ClientUpdate
-from strategies.base import FedSSLStrategy
+from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, one_of, weighted_sum
 
 WEIGHTINGS = ("examples", "uniform")
@@ -36,22 +37,16 @@ def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting:
     InputError
         No updates, an unknown weighting, a layer that does not fit, or ``num_examples`` missing where it is needed.
     """
-    return weighted_sum(global_layers, updates, rule=_mean(weighting))  # Eq. 1
+    return weighted_sum(global_layers, updates, rule=mean(weighting)())  # Eq. 1
 
 
 class FedAvg(FedSSLStrategy):
     """Federated averaging; see `fedavg`."""
 
-    def __init__(self, *, weighting: str = "examples", metrics: Sequence[str] = ()) -> None:
-        super().__init__(metrics=metrics)
-        self._rule = _mean(weighting)
-
-    def needs(self) -> tuple[str, ...]:
-        return self._rule.needs
-
-    def rule(self, round: int) -> WeightedSum:
-        return self._rule
+    def __init__(self, *, weighting: str = "examples") -> None:
+        super().__init__(ServerHalf(mean(weighting)))
 
 
-def _mean(weighting: str) -> WeightedSum:
-    return WeightedSum(weighting=one_of("strategy.weighting", weighting, WEIGHTINGS))
+def mean(weighting: str) -> Callable[[], WeightedSum]:
+    """Makes rules that average; raises `InputError` for an unknown weighting."""
+    return partial(WeightedSum, weighting=one_of("strategy.weighting", weighting, WEIGHTINGS))

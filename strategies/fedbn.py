@@ -14,11 +14,12 @@ from dataclasses import replace
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.errors import InputError
+from fedssl.layers import Layers
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names
-from strategies.base import State, Travels
-from strategies.fedavg import FedAvg
+from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels
+from strategies.fedavg import mean
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:
@@ -27,16 +28,23 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
     return [name for name in method.tensors if name.rpartition(".")[0] in modules]
 
 
-class FedBN(FedAvg):
-    """Federated averaging in which every client keeps its own batch normalisation; parameters as in `FedAvg`."""
+class OwnBatchNorm(ClientHalf):
+    """A client that keeps its batch normalisation."""
 
-    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
-        if not batch_norm_names(method):
+    def check(self, circumstances: Circumstances) -> None:
+        if not batch_norm_names(circumstances.method):
             raise InputError("strategy=fedbn but the model has no batch normalisation; use strategy=fedavg")
 
-    def travels(self, method: SSLMethod) -> Travels:
-        return replace(super().travels(method), stays=", ".join(["its batch norm", *method.kept]))
+    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+        return replace(usual, stays=", ".join(["its batch norm", *method.kept]))
 
-    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
+    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         own = {*kept_names(method), *batch_norm_names(method)}
         return copies(method, [name for name in method.tensors if name in own and name not in method.idle])
+
+
+class FedBN(FedSSLStrategy):
+    """Federated averaging in which every client keeps its own batch normalisation; parameters as in `FedAvg`."""
+
+    def __init__(self, *, weighting: str = "examples") -> None:
+        super().__init__(ServerHalf(mean(weighting)), OwnBatchNorm())

@@ -18,7 +18,6 @@ Parts that a method does not have, such as SimCLR's predictor and target, are le
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,8 +27,8 @@ from fedssl.layers import Layers, is_weight
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, travelling_layers
-from strategies.base import State, Travels
-from strategies.fedavg import FedAvg
+from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers
+from strategies.fedavg import mean
 from strategies.fedu import DISTANCES, compared, moved
 from strategies.weighted_sum import one_of
 
@@ -63,70 +62,65 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
     return blended
 
 
-class FedEMA(FedAvg):
+class MixingClient(ClientHalf):
+    """FedEMA's client half.
+
+    Parameters
+    ----------
+    tau : float
+        Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
+        global ones.
+    distance : {"mean_conv_l2", "squared_l2"}
+        d, see `strategies.fedu.divergence`.
+
+    Raises
+    ------
+    InputError
+        ``tau`` is negative, or ``distance`` another word.
+    """
+
+    def __init__(self, *, tau: float, distance: str) -> None:
+        if tau < 0:
+            raise InputError(f"strategy.tau={tau} must not be negative; FedEMA uses 0.7, 0 takes the global weights")
+        self.tau = tau
+        self.distance = one_of("strategy.distance", distance, DISTANCES)
+
+    def check(self, circumstances: Circumstances) -> None:
+        compared(travelling_layers(circumstances.method), distance=self.distance)
+
+    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+        return replace(usual, stays=", ".join([f"own weights of {usual.down}", *method.kept, "distance and lambda"]))
+
+    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        layers = plan.layers
+        if state is not None:
+            mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
+            layers = blend(plan.layers, as_layers(state, method), mu=mu)
+        return start_from(method, layers)
+
+    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+        distance = moved(method, start, distance=self.distance)
+        if not math.isfinite(distance):
+            return {}  # training failed: the client goes on from what it kept before
+        new = {DISTANCE: torch.tensor(distance, dtype=torch.float64)}
+        if state is not None and LAMBDA in state:
+            new[LAMBDA] = state[LAMBDA]
+        elif distance > 0:
+            new[LAMBDA] = torch.tensor(self.tau / distance, dtype=torch.float64)
+        mixed = [name for name, array in plan.layers.items() if is_weight(name, array) or name.startswith("predictor.")]
+        return new | copies(method, [*mixed, *kept_names(method)])
+
+
+class FedEMA(FedSSLStrategy):
     """Federated averaging whose clients mix the global model with their own.
 
     Parameters
     ----------
     weighting : {"examples", "uniform"}
         As in `FedAvg`.
-    tau : float
-        Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
-        global ones.
-    distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.fedu.divergence`.
-    metrics : sequence of str
-        What clients report for the log in addition.
+    tau, distance
+        As in `MixingClient`.
     """
 
-    def __init__(
-        self,
-        *,
-        weighting: str = "examples",
-        tau: float = 0.7,
-        distance: str = "mean_conv_l2",
-        metrics: Sequence[str] = (),
-    ) -> None:
-        super().__init__(weighting=weighting, metrics=metrics)
-        if tau < 0:
-            raise InputError(f"strategy.tau={tau} must not be negative; FedEMA uses 0.7, 0 takes the global weights")
-        self.tau = tau
-        self.distance = one_of("strategy.distance", distance, DISTANCES)
-        # From `load_global` to `keep` the object serves one client, for which it holds these.
-        self._lambda: float | None = None
-        self._start: Layers = {}
-
-    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
-        super().check(method, clients_per_round=clients_per_round)
-        compared(travelling_layers(method), distance=self.distance)
-
-    def travels(self, method: SSLMethod) -> Travels:
-        travels = super().travels(method)
-        own = f"own weights of {travels.down}"
-        return replace(travels, stays=", ".join([own, *method.kept, "distance and lambda"]))
-
-    def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
-        layers = plan.layers
-        self._lambda = None
-        if state is not None:
-            mu = 0.0
-            if LAMBDA in state:
-                self._lambda = float(state[LAMBDA])
-                mu = min(self._lambda * float(state[DISTANCE]), 1.0)
-            own = {name: value.numpy() for name, value in state.items() if name in method.tensors}
-            layers = blend(plan.layers, own, mu=mu)
-        self._start = {name: layers[name] for name in compared(layers, distance=self.distance)}
-        start_from(method, layers)
-
-    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
-        distance = moved(method, self._start, distance=self.distance)
-        self._start = {}
-        if not math.isfinite(distance):
-            return {}  # training failed: the client goes on from what it kept before
-        if self._lambda is None and distance > 0:
-            self._lambda = self.tau / distance
-        state = {DISTANCE: torch.tensor(distance, dtype=torch.float64)}
-        if self._lambda is not None:
-            state[LAMBDA] = torch.tensor(self._lambda, dtype=torch.float64)
-        mixed = [name for name, array in plan.layers.items() if is_weight(name, array) or name.startswith("predictor.")]
-        return state | copies(method, [*mixed, *kept_names(method)])
+    def __init__(self, *, weighting: str = "examples", tau: float = 0.7, distance: str = "mean_conv_l2") -> None:
+        super().__init__(ServerHalf(mean(weighting)), MixingClient(tau=tau, distance=distance))

@@ -30,10 +30,18 @@ from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight, products
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.momentum import MomentumMethod
 from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_layers, travelling_names
-from strategies.base import FedSSLStrategy, State, Travels
-from strategies.fedavg import FedAvg
+from strategies.base import (
+    Circumstances,
+    ClientHalf,
+    FedSSLStrategy,
+    ServerHalf,
+    State,
+    Travels,
+    as_layers,
+    sent_names,
+)
+from strategies.fedavg import mean
 from strategies.weighted_sum import one_of
 
 DISTANCES = ("mean_conv_l2", "squared_l2")
@@ -133,24 +141,26 @@ class PartialUpdate:
             )
 
 
-class FedUClient(FedSSLStrategy):
-    """FedU's client half; a class that has it sets ``partial_update``.
+class FedUClient(ClientHalf):
+    """FedU's client half.
 
-    The server's half stands before it among the bases, e.g. ``class FedU(FedAvg, FedUClient)``: a rule that changes
-    what is sent, like L-DAWA scaled at the clients, then does so with the networks chosen here.
+    Parameters
+    ----------
+    options : PartialUpdate
     """
 
-    partial_update: PartialUpdate
+    def __init__(self, options: PartialUpdate) -> None:
+        self.options = options
 
-    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
-        super().check(method, clients_per_round=clients_per_round)
-        options, kind = self.partial_update, type(method).__name__
+    def check(self, circumstances: Circumstances) -> None:
+        method, options = circumstances.method, self.options
+        kind = type(method).__name__
         if not _targets(method) and (options.aggregate, options.update) != ("online", "online"):
             raise InputError(
                 f"strategy.aggregate={options.aggregate} strategy.update={options.update} needs a method with target "
                 f"networks and {kind} has none; set both to online, or method=byol"
             )
-        if isinstance(method, MomentumMethod) and method.target == "copy" and options.update != "both":
+        if method.fresh_target and options.update != "both":
             raise InputError(
                 f"method.target=copy makes the target anew every round, against strategy.update={options.update}; "
                 "set method.target=keep or strategy.update=both"
@@ -163,29 +173,29 @@ class FedUClient(FedSSLStrategy):
         if options.predictor == "dapu":
             compared(travelling_layers(method), distance=options.distance)
 
-    def travels(self, method: SSLMethod) -> Travels:
-        options, sources = self.partial_update, self._sources(method, travelling_names(method))
+    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+        options, sources = self.options, self._sources(method, travelling_names(method))
         up = {name.partition(".")[0]: source.partition(".")[0] for name, source in sources.items()}
         stays = _parts(self._own(method, local_head=options.predictor != "global"))
         if options.predictor == "dapu":
             stays = [f"{part} (if DAPU says so)" if part == _head(method) else part for part in stays]
             stays += ["DAPU's distance and decision"]
         return replace(
-            super().travels(method),
+            usual,
             up=", ".join(part if part == source else f"{source} (as {part})" for part, source in up.items()),
             stays=", ".join(stays) or "nothing",
         )
 
-    def load_global(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> None:
+    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
         layers = dict(plan.layers)
         if state is not None:
-            if self.partial_update.update != "online":
+            if self.options.update != "online":
                 layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
-            layers |= {name: value.numpy() for name, value in state.items() if name in method.tensors}
-        start_from(method, layers)
+            layers |= as_layers(state, method)
+        return start_from(method, layers)
 
-    def keep(self, method: SSLMethod, plan: TrainPlan) -> State:
-        options = self.partial_update
+    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+        options = self.options
         if options.predictor != "dapu":
             return copies(method, self._own(method, local_head=options.predictor == "local"))
         distance = moved(method, plan.layers, distance=options.distance)
@@ -199,13 +209,13 @@ class FedUClient(FedSSLStrategy):
         return decision | copies(method, self._own(method, local_head=not take_global))
 
     def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
-        sources = self._sources(method, plan.up or travelling_names(method))
+        sources = self._sources(method, sent_names(method, plan))
         taken = take_layers(method, sources.values())
         return {name: taken[source] for name, source in sources.items()}
 
     def _own(self, method: SSLMethod, *, local_head: bool) -> list[str]:
         """Names of the layers that nothing received will overwrite at the next participation."""
-        update, head, targets = self.partial_update.update, _head(method), set(_targets(method).values())
+        update, head, targets = self.options.update, _head(method), set(_targets(method).values())
         kept = [name for name in kept_names(method) if update == "online" or name not in targets]
         online = [
             name
@@ -216,11 +226,11 @@ class FedUClient(FedSSLStrategy):
 
     def _sources(self, method: SSLMethod, names: Sequence[str]) -> dict[str, str]:
         """For the names under which layers are sent, those under which the model has them."""
-        targets = _targets(method) if self.partial_update.aggregate == "target" else {}
+        targets = _targets(method) if self.options.aggregate == "target" else {}
         return {name: targets.get(name, name) for name in names}
 
 
-class FedU(FedAvg, FedUClient):
+class FedU(FedSSLStrategy):
     """Federated averaging with FedU's client half; ``weighting`` as in `FedAvg`, other options in `PartialUpdate`."""
 
     def __init__(
@@ -232,16 +242,15 @@ class FedU(FedAvg, FedUClient):
         predictor: str = "dapu",
         distance: str = "mean_conv_l2",
         predictor_threshold: float = 0.4,
-        metrics: Sequence[str] = (),
     ) -> None:
-        super().__init__(weighting=weighting, metrics=metrics)
-        self.partial_update = PartialUpdate(
+        options = PartialUpdate(
             aggregate=aggregate,
             update=update,
             predictor=predictor,
             distance=distance,
             predictor_threshold=predictor_threshold,
         )
+        super().__init__(ServerHalf(mean(weighting)), FedUClient(options))
 
 
 def _targets(method: SSLMethod) -> dict[str, str]:

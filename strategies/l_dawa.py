@@ -18,7 +18,9 @@ Cosines are clipped above at 1 and not below: a client that points away from the
 Eqs. 5 and 6 weight by examples and by loss; for both there is no published code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
-from strategies.base import FedSSLStrategy
+from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, Rule, ServerHalf, State, Travels
 from strategies.weighted_sum import BUFFERS, WeightedSum, one_of, weighted_sum
 
 
@@ -71,12 +73,76 @@ def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "avera
 
     The plain mean of such layers is `l_dawa`; ``buffers`` as there.
     """
-    alignment = GlobalLayers({name: global_layers[name] for name in layers}).align(layers)
-    factors = alignment.cosines | (alignment.buffer_cosines if buffers == "scale" else {})
+    cosines = GlobalLayers({name: global_layers[name] for name in layers}).compare(layers)
+    factors = cosines.weights | (cosines.buffers if buffers == "scale" else {})
     return {
         name: np.asarray(array * array.dtype.type(factors[name])) if name in factors else array
         for name, array in layers.items()
     }
+
+
+class WarmedUp(ServerHalf):
+    """A server whose first rounds are federated averaging weighted by examples.
+
+    Parameters
+    ----------
+    make_rule : callable
+        Makes the rule of the other rounds.
+    rounds : int
+        How many come before; 0: none.
+
+    Raises
+    ------
+    InputError
+        ``rounds`` is negative, or the rule refuses its options.
+    """
+
+    def __init__(self, make_rule: Callable[[], Rule], *, rounds: int) -> None:
+        super().__init__(make_rule)
+        if rounds < 0:
+            raise InputError(f"strategy.warmup_rounds={rounds} is negative; 0 turns the warm-up off")
+        self.rounds = rounds
+
+    def rule(self, round: int) -> Rule:
+        return WeightedSum(weighting="examples") if round <= self.rounds else super().rule(round)
+
+    def travels(self, usual: Travels) -> Travels:
+        ever = [*self.rule(1).needs, *self.rule(self.rounds + 1).needs]
+        return replace(super().travels(usual), needs=tuple(dict.fromkeys(ever)))
+
+
+class ScaledClient(ClientHalf):
+    """A client that multiplies what it sends by the cosines; all else is as ``client`` does it.
+
+    Parameters
+    ----------
+    client : ClientHalf
+    buffers : {"average", "scale"}
+        As in `l_dawa`.
+    warmup_rounds : int
+        First rounds in which nothing is scaled.
+    """
+
+    def __init__(self, client: ClientHalf, *, buffers: str, warmup_rounds: int) -> None:
+        self._client, self._buffers, self._warmup_rounds = client, buffers, warmup_rounds
+
+    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        return self._client.load(method, plan, state)
+
+    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+        return self._client.keep(method, plan, start=start, state=state)
+
+    def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
+        layers = self._client.send(method, plan)
+        if plan.round <= self._warmup_rounds:
+            return layers
+        return scale_layers(plan.layers, layers, buffers=self._buffers)
+
+    def check(self, circumstances: Circumstances) -> None:
+        self._client.check(circumstances)
+
+    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+        return self._client.travels(method, usual)
 
 
 class LDAWA(FedSSLStrategy):
@@ -91,8 +157,8 @@ class LDAWA(FedSSLStrategy):
     scale_at : {"server", "client"}
         Who multiplies the layers by their cosines. The global model is the same up to rounding; with "client" the
         cosines in the log are those of the scaled layers, i.e. absolute values.
-    metrics : sequence of str
-        What clients report for the log in addition.
+    client : ClientHalf, optional
+        None: that of federated averaging.
     """
 
     def __init__(
@@ -102,27 +168,13 @@ class LDAWA(FedSSLStrategy):
         buffers: str = "average",
         warmup_rounds: int = 0,
         scale_at: str = "server",
-        metrics: Sequence[str] = (),
+        client: ClientHalf | None = None,
     ) -> None:
-        super().__init__(metrics=metrics)
-        if warmup_rounds < 0:
-            raise InputError(f"strategy.warmup_rounds={warmup_rounds} is negative; 0 turns the warm-up off")
-        self.warmup_rounds = warmup_rounds
-        self._warmup = WeightedSum(weighting="examples")
-        self.scale_at = one_of("strategy.scale_at", scale_at, ("server", "client"))
-        self.buffers = one_of("strategy.buffers", buffers, BUFFERS)
+        one_of("strategy.scale_at", scale_at, ("server", "client"))
+        one_of("strategy.buffers", buffers, BUFFERS)
         scale = "layer" if scale_at == "server" else "none"
-        self._rule = WeightedSum(weighting=weighting, scale=scale, buffers=buffers)
-
-    def needs(self) -> tuple[str, ...]:
-        warmup = self._warmup.needs if self.warmup_rounds else ()
-        return tuple(dict.fromkeys((*warmup, *self._rule.needs)))
-
-    def rule(self, round: int) -> WeightedSum:
-        return self._warmup if round <= self.warmup_rounds else self._rule
-
-    def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
-        layers = super().send(method, plan)
-        if self.scale_at == "server" or plan.round <= self.warmup_rounds:
-            return layers
-        return scale_layers(plan.layers, layers, buffers=self.buffers)
+        rule = partial(WeightedSum, weighting=weighting, scale=scale, buffers=buffers)
+        client = client or ClientHalf()
+        if scale_at == "client":
+            client = ScaledClient(client, buffers=buffers, warmup_rounds=warmup_rounds)
+        super().__init__(WarmedUp(rule, rounds=warmup_rounds), client)

@@ -4,13 +4,11 @@ The paper has one sentence on it and there is no published code. With SimCLR, wh
 the projector; see `strategies.fedu`.
 """
 
-from collections.abc import Sequence
-
 from strategies.fedu import FedUClient, PartialUpdate
 from strategies.l_dawa import LDAWA
 
 
-class LDAWAFedU(LDAWA, FedUClient):
+class LDAWAFedU(LDAWA):
     """L-DAWA with FedU's client half; options as in `LDAWA` and `PartialUpdate`."""
 
     def __init__(
@@ -25,15 +23,18 @@ class LDAWAFedU(LDAWA, FedUClient):
         predictor: str = "dapu",
         distance: str = "mean_conv_l2",
         predictor_threshold: float = 0.4,
-        metrics: Sequence[str] = (),
     ) -> None:
-        super().__init__(
-            weighting=weighting, buffers=buffers, warmup_rounds=warmup_rounds, scale_at=scale_at, metrics=metrics
-        )
-        self.partial_update = PartialUpdate(
+        options = PartialUpdate(
             aggregate=aggregate,
             update=update,
             predictor=predictor,
             distance=distance,
             predictor_threshold=predictor_threshold,
+        )
+        super().__init__(
+            weighting=weighting,
+            buffers=buffers,
+            warmup_rounds=warmup_rounds,
+            scale_at=scale_at,
+            client=FedUClient(options),
         )

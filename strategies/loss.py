@@ -6,10 +6,11 @@ least loss, so that losses of any size and sign work.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from fedssl.layers import Layers
 from fedssl.messages import ClientUpdate
-from strategies.base import FedSSLStrategy
+from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
@@ -39,12 +40,5 @@ def loss_weighted(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Lay
 class Loss(FedSSLStrategy):
     """Averaging weighted by the clients' losses; see `loss_weighted`."""
 
-    def __init__(self, *, metrics: Sequence[str] = ()) -> None:
-        super().__init__(metrics=metrics)
-        self._rule = WeightedSum(weighting="loss")
-
-    def needs(self) -> tuple[str, ...]:
-        return self._rule.needs
-
-    def rule(self, round: int) -> WeightedSum:
-        return self._rule
+    def __init__(self) -> None:
+        super().__init__(ServerHalf(partial(WeightedSum, weighting="loss")))

@@ -5,10 +5,11 @@ of thousands would hide any change of direction. The paper does not say what its
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from fedssl.layers import Layers
 from fedssl.messages import ClientUpdate
-from strategies.base import FedSSLStrategy
+from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
@@ -40,9 +41,5 @@ def m_dawa(global_layers: Layers, updates: Sequence[ClientUpdate], *, buffers: s
 class MDAWA(FedSSLStrategy):
     """Model-wise divergence aware weight aggregation; see `m_dawa`. Clients report nothing but their layers."""
 
-    def __init__(self, *, buffers: str = "average", metrics: Sequence[str] = ()) -> None:
-        super().__init__(metrics=metrics)
-        self._rule = WeightedSum(scale="model", buffers=buffers)
-
-    def rule(self, round: int) -> WeightedSum:
-        return self._rule
+    def __init__(self, *, buffers: str = "average") -> None:
+        super().__init__(ServerHalf(partial(WeightedSum, scale="model", buffers=buffers)))

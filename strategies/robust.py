@@ -16,7 +16,9 @@ the run instead would let a single client end it by sending garbage.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
@@ -24,10 +26,10 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from fedssl.errors import InputError
-from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
+from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.messages import ARRAYS, METRICS, ClientUpdate, to_record
-from fedssl.methods.base import SSLMethod
-from strategies.base import FedSSLStrategy
+from strategies.base import Circumstances, FedSSLStrategy, Rule, ServerHalf
+from strategies.state import Model
 from strategies.weighted_sum import WeightedSum, check_all, weighted_sum
 
 log = logging.getLogger("fedssl")
@@ -154,6 +156,8 @@ class Collected:
         Makes the new global layers of the old ones and the updates.
     """
 
+    needs: tuple[str, ...] = ()
+
     def __init__(self, combine: Callable[[Layers, Sequence[ClientUpdate]], Layers]) -> None:
         self._combine = combine
 
@@ -161,7 +165,7 @@ class Collected:
         self._global = global_layers
         self._updates: list[ClientUpdate] = []
 
-    def add(self, update: ClientUpdate, alignment: Alignment) -> None:
+    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         self._updates.append(update)
 
     def finish(self) -> Layers:
@@ -169,28 +173,56 @@ class Collected:
         return self._combine(self._global.layers, updates)
 
 
+class KrumRule(Collected):
+    """Krum for one round; ``malicious`` and ``select`` as in `krum`.
+
+    Attributes
+    ----------
+    chosen : list of int
+        Partition ids of the clients that the last `finish` took.
+    """
+
+    def __init__(self, *, malicious: int, select: int) -> None:
+        super().__init__(self._closest)
+        _check_krum(malicious, select)
+        self.malicious, self.select = malicious, select
+        self.chosen: list[int] = []
+
+    @property
+    def enough(self) -> int:
+        """How many updates make it safe."""
+        return max(2 * self.malicious + 3, self.select + self.malicious)
+
+    def _closest(self, global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
+        if len(updates) < self.enough:
+            log.warning(
+                "only %d updates are left, but Krum with malicious=%d and select=%d needs %d to be safe",
+                *(len(updates), self.malicious, self.select, self.enough),
+            )
+        chosen = closest(global_layers, updates, malicious=self.malicious, select=self.select)
+        self.chosen = [update.partition_id for update in chosen]
+        return weighted_sum(global_layers, chosen, rule=WeightedSum())
+
+
 class Median(FedSSLStrategy):
     """Median of the clients, number by number; see `median`."""
 
-    def rule(self, round: int) -> Collected:
-        return Collected(median)
+    def __init__(self) -> None:
+        super().__init__(ServerHalf(partial(Collected, median)))
 
 
-class TrimmedMean(FedSSLStrategy):
-    """Mean without the extremes, number by number; ``beta`` as in `trimmed_mean`."""
+class TrimmedServer(ServerHalf):
+    """The server half of the trimmed mean; ``beta`` as in `trimmed_mean`."""
 
-    def __init__(self, *, beta: float = 0.2, metrics: Sequence[str] = ()) -> None:
-        super().__init__(metrics=metrics)
+    def __init__(self, *, beta: float) -> None:
         self.beta = _share(beta)
+        super().__init__(partial(Collected, self._combine))
 
-    def rule(self, round: int) -> Collected:
-        return Collected(self._combine)
-
-    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
-        if not int(self.beta * clients_per_round):
+    def check(self, circumstances: Circumstances) -> None:
+        if not int(self.beta * circumstances.clients_per_round):
             raise InputError(
-                f"strategy.beta={self.beta:g} of clients_per_round={clients_per_round} is less than one client, so "
-                "nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
+                f"strategy.beta={self.beta:g} of clients_per_round={circumstances.clients_per_round} is less than one "
+                "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
             )
 
     def _combine(self, global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
@@ -199,35 +231,38 @@ class TrimmedMean(FedSSLStrategy):
         return trimmed_mean(global_layers, updates, beta=self.beta)
 
 
+class TrimmedMean(FedSSLStrategy):
+    """Mean without the extremes, number by number; ``beta`` as in `trimmed_mean`."""
+
+    def __init__(self, *, beta: float = 0.2) -> None:
+        super().__init__(TrimmedServer(beta=beta))
+
+
+class KrumServer(ServerHalf):
+    """The server half of Krum, which records whom it chose."""
+
+    def check(self, circumstances: Circumstances) -> None:
+        rule = self._make_rule()
+        assert isinstance(rule, KrumRule)
+        if circumstances.clients_per_round < rule.enough:
+            raise InputError(
+                f"strategy=krum with malicious={rule.malicious} and select={rule.select} needs clients_per_round of "
+                f"{rule.enough} or more (2 malicious + 3, and select + malicious) but it is "
+                f"{circumstances.clients_per_round}; raise it or lower these"
+            )
+
+    def remember(
+        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert isinstance(rule, KrumRule)
+        return model.memory, {"selected": rule.chosen}
+
+
 class Krum(FedSSLStrategy):
     """Krum and Multi-Krum; ``malicious`` and ``select`` as in `krum`. The chosen clients are recorded."""
 
-    def __init__(self, *, malicious: int = 1, select: int = 1, metrics: Sequence[str] = ()) -> None:
-        super().__init__(metrics=metrics)
-        _check_krum(malicious, select)
-        self.malicious, self.select = malicious, select
-        self._needed = max(2 * malicious + 3, select + malicious)
-
-    def rule(self, round: int) -> Collected:
-        return Collected(self._combine)
-
-    def check(self, method: SSLMethod, *, clients_per_round: int) -> None:
-        if clients_per_round < self._needed:
-            raise InputError(
-                f"strategy=krum with malicious={self.malicious} and select={self.select} needs clients_per_round of "
-                f"{self._needed} or more (2 malicious + 3, and select + malicious) but it is {clients_per_round}; "
-                "raise it or lower these"
-            )
-
-    def _combine(self, global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
-        if len(updates) < self._needed:
-            log.warning(
-                "only %d updates are left, but Krum with malicious=%d and select=%d needs %d to be safe",
-                *(len(updates), self.malicious, self.select, self._needed),
-            )
-        chosen = closest(global_layers, updates, malicious=self.malicious, select=self.select)
-        self.report.findings["selected"] = [update.partition_id for update in chosen]
-        return weighted_sum(global_layers, chosen, rule=WeightedSum())
+    def __init__(self, *, malicious: int = 1, select: int = 1) -> None:
+        super().__init__(KrumServer(partial(KrumRule, malicious=malicious, select=select)))
 
 
 def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float) -> Layers:

@@ -6,72 +6,69 @@ names, but on weights alone: Flower's also move running statistics, whose varian
 counters into fractions. Here these are what the rule made them.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 
 from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight
 
+Moments = dict[str, Layers]
+"""What an optimiser remembers: by the name of the moment, an array for each layer."""
+
 
 class ServerOptimizer(Protocol):
-    """A step on the global layers that may remember things from round to round."""
+    """A step on the global layers, which may depend on what the steps before it left to remember.
 
-    def step(self, round: int, old: Layers, aggregated: Layers) -> Layers:
-        """The new global layers, with the names, order, shapes and dtypes of ``aggregated``."""
+    Attributes
+    ----------
+    steps : bool
+        Whether it does anything with the aggregated layers.
+    """
+
+    steps: bool
+
+    def step(self, moments: Moments, round: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
+        """What is to be remembered, and the new layers, with names, order, shapes and dtypes of ``aggregated``."""
         ...
-
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Assign:
     """The aggregated layers as they are."""
 
-    def step(self, round: int, old: Layers, aggregated: Layers) -> Layers:
-        return aggregated
+    steps = False
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Nothing was kept."""
+    def step(self, moments: Moments, round: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
+        return moments, aggregated
 
 
 class _Moments:
     """What the optimisers share: moments by layer that begin at zero, and the settings of the step."""
 
     names: tuple[str, ...]
+    steps = True
 
     def __init__(self, *, lr: float) -> None:
         if lr <= 0:
             raise InputError(f"server_optimizer.lr={lr} must be positive; server_optimizer=none assigns the average")
         self.lr = lr
-        self.moments: dict[str, Layers] = {name: {} for name in self.names}
 
-    def step(self, round: int, old: Layers, aggregated: Layers) -> Layers:
-        return {
-            name: self._move(round, name, old[name], array) if is_weight(name, array) else array
-            for name, array in aggregated.items()
-        }
+    def step(self, moments: Moments, round: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
+        remembered = {moment: dict(moments.get(moment, {})) for moment in self.names}
+        layers = dict(aggregated)
+        for name, array in aggregated.items():
+            if is_weight(name, array):
+                before = [remembered[moment].get(name, np.zeros_like(array)) for moment in self.names]
+                after, layers[name] = self._move(round, old[name], array, before)
+                for moment, value in zip(self.names, after, strict=True):
+                    remembered[moment][name] = value
+        return remembered, layers
 
-    def state(self) -> dict[str, Any]:
-        return {
-            moment: {name: torch.from_numpy(array) for name, array in layers.items()}
-            for moment, layers in self.moments.items()
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.moments = {
-            moment: {name: value.numpy() for name, value in layers.items()} for moment, layers in state.items()
-        }
-
-    def _move(self, round: int, name: str, old: np.ndarray, aggregated: np.ndarray) -> np.ndarray:
+    def _move(
+        self, round: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """The new moments, in the order of ``names``, and the new weights."""
         raise NotImplementedError
-
-    def _moment(self, moment: str, name: str, like: np.ndarray) -> np.ndarray:
-        return self.moments[moment].setdefault(name, np.zeros_like(like))
 
 
 class FedAvgM(_Moments):
@@ -91,11 +88,12 @@ class FedAvgM(_Moments):
         super().__init__(lr=lr)
         self.momentum = _fraction("momentum", momentum)
 
-    def _move(self, round: int, name: str, old: np.ndarray, aggregated: np.ndarray) -> np.ndarray:
-        velocity = self._moment("velocity", name, old)
-        velocity *= old.dtype.type(self.momentum)
-        velocity += old - aggregated
-        return np.asarray(old - old.dtype.type(self.lr) * velocity)
+    def _move(
+        self, round: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        kind = old.dtype.type
+        velocity = kind(self.momentum) * moments[0] + (old - aggregated)
+        return [velocity], np.asarray(old - kind(self.lr) * velocity)
 
 
 class FedAdam(_Moments):
@@ -123,17 +121,19 @@ class FedAdam(_Moments):
         self.beta_1, self.beta_2 = _fraction("beta_1", beta_1), _fraction("beta_2", beta_2)
         self.tau = tau
 
-    def _move(self, round: int, name: str, old: np.ndarray, aggregated: np.ndarray) -> np.ndarray:
+    def _move(
+        self, round: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         kind = old.dtype.type
+        m, v = moments
         delta = aggregated - old
-        m, v = self._moment("m", name, old), self._moment("v", name, old)
-        m += kind(1 - self.beta_1) * (delta - m)
-        self._second(v, delta * delta)
-        return np.asarray(old + kind(self._rate(round)) * m / (np.sqrt(v) + kind(self.tau)))
+        m = m + kind(1 - self.beta_1) * (delta - m)
+        v = self._second(v, delta * delta)
+        return [m, v], np.asarray(old + kind(self._rate(round)) * m / (np.sqrt(v) + kind(self.tau)))
 
-    def _second(self, v: np.ndarray, square: np.ndarray) -> None:
-        """Update v, in place."""
-        v += v.dtype.type(1 - self.beta_2) * (square - v)
+    def _second(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+        """The new v."""
+        return np.asarray(v + v.dtype.type(1 - self.beta_2) * (square - v))
 
     def _rate(self, round: int) -> float:
         return float(self.lr * np.sqrt(1 - self.beta_2 ** (round + 1)) / (1 - self.beta_1 ** (round + 1)))
@@ -145,8 +145,8 @@ class FedYogi(FedAdam):
     def __init__(self, *, lr: float = 0.01, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3) -> None:
         super().__init__(lr=lr, beta_1=beta_1, beta_2=beta_2, tau=tau)
 
-    def _second(self, v: np.ndarray, square: np.ndarray) -> None:
-        v -= v.dtype.type(1 - self.beta_2) * square * np.sign(v - square)
+    def _second(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return np.asarray(v - v.dtype.type(1 - self.beta_2) * square * np.sign(v - square))
 
     def _rate(self, round: int) -> float:
         return self.lr

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.layers import TILE, Alignment, GlobalLayers, Layers, is_weight
+from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 
 # Layers that came through shared memory are read-only; they are only read here.
@@ -28,7 +28,7 @@ NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
 BUFFERS = ("average", "scale")
 
-_UNMEASURED = Alignment(cosines={}, buffer_cosines={}, model_cosine=1.0, offender=None)
+_UNMEASURED = Cosines(weights={}, buffers={}, model=1.0, offender=None)
 
 
 def one_of(setting: str, value: str, allowed: Sequence[str]) -> str:
@@ -43,7 +43,7 @@ class _Term:
     """One client's part of the sum: what is there is multiplied by ``keep``, then ``weight * s * layers`` is added."""
 
     layers: Layers
-    alignment: Alignment
+    cosines: Cosines
     keep: float
     weight: float
 
@@ -87,7 +87,7 @@ class WeightedSum:
         self._empty = True
         self._least_loss = math.inf
 
-    def add(self, update: ClientUpdate, alignment: Alignment) -> None:
+    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Fold in one update that passed `GlobalLayers.check`.
 
         Raises
@@ -95,10 +95,10 @@ class WeightedSum:
         InputError
             The update lacks the metric that ``weighting`` needs; the sum is unchanged.
         """
-        self._fold([self._term(update, alignment)])
+        self._fold([self._term(update, cosines)])
 
     def add_all(self, updates: Sequence[ClientUpdate]) -> None:
-        """Check, align and fold in several updates, reading each in pieces that stay in the cache.
+        """Check, compare and fold in several updates, reading each in pieces that stay in the cache.
 
         Raises
         ------
@@ -108,13 +108,13 @@ class WeightedSum:
         """
         check_all(self._global, updates)
         if self.scale == "none":
-            alignments = [_UNMEASURED] * len(updates)
+            all_cosines = [_UNMEASURED] * len(updates)
         else:
-            alignments = self._global.align_all([update.layers for update in updates])
-        for update, alignment in zip(updates, alignments, strict=True):
-            if not alignment.finite:
-                raise InputError(f"client {update.partition_id}: layer {alignment.offender} has NaN or infinite values")
-        self._fold([self._term(update, alignment) for update, alignment in zip(updates, alignments, strict=True)])
+            all_cosines = self._global.compare_all([update.layers for update in updates])
+        for update, cosines in zip(updates, all_cosines, strict=True):
+            if not cosines.finite:
+                raise InputError(f"client {update.partition_id}: layer {cosines.offender} has NaN or infinite values")
+        self._fold([self._term(update, cosines) for update, cosines in zip(updates, all_cosines, strict=True)])
 
     def finish(self) -> Layers:
         """The new global layers, with names, order, shapes and dtypes of the old ones.
@@ -139,7 +139,7 @@ class WeightedSum:
         self._sums = {}
         return result
 
-    def _term(self, update: ClientUpdate, alignment: Alignment) -> _Term:
+    def _term(self, update: ClientUpdate, cosines: Cosines) -> _Term:
         keep, weight = 1.0, 1.0
         if self.weighting == "examples":
             weight = _metric(update, NUM_EXAMPLES, update.num_examples)
@@ -153,7 +153,7 @@ class WeightedSum:
                 self._least_loss = loss
             weight = math.exp(self._least_loss - loss)  # Eq. 6
         self._total = keep * self._total + weight
-        return _Term(update.layers, alignment, keep, weight)
+        return _Term(update.layers, cosines, keep, weight)
 
     def _fold(self, terms: Sequence[_Term]) -> None:
         if terms:
@@ -186,10 +186,10 @@ class WeightedSum:
         if self.scale == "none" or array.dtype.kind != "f" or not (weight or self.buffers == "scale"):
             return [term.weight for term in terms]
         if self.scale == "model":
-            return [term.weight * term.alignment.model_cosine for term in terms]  # Eq. 3
+            return [term.weight * term.cosines.model for term in terms]  # Eq. 3
         if weight:
-            return [term.weight * term.alignment.cosines[name] for term in terms]  # Eqs. 4-6
-        return [term.weight * term.alignment.buffer_cosines[name] for term in terms]
+            return [term.weight * term.cosines.weights[name] for term in terms]  # Eqs. 4-6
+        return [term.weight * term.cosines.buffers[name] for term in terms]
 
 
 def check_all(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:

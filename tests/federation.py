@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-import numpy as np
-import torch
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
-from fedssl.config import compose, make
-from fedssl.methods import build
-from fedssl.model_layers import travelling_layers
-from server_app.app import find_nodes, make_schedule, make_staging, run_round, train_config
+from fedssl.config import compose
+from fedssl.layers import Layers
+from server_app.app import prepare
+from server_app.report import RoundReport
+from server_app.round import run_round
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
+from strategies.state import GLOBAL, ServerState
 
 TINY = ["num_clients=5", "local_epochs=1", "dataset.limit=100", "encoder.width=4", "threads=1", "partition=iid"]
 
@@ -38,16 +38,27 @@ class Federation:
             return reply
 
         self.grid = LocalGrid(app, num_clients=self.settings.num_clients)
-        self.method = build(self.settings)
-        self.strategy: FedSSLStrategy = make(self.settings.strategy)
-        self.strategy.server_optimizer = make(self.settings.server_optimizer)
-        self.strategy.check(self.method, clients_per_round=self.settings.clients_per_round)
-        self.schedule = make_schedule(self.settings, self.method)
-        self.strategy.staging = make_staging(self.settings, self.method, self.schedule, torch.device("cpu"))
-        self.layers = travelling_layers(self.method)
-        self.config = train_config(self.settings, find_nodes(self.grid, self.settings.num_clients))
+        self.prepared = prepare(self.grid, self.settings)
+        self.method = self.prepared.method
+        self.state = ServerState()
+        self.report: RoundReport | None = None
 
-    def run(self, *rounds: int) -> dict[str, np.ndarray]:
-        for round in rounds:
-            self.layers = run_round(self.grid, self.strategy, round, self.layers, config=self.config, timeout=60)
+    @property
+    def strategy(self) -> FedSSLStrategy:
+        return self.prepared.federation.strategy
+
+    def run(self, rounds: int) -> Layers:
+        """So many rounds more; the layers of the only model."""
+        for _ in range(rounds):
+            self.state, self.report = run_round(
+                self.grid,
+                self.prepared.federation,
+                self.state,
+                lr_factor=self.prepared.lr_schedule(self.state.round + 1),
+            )
         return self.layers
+
+    @property
+    def layers(self) -> Layers:
+        """Of the only model, whatever round it is."""
+        return self.prepared.federation.model(self.state, GLOBAL, max(self.state.round, 1)).layers

@@ -15,16 +15,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from hydra.utils import get_method
-from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
+from fedssl.settings import DataSettings
 
 Split = Literal["federated", "train", "test"]
 
-# Keys that every data set has and that its reader does not need; the other keys are the reader's arguments.
-_NOT_FOR_READER = frozenset({"_target_", "splits", "limit", "test_limit", "mean", "std", "num_classes"})
 # Which pictures are test pictures or belong to a limited set is a property of the data, not of a run.
 _FIXED_SEED = 0
 
@@ -48,13 +45,12 @@ class Pictures:
     classes: tuple[str, ...] = ()
 
 
-def load(settings: DictConfig, split: Split) -> Pictures | None:
+def load(data: DataSettings, split: Split) -> Pictures | None:
     """Pictures of one split; the same object for every caller in this process.
 
     Parameters
     ----------
-    settings : DictConfig
-        The group ``dataset`` of the configuration.
+    data : DataSettings
     split : {"federated", "train", "test"}
         What the clients share; the labelled bank of the probes; the labelled test pictures.
 
@@ -68,10 +64,10 @@ def load(settings: DictConfig, split: Split) -> Pictures | None:
     InputError
         If a setting, file or folder cannot be used.
     """
-    check(settings)
-    source = settings.splits[split]
-    limit = settings.test_limit if split == "test" else settings.limit
-    pictures = None if source is None else _read(OmegaConf.to_yaml(settings, resolve=True), source, limit)
+    check(data)
+    source = {"federated": data.federated, "train": data.train, "test": data.test}[split]
+    limit = data.test_limit if split == "test" else data.limit
+    pictures = None if source is None else _read(data, source, limit)
     if split == "federated":
         if pictures is None:
             raise InputError(
@@ -82,7 +78,20 @@ def load(settings: DictConfig, split: Split) -> Pictures | None:
     return None if pictures is None or pictures.labels is None else pictures
 
 
-def check(settings: DictConfig) -> None:
+def load_federated(data: DataSettings) -> Pictures:
+    """What the clients share; the same object for every caller in this process.
+
+    Raises
+    ------
+    InputError
+        If there are no such pictures, or a setting, file or folder cannot be used.
+    """
+    pictures = load(data, "federated")
+    assert pictures is not None  # `load` refuses a data set without them
+    return pictures
+
+
+def check(data: DataSettings) -> None:
     """Refuse settings that contradict each other, before a picture is read.
 
     Raises
@@ -90,22 +99,23 @@ def check(settings: DictConfig) -> None:
     InputError
         If the channels, the size, the statistics or a limit cannot be used.
     """
-    channels = settings.channels
+    channels = data.channels
     if channels not in (1, 3):
         raise InputError(f"dataset.channels={channels} gives wrong channels; allowed are 1 (grey) and 3 (RGB)")
-    if settings.size < 1:
-        raise InputError(f"dataset.size={settings.size} must be at least 1 pixel")
-    if any(len(settings[name]) != channels for name in ("mean", "std")):
-        proposal = " ".join(f"dataset.{name}={_spread(settings[name], channels)}" for name in ("mean", "std"))
+    if data.size < 1:
+        raise InputError(f"dataset.size={data.size} must be at least 1 pixel")
+    if not len(data.mean) == len(data.std) == channels:
+        statistics = {"mean": data.mean, "std": data.std}
+        proposal = " ".join(f"dataset.{name}={_spread(values, channels)}" for name, values in statistics.items())
         raise InputError(
-            f"dataset.mean has {len(settings.mean)} and dataset.std {len(settings.std)} values "
+            f"dataset.mean has {len(data.mean)} and dataset.std {len(data.std)} values "
             f"but dataset.channels={channels}; give one value per channel, e.g. {proposal}"
         )
-    if not all(value > 0 for value in settings.std):
-        raise InputError(f"dataset.std={list(settings.std)} must be above 0 in every channel")
-    for name in ("limit", "test_limit"):
-        if settings[name] is not None and settings[name] < 1:
-            raise InputError(f"dataset.{name}={settings[name]} must be at least 1 picture, or null for all of them")
+    if not all(value > 0 for value in data.std):
+        raise InputError(f"dataset.std={list(data.std)} must be above 0 in every channel")
+    for name, limit in (("limit", data.limit), ("test_limit", data.test_limit)):
+        if limit is not None and limit < 1:
+            raise InputError(f"dataset.{name}={limit} must be at least 1 picture, or null for all of them")
 
 
 def choose(count: int, limit: int | None) -> np.ndarray:
@@ -143,22 +153,17 @@ def hold_out(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.nda
     return np.setdiff1d(np.arange(len(labels)), test), np.sort(test)
 
 
-def _spread(values: ListConfig, channels: int) -> str:
+def _spread(values: tuple[float, ...], channels: int) -> str:
     """The mean of ``values`` once per channel, written as on the command line."""
     return "[" + ",".join([f"{sum(values) / len(values):.3f}"] * channels) + "]"
 
 
 @lru_cache(maxsize=4)
-def _read(text: str, source: str, limit: int | None) -> Pictures | None:
-    """Read one split of the source; ``text`` is the YAML of the settings, which makes them a cache key."""
-    settings = OmegaConf.create(text)
-    assert isinstance(settings, DictConfig)
-    own = {str(key): value for key, value in settings.items() if key not in _NOT_FOR_READER}
-    # Not hydra's instantiate: it would wrap the InputError of the reader.
-    pictures: Pictures | None = get_method(settings._target_)(source, limit=limit, **own)
-    num_classes = settings.num_classes
-    if pictures is not None and pictures.labels is not None and num_classes is not None:
+def _read(data: DataSettings, source: str, limit: int | None) -> Pictures | None:
+    """Read one split of the source."""
+    pictures: Pictures | None = data.reader.make(source, limit=limit)
+    if pictures is not None and pictures.labels is not None and data.num_classes is not None:
         highest = int(pictures.labels.max())
-        if highest >= num_classes:
-            raise InputError(f"dataset.num_classes={num_classes} but a label is {highest}; check dataset.path")
+        if highest >= data.num_classes:
+            raise InputError(f"dataset.num_classes={data.num_classes} but a label is {highest}; check dataset.path")
     return pictures

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedssl.augmentation import Augmentation
 from fedssl.evaluation.features import extract
 from fedssl.seeding import torch_generator
+from fedssl.training import Augment
 
 TOP = 100
 """Singular values that are recorded (FedU2 shows as many)."""
@@ -75,7 +75,7 @@ class Health:
         Pictures of the data set, uint8, ``(n, channels, height, width)``.
     pictures : int
         How many of them are used, at least 2.
-    augment : Augmentation
+    augment : callable
         Makes the views for `alignment`.
     mean, std : sequence of float
         Of the data set, per channel.
@@ -90,7 +90,7 @@ class Health:
         images: Tensor,
         *,
         pictures: int,
-        augment: Augmentation,
+        augment: Augment,
         mean: Sequence[float],
         std: Sequence[float],
         device: torch.device,

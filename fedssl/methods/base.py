@@ -1,11 +1,12 @@
 """What a self-supervised method is: an encoder, heads, and a loss on two views of the same pictures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from torch import Tensor, nn
 
-from fedssl.encoders import Encoder
+from fedssl.encoders.base import Encoder
+from fedssl.layers import Layers
 
 
 class SSLMethod(nn.Module):
@@ -13,7 +14,11 @@ class SSLMethod(nn.Module):
 
     The first component of a ``state_dict`` name tells the part: ``encoder``, ``projector``, ``predictor``,
     ``target_encoder``, ``target_projector``. Parts named in ``kept`` stay with the client between rounds (they are
-    its state); all others travel. An optimiser gets the parameters that require a gradient, and no others.
+    its state). An optimiser gets the parameters that require a gradient, and no others.
+
+    A method may have a half on the server. Parts named in ``gathered`` go up to it and are not averaged: `gather` makes
+    of those of all clients what ``shared`` names, which comes down to the clients and does not go up. All other parts
+    travel both ways and are what strategies aggregate.
 
     Attributes
     ----------
@@ -21,18 +26,26 @@ class SSLMethod(nn.Module):
         Maps pictures ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
     kept : tuple of str
         Parts that never leave the client.
+    gathered, shared : tuple of str
+        Buffers that every client sends to the method's server half, and that this gives to the clients. Their shapes
+        and dtypes are those of the buffers.
     frozen : int
         Stages of the encoder that are not trained at present, see `fedssl.schedule.stages`.
     idle : frozenset of str
         Layers that are out of use at present.
+    fresh_target : bool
+        Whether a target network is made anew from the online one in every round, whatever the client kept.
     uses_labels : bool
         Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
     """
 
     encoder: Encoder
     kept: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     frozen: int = 0
     idle: frozenset[str] = frozenset()
+    fresh_target: bool = False
     uses_labels: bool = False
 
     @cached_property
@@ -70,5 +83,19 @@ class SSLMethod(nn.Module):
     def end_round(self) -> None:
         """Follow-up of local training, before it is read what stays with the client and what travels."""
 
-    def end_alone(self) -> None:
-        """What the method needs of a server beside averages, done by a client that has none; after `end_round`."""
+    def gather(self, gathered: Sequence[Layers], shared: Layers) -> Layers:
+        """The server half: what clients are given next.
+
+        Parameters
+        ----------
+        gathered : sequence of Layers
+            What each client of the round sent, in order of partition ids; at least one.
+        shared : Layers
+            What the clients had been given. It begins with the buffers as the method is built.
+
+        Returns
+        -------
+        Layers
+            With the names, shapes and dtypes of ``shared``.
+        """
+        return shared

@@ -60,9 +60,10 @@ class FollowedMethod(SSLMethod):
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.ema_decay = ema_decay
         self.target = target
+        self.fresh_target = target == "copy"
 
     def start_round(self, *, first: bool) -> None:
-        if first or self.target == "copy":
+        if first or self.fresh_target:
             self.target_encoder.load_state_dict(self.encoder.state_dict())
             self.target_projector.load_state_dict(self.projector.state_dict())
 

@@ -3,8 +3,9 @@
 Clusters are directions C in the space of projections. A client learns to assign one view of a picture as its target
 network assigns the other, and, against collapse, to tell by how much a picture was turned. At the end of a round it
 clusters the newest projections of its target network; its L local centroids go up, the server clusters those of all
-clients (`strategies.orchestra`), and the G centroids found there come down as the clusters of the next round. Clusters
-of equal size keep all pictures from ending in one.
+clients (`Orchestra.gather`), and the G centroids found there come down as the clusters of the next round. Clusters of
+equal size keep all pictures from ending in one. Everything else is aggregated, by whatever strategy; the authors' is
+FedAvg.
 
 Where this differs from the authors' code:
 
@@ -18,22 +19,28 @@ Where this differs from the authors' code:
 - a picture of a batch is turned by as many quarters as its position, modulo 4, instead of at random: positions are
   random already, and all four angles come equally often;
 - the target network moves after a step, not before the next one, which is the same but for a round's first step;
-- local clustering begins with projections far from each other instead of random ones.
+- local clustering begins with projections far from each other instead of random ones;
+- they fit the global centroids by 500 steps of gradient descent to the assignment of Sinkhorn-Knopp, from those of the
+  round before; here they come from the same k-means with Sinkhorn-Knopp as the local ones, which has no random numbers
+  and takes milliseconds;
+- they weigh clients by numbers of batches, FedAvg here by pictures.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
+from fedssl.layers import Layers
 from fedssl.methods.clustering import equal_clusters, global_centroids
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import FollowedMethod
 
-STRATEGIES = ("strategies.orchestra.Orchestra", "strategies.local_only.LocalOnly")
+LOCAL, GLOBAL = "local_centroids", "centroids"
 
 
 def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: float) -> Tensor:
@@ -96,19 +103,18 @@ class Orchestra(FollowedMethod):
         How many of the newest projections of its target network a client clusters; at least ``local_clusters``.
     temperature : float
         Of the assignments to clusters; positive.
-    strategy : str or None
-        ``_target_`` of the run's strategy; None: there is no run.
     encoder, projector, ema_decay, target
         As in `FollowedMethod`.
 
     Raises
     ------
     InputError
-        A number is out of range, or the strategy is one that would average local centroids, whose order means nothing,
-        and make no global ones.
+        A number is out of range.
     """
 
     kept = (*FollowedMethod.kept, "memory")
+    gathered = (LOCAL,)
+    shared = (GLOBAL,)
 
     def __init__(
         self,
@@ -121,14 +127,8 @@ class Orchestra(FollowedMethod):
         temperature: float,
         ema_decay: float,
         target: str = "keep",
-        strategy: str | None = None,
     ) -> None:
         _check(local_clusters, global_clusters, memory_size, temperature)
-        if strategy not in (None, *STRATEGIES):
-            raise InputError(
-                f"method=orchestra needs the server to cluster its centroids, which {strategy} does not; "
-                "set strategy=orchestra, or strategy=local_only for clients alone"
-            )
         super().__init__(encoder, projector=projector, ema_decay=ema_decay, target=target)
         dim = self.projector.out_features
         self.rotation = nn.Linear(dim, 4)
@@ -172,9 +172,9 @@ class Orchestra(FollowedMethod):
         if len(projections):  # none without a local epoch
             self.local_centroids.copy_(equal_clusters(projections, clusters=len(self.local_centroids)))
 
-    @torch.no_grad()
-    def end_alone(self) -> None:
-        self.centroids.copy_(global_centroids(self.local_centroids.cpu(), old=self.centroids.cpu()))
+    def gather(self, gathered: Sequence[Layers], shared: Layers) -> Layers:
+        local = torch.from_numpy(np.concatenate([layers[LOCAL] for layers in gathered]))
+        return {GLOBAL: global_centroids(local, old=torch.from_numpy(shared[GLOBAL])).numpy()}
 
 
 def _check(local_clusters: int, global_clusters: int, memory_size: int, temperature: float) -> None:

@@ -36,13 +36,12 @@ import math
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
-from fedssl.config import make
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import flower
 from fedssl.seeding import derive, numpy_generator
+from fedssl.settings import PartitionSettings
 
 # One picture has no other to be told from: contrastive losses and batch normalisation need two.
 MIN_PICTURES = 2
@@ -182,18 +181,18 @@ def _checked(parts: list[np.ndarray], num_pictures: int) -> list[np.ndarray]:
     return [np.sort(part) for part in parts]
 
 
-def split(settings: DictConfig, pictures: Pictures) -> list[np.ndarray]:
+def split(settings: PartitionSettings, pictures: Pictures) -> list[np.ndarray]:
     """The partition of a run: positions of every client's pictures, from the settings alone.
 
     Pictures that the server keeps for its calibration (see `auxiliary`) are no client's.
     """
     number, labels = len(pictures.images), pictures.labels
     rows = np.arange(number)
-    if settings.calibration.at and settings.calibration.dataset is None:
-        rows = np.delete(rows, auxiliary(number, share=settings.calibration.share, seed=settings.seed))
+    if settings.set_aside is not None:
+        rows = np.delete(rows, auxiliary(number, share=settings.set_aside, seed=settings.seed))
         labels = None if labels is None else labels[torch.from_numpy(rows)]
-    parts: list[np.ndarray] = make(
-        settings.partition, labels, num_pictures=len(rows), num_clients=settings.num_clients, seed=settings.seed
+    parts: list[np.ndarray] = settings.rule.make(
+        labels, num_pictures=len(rows), num_clients=settings.num_clients, seed=settings.seed
     )
     return [rows[part] for part in parts]
 

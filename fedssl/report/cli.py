@@ -65,10 +65,10 @@ def report(folders: Sequence[Path], *, pictures: bool, out: Path | None) -> None
 def _draw(runs: Sequence[Run]) -> None:
     # Imported here: they need torch and matplotlib, which the tables do not.
     from fedssl.report.curves import draw_curves
-    from fedssl.report.embeddings import draw_pictures
+    from fedssl.report.embeddings import draw_embeddings
 
     for run in runs:
-        drawn = [*draw_curves(run.folder), *draw_pictures(run.folder)]
+        drawn = [*draw_curves(run.folder), *draw_embeddings(run.folder)]
         names = ", ".join(file.name for file in drawn)
         print(f"{run.folder / 'figures'}: {names}" if drawn else f"{run.folder}: nothing to draw", flush=True)
     print()

@@ -1,4 +1,4 @@
-"""Pictures of representations: global against local models in two dimensions, and on the sphere (FedU2, Figs. 5 and 4).
+"""Figures of representations: global against local models in two dimensions, and on the sphere (FedU2, Figs. 5 and 4).
 
 Both show what the global model and the clients' models of one round make of the same pictures. FedU2 does not say how
 its sphere comes about. Here points lie on it as they are where the projector's output has 3 dimensions
@@ -23,7 +23,7 @@ MAX_POINTS = 1500  # of a t-SNE: six seconds on one core; with more models every
 SPHERES = 6  # models that are drawn
 
 
-def draw_pictures(folder: Path) -> list[Path]:
+def draw_embeddings(folder: Path) -> list[Path]:
     """Draw ``figures/tsne.png`` and ``figures/sphere.png`` of a run folder, if it keeps representations."""
     kept = read_representations(folder)
     if kept is None:
@@ -92,7 +92,7 @@ def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def tsne_figure(representations: Representations, *, round: int, seed: int = 0) -> "Figure":
-    """Circles for the global model and crosses for the clients' models; colours are classes, or else models."""
+    """Circles for global models and crosses for the clients' models; colours are classes, or else models."""
     from matplotlib.lines import Line2D
 
     models = len(representations.h)
@@ -102,14 +102,16 @@ def tsne_figure(representations: Representations, *, round: int, seed: int = 0) 
     figure = new_figure(height=6.0)
     axes = figure.add_subplot(1, 1, 1, xticks=[], yticks=[])
     shades = _shades(np.arange(models)) if labels is None else _shades(labels)[:used]
-    for model in reversed(range(models)):  # the global model on top
+    globals = int(representations.globals)
+    for model in reversed(range(models)):  # the global models on top
         color = np.tile(shades[model], (used, 1)) if labels is None else shades
         x, y = points[model].T
-        if model:
+        if model >= globals:
             axes.scatter(x, y, c=color, marker="x", s=14, linewidths=0.6)
         else:
             axes.scatter(x, y, c=color, marker="o", s=22, linewidths=0)
-    marks = {"global model": "o", "clients' models": "x"} if models > 1 else {"global model": "o"}
+    marks = {"global model" if globals == 1 else "global models": "o"}
+    marks |= {"clients' models": "x"} if models > globals else {}
     axes.legend(handles=[Line2D([], [], marker=m, color="grey", linewidth=0, label=name) for name, m in marks.items()])
     colors = "models" if labels is None else "classes"
     axes.set_xlabel(f"t-SNE of the representations of {used} pictures, round {round}; colours: {colors}")
@@ -129,7 +131,9 @@ def sphere_figure(representations: Representations, *, round: int) -> "Figure":
         points, share = on_sphere(vectors[model])
         shares.append(share)
         # mpl_toolkits adds this projection by being imported, which add_subplot does.
-        axes: Any = figure.add_subplot(rows, columns, model + 1, projection="3d", title=representations.names[model])
+        axes: Any = figure.add_subplot(
+            rows, columns, model + 1, projection="3d", title=str(representations.names[model])
+        )
         axes.plot_wireframe(*_globe(), color="lightgrey", linewidth=0.3)
         axes.scatter(*points.T, c=shades, s=4, linewidths=0)
         axes.view_init(elev=15, azim=15)  # the first direction comes forward

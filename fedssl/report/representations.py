@@ -1,12 +1,13 @@
-"""Representations of the same pictures by the global model and by the clients' models, as a run folder keeps them."""
+"""Representations of the same pictures by the global models and by the clients' models, as a run folder keeps them."""
 
-import os
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fedssl.files import write_whole
 
 FILE = "representations.npz"
 
@@ -17,34 +18,34 @@ class Representations:
 
     Attributes
     ----------
-    clients : ndarray
-        int64, ``(clients,)``: whose models follow the global one.
+    names : ndarray
+        Words, ``(models,)``: what the models are called.
+    globals : ndarray
+        int64, ``()``: how many of them, from the first on, are global models; the others are clients'.
     h : ndarray
-        float16, ``(1 + clients, n, dim)``: representations by the global model, then by the clients' models.
+        float16, ``(models, n, dim)``: representations.
     z : ndarray or None
-        float16, ``(1 + clients, n, 3)``: projections, where the projector's output has 3 numbers.
+        float16, ``(models, n, 3)``: projections, where the projector's output has 3 numbers.
     labels : ndarray or None
         int64, ``(n,)``: classes of the pictures, where they are known.
     """
 
-    clients: np.ndarray
+    names: np.ndarray
+    globals: np.ndarray
     h: np.ndarray
     z: np.ndarray | None = None
     labels: np.ndarray | None = None
 
-    @property
-    def names(self) -> list[str]:
-        """What the models are called, in their order."""
-        return ["global model", *(f"client {client}" for client in self.clients)]
-
     def save(self, folder: Path, *, round: int) -> None:
         """Write them into a run folder, in place of those of an earlier round."""
-        arrays: dict[str, Any] = {"round": np.array(round), "clients": self.clients, "h": self.h}
-        arrays |= {name: array for name, array in (("z", self.z), ("labels", self.labels)) if array is not None}
-        partial = folder / f"{FILE}.partial"
-        with partial.open("wb") as stream:
-            np.savez(stream, **arrays)
-        os.replace(partial, folder / FILE)
+        arrays: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        known = {name: array for name, array in arrays.items() if array is not None}
+
+        def write(partial: Path) -> None:
+            with partial.open("wb") as stream:  # to a path NumPy would add an ending
+                np.savez(stream, round=np.array(round), **known)
+
+        write_whole(folder / FILE, write)
 
 
 def read_representations(folder: Path) -> tuple[int, Representations] | None:

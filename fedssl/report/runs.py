@@ -5,14 +5,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.config import CONF
 from fedssl.errors import InputError
+from fedssl.words import groups
 
 SPREAD = "_std"  # ending of a result that is the standard deviation of another
 
@@ -29,6 +28,8 @@ class Run:
     folder : Path
     words : dict
         Key to value, of the command line that gave the settings.
+    choices : dict
+        The choice in every group of the configuration; of one that the settings have not chosen there is none.
     settings : DictConfig or None
         All settings, resolved; None if it ended before they were found usable.
     summary : dict or None
@@ -37,6 +38,7 @@ class Run:
 
     folder: Path
     words: dict[str, str]
+    choices: dict[str, str]
     settings: DictConfig | None
     summary: dict[str, Any] | None
 
@@ -60,12 +62,12 @@ class Run:
 
     def value(self, key: str) -> str:
         """A setting as on the command line, a choice by its name; empty where the run has no such setting."""
-        if self.settings is None or (key in self.words and _choices(key)):
-            return self.words.get(key, "")
-        value = OmegaConf.select(self.settings, key) if re.fullmatch(r"[\w.]+", key) else None
-        if isinstance(value, DictConfig):
-            return _choice(key, value)
-        return self.words.get(key, "") if value is None else str(value)
+        if key in self.choices:
+            return self.choices[key]
+        value = None
+        if self.settings is not None and re.fullmatch(r"[\w.]+", key):
+            value = OmegaConf.select(self.settings, key)
+        return self.words.get(key, "") if value is None or OmegaConf.is_dict(value) else str(value)
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -92,7 +94,8 @@ def read_run(folder: Path) -> Run:
     words = summary["overrides"] if summary else _read_yaml(folder / "overrides.yaml")
     pairs = dict(str(word).partition("=")[::2] for word in words or [])
     own = {key.lstrip("+"): value for key, value in pairs.items() if key not in ("output_dir", "resume")}
-    return Run(folder, own, settings, summary)
+    choices = _read_yaml(folder / "choices.yaml") or {key: value for key, value in own.items() if key in groups()}
+    return Run(folder, own, {str(group): str(name) for group, name in choices.items()}, settings, summary)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -127,27 +130,3 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
 
 def _read_yaml(file: Path) -> Any:
     return OmegaConf.load(file) if file.is_file() else None
-
-
-def _choice(group: str, node: DictConfig) -> str:
-    """The file of the group that has most in common with ``node``: what it was chosen by is not in the settings."""
-    common = {
-        name: sum(node.get(key) == value for key, value in content.items())
-        for name, content in _choices(group).items()
-        if content.get("_target_") == node.get("_target_")
-    }
-    return max(common, key=lambda name: common[name], default="")
-
-
-@cache
-def _choices(group: str) -> dict[str, dict[str, Any]]:
-    """The content of each file of a configuration group; empty if ``group`` is the name of none."""
-    folder = CONF / group
-    contents = {file.stem: _read_yaml(file) for file in sorted(folder.glob("*.yaml"))}
-    for file in sorted(folder.glob("*/*.yaml")):
-        changes = _read_yaml(file)
-        (base,) = changes.pop("defaults")  # e.g. /method/byol@_here_
-        whole = OmegaConf.merge(contents[base.removeprefix(f"/{group}/").removesuffix("@_here_")], changes)
-        contents[f"{file.parent.name}/{file.stem}"] = whole
-    result: dict[str, Any] = {name: OmegaConf.to_container(content) for name, content in contents.items()}
-    return result

@@ -1,4 +1,4 @@
-"""Training schedules: which stages of the encoder run, and which are trained, in every round.
+"""The phases of a run: which stages of the encoder run, and which are trained, in every round.
 
 ``end_to_end`` trains everything from the first round on. ``layer_wise`` is FedMoCo-LW's and LW-FedSSL's (Tun et al.,
 arXiv 2401.11647, Section 4): the encoder grows by one stage at a time, and only the newest is trained. ``progressive``
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fedssl.errors import InputError
+from fedssl.settings import ScheduleSettings
 
 SHARES = ("uniform", "left_skewed", "right_skewed")
 
@@ -24,7 +25,7 @@ class Phase:
     Attributes
     ----------
     number : int
-        From 1.
+        From 1 on.
     first, rounds : int
         Its first round and how many there are.
     depth, frozen : int
@@ -44,8 +45,14 @@ class Phase:
     dropout: float = 0.0
 
 
+def make_phases(settings: ScheduleSettings, *, stages: int) -> list[Phase]:
+    """The phases of a run for an encoder with so many stages, in order; they cover all rounds."""
+    phases: list[Phase] = settings.phases.make()(rounds=settings.rounds, depth=stages)
+    return phases
+
+
 def end_to_end(*, rounds: int, depth: int) -> list[Phase]:
-    """One stage: the whole encoder in every round."""
+    """One phase: the whole encoder in every round."""
     return [Phase(number=1, first=1, rounds=rounds, depth=depth)]
 
 
@@ -57,7 +64,7 @@ def layer_wise(
     weight_transfer: bool = True,
     depth_dropout: float = 0.0,
 ) -> list[Phase]:
-    """Stages 1 to s run in stage s, and only s is trained.
+    """Stages 1 to s run in phase s, and only s is trained.
 
     Parameters
     ----------
@@ -89,7 +96,7 @@ def layer_wise(
 def progressive(
     *, rounds: int, depth: int, rounds_per_stage: str | Sequence[int] = "uniform", weight_transfer: bool = True
 ) -> list[Phase]:
-    """Stages 1 to s run in stage s, and all of them are trained; parameters as in `layer_wise`."""
+    """Stages 1 to s run in phase s, and all of them are trained; parameters as in `layer_wise`."""
     return [
         Phase(number=s, first=first, rounds=n, depth=s, transfer=weight_transfer)
         for s, first, n in _stretches(rounds, depth, rounds_per_stage)
@@ -136,12 +143,12 @@ def divide(rounds: int, stages: int, shares: str | Sequence[int]) -> list[int]:
     return counts
 
 
-def phase_at(stages: Sequence[Phase], round: int) -> Phase:
-    """The stage that a round belongs to."""
-    return next(stage for stage in reversed(stages) if stage.first <= round)
+def phase_at(phases: Sequence[Phase], round: int) -> Phase:
+    """The phase that a round belongs to."""
+    return next(phase for phase in reversed(phases) if phase.first <= round)
 
 
 def _stretches(rounds: int, depth: int, shares: str | Sequence[int]) -> list[tuple[int, int, int]]:
-    """Number, first round and rounds of every stage."""
+    """Number, first round and rounds of every phase."""
     counts = divide(rounds, depth, shares)
     return [(number, 1 + sum(counts[: number - 1]), count) for number, count in enumerate(counts, start=1)]

@@ -258,7 +258,7 @@ def test_one_by_one_equals_all_at_once_bit_for_bit(weighting, scale):
     at_once = rule.finish()
     rule.start(reference)
     for one in updates:
-        rule.add(one, reference.align(one.layers))
+        rule.add(one, reference.compare(one.layers))
     assert same(rule.finish(), at_once)
 
 
@@ -318,14 +318,14 @@ def test_zero_layers_are_averaged(rule, zero):
 # --- cosines ---
 
 
-def test_alignment():
-    alignment = GlobalLayers(GLOBAL | {"bn.running_var": np.array([3.0, 4.0]), "n": np.array(5)}).align(
+def test_cosines():
+    cosines = GlobalLayers(GLOBAL | {"bn.running_var": np.array([3.0, 4.0]), "n": np.array(5)}).compare(
         CLIENTS[0].layers | {"bn.running_var": np.array([4.0, 3.0]), "n": np.array(500)}
     )
-    assert alignment.cosines == pytest.approx({"a": 0.96, "b": 0})
-    assert alignment.buffer_cosines == pytest.approx({"bn.running_var": 0.96})
-    assert alignment.model_cosine == pytest.approx(DELTA)  # neither statistics nor counters
-    assert alignment.finite
+    assert cosines.weights == pytest.approx({"a": 0.96, "b": 0})
+    assert cosines.buffers == pytest.approx({"bn.running_var": 0.96})
+    assert cosines.model == pytest.approx(DELTA)  # neither statistics nor counters
+    assert cosines.finite
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "conv.bias", "bn.running_var"])
@@ -335,7 +335,7 @@ def test_values_that_are_not_finite_are_found(name, value, position):
     start = model(0)
     bad = {key: array.copy() for key, array in model(1).items()}
     bad[name].flat[position] = value
-    assert GlobalLayers(start).align(bad).offender == name
+    assert GlobalLayers(start).compare(bad).offender == name
     with pytest.raises(InputError, match=f"client 4: layer {name} has NaN or infinite values"):
         l_dawa(start, [update(4, bad)])
 
@@ -427,7 +427,7 @@ def run(strategy, round):
     rule = strategy.rule(round)
     rule.start(reference)
     for client in CLIENTS:
-        rule.add(client, reference.align(client.layers))
+        rule.add(client, reference.compare(client.layers))
     return rule.finish()
 
 
@@ -466,7 +466,7 @@ def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
     rule, reference = strategy.rule(1), GlobalLayers(start)
     rule.start(reference)
     for one in scaled:
-        rule.add(one, reference.align(one.layers))
+        rule.add(one, reference.compare(one.layers))
     result = rule.finish()
     for name, array in l_dawa(start, updates, weighting=weighting, buffers=buffers).items():
         assert result[name].dtype == array.dtype

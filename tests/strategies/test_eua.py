@@ -254,7 +254,7 @@ def run(start, updates, **options):
     reference = GlobalLayers(start)
     rule.start(reference)
     for one in updates:
-        rule.add(one, reference.align(one.layers))
+        rule.add(one, reference.compare(one.layers))
     rule.finish()
     return rule
 

@@ -1,0 +1,27 @@
+"""The one place that builds a method from the settings."""
+
+import torch
+
+from fedssl.methods.base import SSLMethod
+from fedssl.schedule.phases import make_phases
+from fedssl.seeding import derive
+from fedssl.settings import ModelSettings
+
+
+def build(model: ModelSettings) -> SSLMethod:
+    """The method with its encoder and heads, initialised from the run's seed alone.
+
+    Raises
+    ------
+    InputError
+        The settings of a part, or the schedule, do not fit.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(model.seed, "initialise"))
+        encoder = model.encoder.make()
+        phases = make_phases(model.schedule, stages=len(encoder.stage_names))
+        if phases[0].depth < len(encoder.stage_names):
+            with torch.random.fork_rng(devices=[]):  # heads begin with the same weights under every schedule
+                encoder.add_bridges()
+        method: SSLMethod = model.method.make(encoder=encoder)
+    return method

@@ -1,0 +1,65 @@
+"""Command-line words such as ``strategy=fedavg partition.alpha=0.1``: read, quoted, and their names checked.
+
+A wrong name or choice is answered with one sentence that names the nearest valid ones.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from hydra.errors import HydraException
+
+from fedssl.errors import InputError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def parse(words: Sequence[str]) -> list[Override]:
+    """The words as Hydra reads them; raises `InputError`."""
+    try:
+        return OverridesParser.create().parse_overrides(list(words))
+    except HydraException as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"cannot read the command line: {reason}; write key=value, quoted where it has spaces"
+        ) from error
+
+
+def quote(text: str) -> str:
+    """A value as Hydra reads it back, whatever is in it."""
+    # In Hydra's quotes a backslash counts as an escape only before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
+    return f"'{escaped}'"
+
+
+def groups() -> dict[str, list[str]]:
+    """Choices of each configuration group; one in a subfolder has its name before it, as in ``method=fedu/byol``."""
+    return {
+        folder.name: sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
+        for folder in CONF.iterdir()
+        if folder.is_dir()
+    }
+
+
+def check_choices(override: Override, group: str) -> None:
+    """Refuse, by an `InputError`, a choice that the group does not have."""
+    value = override.value()
+    names = value.list if isinstance(value, ChoiceSweep) else [value]
+    choices = groups()[group]
+    listed = ", ".join(choices)
+    unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
+    if unknown:
+        raise InputError(f"{group}={unknown[0]} does not exist{nearest(unknown[0], choices)}; choose one of {listed}")
+    patterns: list[str] = value.include if isinstance(value, Glob) else []
+    idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
+    if idle:
+        raise InputError(f"{group}=glob({idle[0]}) finds nothing, and nothing in subfolders; name some of {listed}")
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """A question for the end of an error's first half; empty if nothing is near."""
+    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}" if close else ""

@@ -1,0 +1,116 @@
+"""What is the same in all rounds of a run: who takes part, the algorithm, the phases, and what the server adds."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers, Layers
+from fedssl.messages import CLIENT_METRICS
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import copied_layers
+from fedssl.schedule.phases import Phase, phase_at
+from fedssl.schedule.stages import Stages
+from fedssl.seeding import numpy_generator
+from strategies.base import FedSSLStrategy
+from strategies.server_optimizer import Assign, ServerOptimizer
+from strategies.state import Model, ServerState
+
+
+class Calibration(Protocol):
+    """Training on the server itself, on auxiliary pictures; ``at`` is "start" or "end" of every round."""
+
+    at: str
+
+    def __call__(self, round: int, layers: Layers) -> Layers: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """What is the same in all rounds of a run.
+
+    Attributes
+    ----------
+    strategy : FedSSLStrategy
+    method : SSLMethod
+        Tells what is exchanged; its server half is asked.
+    phases : sequence of Phase
+        They cover all rounds.
+    initial : callable
+        Makes the untrained layers, from which a model begins that does not exist yet.
+    nodes : tuple of int
+        Node ids in the order of partition ids.
+    seed, clients_per_round : int
+    timeout : float
+        Seconds without a reply after which a round goes on without the clients that are missing.
+    settings, code : str
+        For `TrainPlan`.
+    metrics : tuple of str
+        What clients report for the log beside what the rule needs. Nothing else leaves them.
+    server_optimizer : ServerOptimizer
+    calibration : Calibration or None
+
+    Raises
+    ------
+    InputError
+        There is no metric of that name.
+    """
+
+    strategy: FedSSLStrategy
+    method: SSLMethod
+    phases: Sequence[Phase]
+    initial: Callable[[], Layers]
+    nodes: tuple[int, ...]
+    seed: int
+    clients_per_round: int
+    timeout: float
+    settings: str
+    code: str
+    metrics: tuple[str, ...] = ()
+    server_optimizer: ServerOptimizer = field(default_factory=Assign)
+    calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        check_metrics(self.metrics)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """The stages of the encoder by the names of their layers."""
+        return Stages(self.method)
+
+    @cached_property
+    def gathered(self) -> GlobalLayers:
+        """What a client's part for the method's server half must be like."""
+        return GlobalLayers(copied_layers(self.method, self.method.gathered))
+
+    @property
+    def hold(self) -> bool:
+        """Whether what clients receive of frozen stages stays valid: calibration would change it."""
+        return len(self.phases) > 1 and self.calibration is None
+
+    def model(self, state: ServerState, name: str, round: int) -> Model:
+        """The named model as the round finds it: in the phase of the round, and calibrated if that comes first."""
+        model = state.models.get(name) or Model(
+            layers=self.initial(), shared=copied_layers(self.method, self.method.shared)
+        )
+        phase = phase_at(self.phases, round)
+        layers = model.layers
+        for later in self.phases[model.phase : phase.number]:
+            layers = self.stages.hand_on(layers, later)
+        if self.calibration is not None and self.calibration.at == "start":
+            layers = self.calibration(round, layers)
+        return replace(model, layers=layers, phase=phase.number)
+
+
+def check_metrics(metrics: Iterable[str]) -> None:
+    """Refuse names of metrics that clients do not know; raises `InputError`."""
+    unknown = [name for name in metrics if name not in CLIENT_METRICS]
+    if unknown:
+        raise InputError(f"strategy.metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
+
+
+def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int) -> list[int]:
+    """Partition ids that train in a round, ascending: a pure function of seed and round, whatever the node ids are."""
+    chosen = numpy_generator(seed, "clients", round).choice(num_clients, size=clients_per_round, replace=False)
+    return sorted(int(client) for client in chosen)

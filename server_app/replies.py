@@ -1,0 +1,140 @@
+"""Replies as they come in, and what makes one of them usable."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedssl.errors import InputError
+from fedssl.layers import Cosines, GlobalLayers
+from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
+
+log = logging.getLogger("fedssl")
+
+
+class BadUpdate(ValueError):
+    """An update that cannot be used; the message is the reason, for the log."""
+
+
+def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
+    """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
+    pending = set(filter(None, grid.push_messages(messages)))  # the id of a message that could not be sent is empty
+    deadline = time.monotonic() + timeout
+    pause = 0.005
+    while pending and time.monotonic() < deadline:
+        replies = list(grid.pull_messages(pending))
+        if replies:
+            pause = 0.005
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        while replies:
+            reply = replies.pop()
+            pending.discard(reply.metadata.reply_to_message_id)
+            yield reply
+            del reply  # one model each
+            deadline = time.monotonic() + timeout
+
+
+def in_order(
+    replies: Iterable[Message],
+    *,
+    sent: Sequence[Message],
+    clients: Mapping[int, int],
+    drop: Callable[[int, str], None],
+) -> Iterator[tuple[int, Message]]:
+    """Replies in order of partition ids; early ones wait.
+
+    Parameters
+    ----------
+    replies : iterable of Message
+        As they arrive.
+    sent : sequence of Message
+        What they reply to.
+    clients : mapping of int to int
+        The partition ids by the ids of the nodes.
+    drop : callable
+        Told of clients that failed or did not reply, and why.
+    """
+    expected = sorted(clients.values())
+    waiting: dict[int, Message] = {}
+    asked: dict[str, int] = {}
+    for reply in replies:
+        if not asked:  # messages have an id once they are sent, i.e. after the first reply was asked for
+            asked = {message.metadata.message_id: clients[message.metadata.dst_node_id] for message in sent}
+        # An error reply that Flower itself makes bears the server's node id, so only the message tells the client.
+        client = asked.get(reply.metadata.reply_to_message_id, -1)
+        if client not in expected or client in waiting:
+            log.warning("a reply that nobody waits for is ignored")
+        elif reply.has_error():
+            expected.remove(client)
+            drop(client, f"it failed with {reply.error.reason}")
+        else:
+            waiting[client] = reply
+        del reply  # a streamed reply is a whole model: let it go before the next one is made
+        while expected and expected[0] in waiting:
+            client = expected.pop(0)
+            yield client, waiting.pop(client)
+    for client in expected:
+        if client in waiting:
+            yield client, waiting.pop(client)
+        else:
+            drop(client, "no reply in time")
+
+
+def read_update(reply: Message, client: int) -> ClientUpdate:
+    """The update in a reply; raises `BadUpdate`."""
+    try:
+        return ClientUpdate.from_content(reply.content, client)
+    except KeyError as missing:
+        raise BadUpdate(f"record {missing} is missing") from missing
+    except Exception as error:  # whatever a peer may have put into a message
+        raise BadUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
+
+
+def check_update(
+    update: ClientUpdate, *, sent: GlobalLayers, gathered: GlobalLayers, needs: Collection[str]
+) -> Cosines:
+    """The cosines of an update with what its client started from.
+
+    Parameters
+    ----------
+    sent : GlobalLayers
+        The layers that the client was to send, as it had received them.
+    gathered : GlobalLayers
+        What its part for the method's server half must be like.
+    needs : collection of str
+        Metrics that it must have.
+
+    Raises
+    ------
+    BadUpdate
+        A layer is missing, of another form or not finite, or a metric is missing or impossible.
+    """
+    try:
+        sent.check(update.layers)
+        gathered.check(update.gathered)
+    except InputError as problem:
+        raise BadUpdate(str(problem)) from problem
+    _check_metrics(update, needs)
+    cosines = sent.compare(update.layers)
+    for offender in (cosines.offender, gathered.compare(update.gathered).offender):
+        if offender is not None:
+            raise BadUpdate(f"layer {offender} has values that are not finite, or far too large")
+    for name, array in update.layers.items():
+        if name.endswith("running_var") and array.size and array.min() < 0:
+            raise BadUpdate(f"layer {name} has a negative variance")
+    return cosines
+
+
+def _check_metrics(update: ClientUpdate, needs: Collection[str]) -> None:
+    for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
+        if name in needs and value is None:
+            raise BadUpdate(f"metric {name} is missing")
+    if update.num_examples is not None and update.num_examples <= 0:
+        raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
+    if TRAIN_LOSS in needs and not math.isfinite(update.train_loss or 0.0):
+        raise BadUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")

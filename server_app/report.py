@@ -1,0 +1,42 @@
+"""The outcome of a round, as the log keeps it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """What the server knows of one client's part in a round; the fields are the keys of ``clients.jsonl``.
+
+    ``model`` is the name of the model that the client started from.
+    """
+
+    round: int
+    client: int
+    model: str
+    loss: float | None
+    seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    examples: int | None
+    cosine: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """Outcome of a round.
+
+    Attributes
+    ----------
+    clients : list of ClientRow
+        A row for each update that was used.
+    dropped : dict of int to str
+        The reason for each client whose update was not.
+    findings : dict
+        What the strategy found out, ready for JSON.
+    """
+
+    round: int
+    clients: list[ClientRow] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+    findings: dict[str, Any] = field(default_factory=dict)

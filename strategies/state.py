@@ -1,0 +1,68 @@
+"""What the server carries from round to round: one value, which a checkpoint saves as it is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedssl.layers import Layers
+
+GLOBAL = "global"
+"""Name of the model where there is only one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One global model.
+
+    Attributes
+    ----------
+    layers : Layers
+        All that clients exchange.
+    shared : Layers
+        What the method's server half made for clients of this model; see `fedssl.methods.base.SSLMethod`.
+    memory : dict
+        What the algorithm remembers: numbers, words, arrays and dictionaries of them.
+    moments : dict of str to Layers
+        What the server optimiser remembers.
+    phase : int
+        The phase of the schedule that its layers have come to, from 1.
+    """
+
+    layers: Layers
+    shared: Layers = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    moments: dict[str, Layers] = field(default_factory=dict)
+    phase: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerState:
+    """The server after a round.
+
+    Attributes
+    ----------
+    round : int
+        The round; 0 before the first.
+    models : mapping of str to Model
+        By name. A model comes into being with the first update that goes into it.
+    took_part : mapping of int to (int, str)
+        For a client whose last update was used: the round of that update, and the model it had started from.
+    """
+
+    round: int = 0
+    models: Mapping[str, Model] = field(default_factory=dict)
+    took_part: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Names of the models, client 2 before client 10."""
+        return sorted(self.models, key=lambda name: (len(name), name))
+
+    def last_round(self, client: int, model: str) -> int | None:
+        """The round of the client's last update, if that was used and had started from this model."""
+        round, start = self.took_part.get(client, (None, None))
+        return round if start == model else None
+
+
+def suffix(name: str) -> str:
+    """What stands behind a word that is said of this model: nothing if it is the only one."""
+    return "" if name == GLOBAL else f"-{name}"
