@@ -1,11 +1,11 @@
-"""The README's table of what travels is what the strategies say."""
+"""The documented table of what travels is what the strategies say."""
 
 import pytest
 
 from fedssl.config import CONF, compose, make
 from fedssl.methods import build
 
-README = CONF.parent / "README.md"
+TABLE = CONF.parent / "docs" / "strategies.md"
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 
 
@@ -24,4 +24,4 @@ def _listed(metrics) -> str:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_has_its_row(name):
-    assert row(name) in README.read_text().splitlines()
+    assert row(name) in TABLE.read_text().splitlines()

@@ -24,7 +24,8 @@ def bundle(tmp_path_factory):
 def test_holds_exactly_what_is_needed(bundle):
     packages = ("client_app", "fedssl", "server_app", "strategies")
     expected = {file for package in packages for file in (ROOT / package).rglob("*.py")}
-    expected |= set((ROOT / "conf").rglob("*.yaml")) | {ROOT / "README.md", ROOT / "pyproject.toml"}
+    expected |= set((ROOT / "conf").rglob("*.yaml"))
+    expected |= {ROOT / name for name in ("LICENSE", "README.md", "pyproject.toml")}
     held = {str(file.relative_to(bundle)) for file in bundle.rglob("*") if file.is_file()}
     assert {name for name in held if not name.startswith(".info")} == {str(file.relative_to(ROOT)) for file in expected}
 
