@@ -2,8 +2,9 @@
 
 import pytest
 
-from fedssl.config import CONF, compose, make
-from fedssl.methods import build
+from fedssl.config import compose
+from fedssl.methods.build import build
+from fedssl.words import CONF
 
 TABLE = CONF.parent / "docs" / "strategies.md"
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
@@ -11,10 +12,9 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 
 def row(name: str) -> str:
     settings = compose([f"strategy={name}", "method=simclr"])
-    strategy = make(settings.strategy)
-    travels = strategy.travels(build(settings))
-    log = [metric for metric in travels.metrics if metric not in strategy.needs()]
-    cells = [f"`{name}`", travels.down, travels.up, _listed(strategy.needs()), _listed(log), travels.stays]
+    travels = settings.algorithm.strategy.make().travels(build(settings.model))
+    log = [metric for metric in settings.algorithm.metrics if metric not in travels.needs]
+    cells = [f"`{name}`", travels.down, travels.up, _listed(travels.needs), _listed(log), travels.stays]
     return "| " + " | ".join(cells) + " |"
 
 

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ LAYERS = {
 PLAN = TrainPlan(
     round=3, layers=LAYERS, settings="seed: 0\n", metrics=("num-examples",), keep_from=2, code="0123456789abcdef"
 )
+CENTROIDS = {"centroids": np.eye(3, dtype=np.float32)}
 
 
 def same(one, other):
@@ -68,12 +70,28 @@ def test_plan_survives_the_message():
     )
 
 
+@pytest.mark.parametrize("up", [None, (), ("encoder.conv.weight",)])
+def test_all_and_nothing_are_told_apart(up):
+    assert TrainPlan.from_content(replace(PLAN, up=up).to_content()).up == up
+
+
+def test_what_belongs_to_the_servers_half_of_a_method_is_apart_from_the_layers():
+    plan = TrainPlan.from_content(replace(PLAN, shared=CENTROIDS).to_content())
+    assert same(plan.shared, CENTROIDS)
+    assert same(plan.layers, LAYERS)
+    update = ClientUpdate(layers=LAYERS, gathered=CENTROIDS, partition_id=4)
+    back = ClientUpdate.from_content(update.to_content(()), 4)
+    assert same(back.gathered, CENTROIDS)
+    assert same(back.layers, LAYERS)
+    assert content_bytes(update.to_content(()), update.layers, update.gathered) == 12 * 4 + 8 + 9 * 4
+
+
 @pytest.mark.parametrize("metrics", [(), ("seconds",), ("num-examples", "train-loss", "seconds")])
 def test_update_carries_only_the_declared_metrics(metrics):
     update = ClientUpdate(layers=LAYERS, partition_id=4, num_examples=10, train_loss=0.5, seconds=1.5)
     content = update.to_content(metrics)
     assert set(content.metric_records["metrics"]) == set(metrics)
-    assert set(content) == {"arrays", "metrics"}
+    assert set(content) == {"arrays", "gathered", "metrics"}
     back = ClientUpdate.from_content(content, 4)
     assert back.num_examples == (10 if "num-examples" in metrics else None)
     assert back.train_loss == (0.5 if "train-loss" in metrics else None)

@@ -7,18 +7,20 @@ from functools import partial
 import pytest
 import torch
 
-from fedssl.config import compose, make
+from fedssl.config import compose
 from fedssl.encoders import vit_tiny
 from fedssl.messages import ARRAYS
-from fedssl.methods import build
+from fedssl.methods.build import build
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
+from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers.alignment import Alignment
 from fedssl.regularizers.base import Regularizer
-from fedssl.schedule.stages import enter
+from fedssl.schedule.stages import at_stage
 from fedssl.step_cost import TensorMemory, step_cost
-from fedssl.training import train
+from fedssl.training import LocalTraining, train
 from tests.federation import Federation
+from tests.local_training import local_training
 
 BATCH = 8
 
@@ -53,16 +55,9 @@ def adam(method):
     return torch.optim.AdamW([method.tensors[name] for name in method.trainable], lr=0.01)
 
 
-def cost_of(method, *, images=None, regularizer=None, optimizer=None, precision="fp32"):
-    return step_cost(
-        method,
-        images=pictures() if images is None else images,
-        augment=views,
-        optimizer=optimizer or adam(method),
-        regularizer=regularizer or Regularizer(),
-        precision=precision,
-        clip_norm=None,
-    )
+def cost_of(method, *, images=None, optimizer=None, **options):
+    training = local_training(optimizer or adam(method), augment=views, **options)
+    return step_cost(method, images=pictures() if images is None else images, training=training)
 
 
 def one_step(method, optimizer, regularizer, images, generator):
@@ -70,13 +65,7 @@ def one_step(method, optimizer, regularizer, images, generator):
         method,
         images,
         torch.arange(len(images)),
-        augment=views,
-        optimizer=optimizer,
-        regularizer=regularizer,
-        epochs=1,
-        batch_size=len(images),
-        precision="fp32",
-        clip_norm=None,
+        training=local_training(optimizer, augment=views, regularizer=regularizer, batch_size=len(images)),
         generator=generator,
     )
 
@@ -95,32 +84,32 @@ def test_flops_end_to_end(precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # without autocast torch takes another kernel in eval mode
 def test_frozen_stages_count_forward_and_once_for_all_networks(precision):
     method = moco()
-    enter(method, depth=2, frozen=1)
     frozen = PATCHES + LINEAR + ATTENTION
     target = LINEAR + ATTENTION
     expected = 2 * 2 * (frozen + TRAINED_BLOCK + target + HEADS + SCORES)
-    assert cost_of(method, precision=precision).flops_per_picture == expected
-    # Alignment: the received block, and scores of representations with those of the other view.
-    aligned = cost_of(method, precision=precision, regularizer=Alignment())
+    with at_stage(method, depth=2, frozen=1):
+        assert cost_of(method, precision=precision).flops_per_picture == expected
+        # Alignment: the received block, and scores of representations with those of the other view.
+        aligned = cost_of(method, precision=precision, regularizer=Alignment())
     assert aligned.flops_per_picture == expected + 2 * 2 * (LINEAR + ATTENTION + SCORES)
 
 
 def test_stages_that_do_not_run_cost_nothing():
     method = moco()
-    enter(method, depth=1)
     expected = 2 * 2 * (2 * PATCHES + TRAINED_BLOCK + PATCHES + LINEAR + ATTENTION + HEADS + SCORES)
-    assert cost_of(method).flops_per_picture == expected
+    with at_stage(method, depth=1):
+        assert cost_of(method).flops_per_picture == expected
 
 
 def test_depth_dropout_counts_as_its_expectation():
     method = moco(depth=3)
-    enter(method, depth=3, frozen=2)
-    without = cost_of(method)
-    enter(method, depth=3, frozen=2, dropout=0.25)
-    dropped = cost_of(method)
+    with at_stage(method, depth=3, frozen=2):
+        without = cost_of(method)
+    with at_stage(method, depth=3, frozen=2, dropout=0.25):
+        dropped = cost_of(method)
+        assert method.encoder.span.dropout == 0.25
     assert dropped.flops_per_picture == without.flops_per_picture - 0.25 * 2 * 2 * 2 * (LINEAR + ATTENTION)
     assert dropped.peak_memory == without.peak_memory
-    assert method.encoder.span.dropout == 0.25
 
 
 def test_parameters():
@@ -132,8 +121,8 @@ def test_parameters():
     cost = cost_of(method)
     assert cost.trained_parameters == stem + 2 * block + last_norm + projector + predictor
     assert cost.resident_parameters == cost.trained_parameters + stem + 2 * block + last_norm + projector
-    enter(method, depth=2, frozen=1)
-    cost = cost_of(method)
+    with at_stage(method, depth=2, frozen=1):
+        cost = cost_of(method)
     assert cost.trained_parameters == block + last_norm + projector + predictor
     # The frozen part is there once: the target uses what it puts out.
     assert cost.resident_parameters == cost.trained_parameters + stem + block + block + last_norm + projector
@@ -183,16 +172,16 @@ def test_memory_of_activations_by_hand():
 
 def test_memory_is_what_the_profiler_says(tmp_path):
     method = moco(depth=3, size=16, width=32, hidden=64)
-    enter(method, depth=3, frozen=1)
     images, optimizer, regularizer = pictures(64, size=16), adam(method), Alignment()
-    measured = cost_of(method, images=images, optimizer=optimizer, regularizer=regularizer).peak_memory
-    generator = torch.Generator()
-    one_step(method, optimizer, regularizer, images, generator)
-    optimizer.zero_grad(set_to_none=True)  # the profiler does not see the end of what it did not see begin
-    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    held = [*method.state_dict().values(), *regularizer.received.state_dict().values(), *states]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with at_stage(method, depth=3, frozen=1):
+        measured = cost_of(method, images=images, optimizer=optimizer, regularizer=regularizer).peak_memory
+        generator = torch.Generator()
         one_step(method, optimizer, regularizer, images, generator)
+        optimizer.zero_grad(set_to_none=True)  # the profiler does not see the end of what it did not see begin
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        held = [*method.state_dict().values(), *regularizer.received.state_dict().values(), *states]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            one_step(method, optimizer, regularizer, images, generator)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     now = most = sum(tensor.nbytes for tensor in held)
@@ -206,8 +195,8 @@ def test_frozen_stages_keep_no_activations():
     method = moco(depth=6, size=16, width=32)
 
     def peak(depth, frozen):
-        enter(method, depth=depth, frozen=frozen)
-        return cost_of(method, images=pictures(64, size=16)).peak_memory
+        with at_stage(method, depth=depth, frozen=frozen):
+            return cost_of(method, images=pictures(64, size=16)).peak_memory
 
     stages = [peak(number, number - 1) for number in range(2, 7)]
     assert max(stages) < 1.01 * min(stages)
@@ -218,13 +207,12 @@ def test_frozen_stages_keep_no_activations():
 
 def test_frozen_stages_of_a_resnet_save_memory_and_computation():
     settings = compose(["dataset=digits", "encoder=resnet18", "method=simclr", "schedule=layer_wise", "rounds=4"])
-    method = build(settings)
+    method = build(settings.model)
     optimizer = torch.optim.SGD([method.tensors[name] for name in method.trainable], lr=0.1)
     images = torch.zeros(16, 1, 8, 8, dtype=torch.uint8)
-    enter(method, depth=4)
     whole = cost_of(method, images=images, optimizer=optimizer)
-    enter(method, depth=4, frozen=3)
-    last = cost_of(method, images=images, optimizer=optimizer)
+    with at_stage(method, depth=4, frozen=3):
+        last = cost_of(method, images=images, optimizer=optimizer)
     assert last.peak_memory < whole.peak_memory
     assert last.flops < whole.flops
 
@@ -234,20 +222,21 @@ def test_frozen_stages_of_a_resnet_save_memory_and_computation():
 
 def test_optimiser_state_exists_for_what_is_trained_only():
     method = moco(depth=3)
-    enter(method, depth=2, frozen=1)
     optimizer = adam(method)
-    one_step(method, optimizer, Regularizer(), pictures(), torch.Generator())
+    with at_stage(method, depth=2, frozen=1):
+        one_step(method, optimizer, Regularizer(), pictures(), torch.Generator())
+        trained = cost_of(method).trained_parameters
     names = {id(method.tensors[name]): name for name in method.trainable}
     parts = {names[id(parameter)].removeprefix("encoder.encoder.") for parameter in optimizer.state}
     assert {part.partition(".")[0] for part in parts} == {"layers", "ln", "projector", "predictor"}
     assert {part.split(".")[1] for part in parts if part.startswith("layers")} == {"encoder_layer_1"}
     moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
-    assert moments == cost_of(method).trained_parameters
+    assert moments == trained
 
 
 def test_only_what_is_trained_is_serialised(tmp_path):
     federation = Federation(tmp_path, "schedule=layer_wise", "rounds=8", "strategy=fedavg")
-    federation.run(1, 2, 3, 4)  # two rounds each of stages 1 and 2
+    federation.run(4)  # two rounds each of stages 1 and 2
     plan, update = federation.plans[-1].array_records[ARRAYS], federation.updates[-1].array_records[ARRAYS]
     assert {".".join(name.split(".")[:3]) for name in update if name.startswith("encoder.blocks")} == {
         "encoder.blocks.1"
@@ -266,9 +255,12 @@ def test_only_what_is_trained_is_serialised(tmp_path):
 @pytest.mark.parametrize("started", [False, True])
 def test_a_measurement_leaves_every_bit(stage, started):
     def after(measured):
-        method, regularizer, generator = moco(depth=3), Alignment(), torch.Generator().manual_seed(3)
-        enter(method, depth=stage[0], frozen=stage[1])
-        optimizer = adam(method)
+        method = moco(depth=3)
+        with at_stage(method, depth=stage[0], frozen=stage[1]):
+            return after_steps(method, measured)
+
+    def after_steps(method, measured):
+        regularizer, generator, optimizer = Alignment(), torch.Generator().manual_seed(3), adam(method)
         torch.manual_seed(5)
         if started:
             one_step(method, optimizer, regularizer, pictures(), generator)
@@ -308,25 +300,21 @@ def same(one, other):
             ["method=" + name]
             for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
         ),
-        ["method=orchestra", "strategy=orchestra"],
+        ["method=orchestra"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],
     ids=lambda words: words[0],
 )
 def test_every_method_and_regularizer_can_be_measured(words):
     settings = compose(["dataset=digits", "encoder.width=4", *words])
-    method = build(settings)
+    method = build(settings.model)
     images, labels = pictures(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
     costs = [
         step_cost(
             method,
             images=images,
-            augment=make(settings.augmentation),
-            optimizer=make(settings.optimizer, [method.tensors[name] for name in method.trainable]),
-            regularizer=make(settings.regularizer),
-            precision="fp32",
-            clip_norm=None,
+            training=LocalTraining.prepare(settings.training, method),
             labels=labels,
         )
         for _ in range(2)
@@ -340,21 +328,37 @@ def test_every_method_and_regularizer_can_be_measured(words):
     same(before, method.state_dict())
 
 
+def test_the_layout_of_pictures_reaches_the_measurement(monkeypatch):
+    """Memory must be measured for the layout that clients train with."""
+    layouts = []
+
+    def look(method, view1, view2):
+        layouts.append(view1.is_contiguous(memory_format=torch.channels_last))
+        return loss(method, view1, view2)
+
+    loss = SimCLR.loss
+    monkeypatch.setattr(SimCLR, "loss", look)
+    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    for channels_last in (True, False):
+        layouts.clear()
+        words = ["dataset=cifar10", "dataset.size=8", "encoder.width=4", f"channels_last={str(channels_last).lower()}"]
+        settings = compose(words)
+        method = build(settings.model)
+        step_cost(method, images=images, training=LocalTraining.prepare(settings.training, method))
+        assert layouts == [channels_last] * 2
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
     settings = compose(["dataset=digits", "encoder.width=8", "method=moco_v3"])
     found = {}
     for device in ("cpu", "cuda"):
-        method = build(settings).to(device)
+        method = build(settings.model).to(device)
         state = torch.cuda.get_rng_state()
         found[device] = step_cost(
             method,
             images=pictures(64, size=8).to(device),
-            augment=make(settings.augmentation),
-            optimizer=make(settings.optimizer, [method.tensors[name] for name in method.trainable]),
-            regularizer=make(settings.regularizer),
-            precision="fp32",
-            clip_norm=None,
+            training=LocalTraining.prepare(settings.training, method),
         )
         assert torch.equal(state, torch.cuda.get_rng_state())
     assert found["cuda"].flops == found["cpu"].flops

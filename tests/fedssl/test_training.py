@@ -11,6 +11,7 @@ from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive, torch_generator
 from fedssl.training import batches, train
 from tests.federation import Federation
+from tests.local_training import local_training
 
 
 @pytest.mark.parametrize(
@@ -58,15 +59,15 @@ def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE, clip_nor
         method,
         images,
         torch.arange(len(images)),
-        augment=lambda batch, generator: (batch.float(), batch.float()),
-        optimizer=optimizer,
-        regularizer=regularizer,
-        epochs=epochs,
-        batch_size=batch_size,
-        precision="fp32",
-        clip_norm=clip_norm,
+        training=local_training(
+            optimizer,
+            regularizer=regularizer,
+            epochs=epochs,
+            batch_size=batch_size,
+            clip_norm=clip_norm,
+            channels_last=channels_last,
+        ),
         generator=torch_generator(0, "train"),
-        channels_last=channels_last,
     )
 
 
@@ -191,7 +192,8 @@ def test_settings_of_speed_reach_the_clients(tmp_path, monkeypatch):
     monkeypatch.setattr(resident, "train", lambda *args, **kwargs: given.append(kwargs) or train(*args, **kwargs))
     Federation(tmp_path, "compile=true", "channels_last=false", "precision=bf16", "num_clients=2").run(1)
     assert compiled == ["ConvSmall"]
-    assert [(words["channels_last"], words["precision"]) for words in given] == [(False, "bf16")] * 2
+    trainings = [words["training"] for words in given]
+    assert [(training.channels_last, training.precision) for training in trainings] == [(False, "bf16")] * 2
 
 
 def test_settings_of_the_local_loss_reach_the_clients(tmp_path):
@@ -206,6 +208,6 @@ def test_settings_of_the_local_loss_reach_the_clients(tmp_path):
         federation = Federation(tmp_path / name, *words, "local_epochs=3")
         before = federation.layers[weight].copy()
         moved[name] = float(np.linalg.norm(federation.run(1)[weight] - before))
-    assert federation.settings.regularizer["_target_"].endswith("Regularizer")
+    assert federation.settings.training.regularizer.name == "Regularizer"
     assert moved["prox"] < 0.8 * moved["plain"]
     assert moved["clip"] < 0.2 * moved["plain"]

@@ -25,7 +25,7 @@ def lines(file):
 
 
 def weights(folder):
-    return latest_checkpoint(folder / "checkpoints").layers
+    return latest_checkpoint(folder / "checkpoints").models["global"].layers
 
 
 def same(one, other):
@@ -52,7 +52,7 @@ def test_run_folder(folder):
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert names == {
         ".lock",
-        *("config.yaml", "overrides.yaml", "summary.json", "encoder.pt", "run.log"),
+        *("config.yaml", "overrides.yaml", "choices.yaml", "summary.json", "encoder.pt", "run.log"),
         *("metrics.jsonl", "clients.jsonl", "health.jsonl", "representations.npz", "figures/spectrum.png"),
         *("partition.csv", "figures/partition.png", "figures/metrics.png", "figures/cosines.png"),
         *(f"checkpoints/round-00000{round}.{end}" for round in (1, 2) for end in ("pt", "sha256")),

@@ -13,9 +13,9 @@ from fedssl.config import compose
 from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
 from fedssl.losses import barlow_twins, byol, info_nce, negative_cosine, nt_xent
-from fedssl.methods import build
 from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
@@ -324,8 +324,7 @@ def widths(head: MLP) -> str:
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_heads_of_papers(name: str) -> None:
     projector, predictor, numbers = PAPERS[name]
-    strategy = ["strategy=orchestra"] if name == "orchestra" else []
-    method = build(compose(["encoder.width=128", f"method={name}", *strategy]))  # representations of length 512
+    method = build(compose(["encoder.width=128", f"method={name}"]).model)  # representations of length 512
     assert widths(method.projector) == projector
     assert not predictor or widths(method.predictor) == predictor
     assert {key: getattr(method, key) for key in numbers} == numbers
@@ -337,14 +336,15 @@ def test_no_paper_is_forgotten() -> None:
 
 
 def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:
-    method = build(compose(["method=orchestra", "strategy=orchestra"]))
+    method = build(compose(["method=orchestra"]).model)
     assert (len(method.local_centroids), len(method.centroids), len(method.memory)) == (16, 128, 128)
 
 
 def test_heads_without_normalisation_and_a_frozen_patch_embedding() -> None:
-    fedx = build(compose(["method=original/fedx"]))
+    fedx = build(compose(["method=original/fedx"]).model)
     assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
-    moco = build(compose(["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]))
+    words = ["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]
+    moco = build(compose(words).model)
     assert not moco.encoder.conv_proj.weight.requires_grad
 
 

@@ -11,24 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers
-from fedssl.messages import NUM_EXAMPLES, ClientUpdate
-from fedssl.methods import build
 from fedssl.methods.clustering import equal_assignment, equal_clusters, far_apart, global_centroids
 from fedssl.methods.heads import MLP
 from fedssl.methods.orchestra import Orchestra, consistency, quarter_turns
-from fedssl.methods.simclr import SimCLR
 from fedssl.model_layers import kept_names, travelling_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from strategies.fedavg import fedavg
-from strategies.orchestra import Orchestra as Server
 from tests.federation import Federation
 
-WORDS = ["method=orchestra", "strategy=orchestra"]
+WORDS = ["method=orchestra", "strategy=fedavg"]
 SMALL = ["method.projector.out=8", "method.local_clusters=3", "method.global_clusters=6", "method.memory_size=32"]
 HEAD = partial(MLP, hidden=16, out=8, last_norm=True)
 
@@ -41,7 +34,7 @@ def pictures(batch: int = 6) -> tuple[Tensor, Tensor]:
     return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
 
 
-def make_method(*, local_clusters=3, global_clusters=5, memory_size=8, temperature=0.1, strategy=None) -> Orchestra:
+def make_method(*, local_clusters=3, global_clusters=5, memory_size=8, temperature=0.1) -> Orchestra:
     torch.manual_seed(0)
     return Orchestra(
         conv_small(channels=1, size=8, width=4),
@@ -51,7 +44,6 @@ def make_method(*, local_clusters=3, global_clusters=5, memory_size=8, temperatu
         memory_size=memory_size,
         temperature=temperature,
         ema_decay=0.9,
-        strategy=strategy,
     )
 
 
@@ -240,7 +232,8 @@ def test_loss_is_consistency_plus_turns():
 def test_parts_and_who_has_them():
     method = make_method()
     parts = {name.partition(".")[0] for name in travelling_names(method)}
-    assert parts == {"encoder", "projector", "rotation", "local_centroids", "centroids"}
+    assert parts == {"encoder", "projector", "rotation"}
+    assert (method.gathered, method.shared) == (("local_centroids",), ("centroids",))
     assert {name.partition(".")[0] for name in kept_names(method)} == {"target_encoder", "target_projector", "memory"}
     method.loss(*pictures()).backward()
     for name, parameter in method.named_parameters():
@@ -349,45 +342,23 @@ def test_clients_without_centroids_change_nothing():
     assert np.array_equal(with_nothing, clusters_of(some, old))
 
 
-def test_the_rule_averages_all_but_the_local_centroids():
-    random = np.random.default_rng(0)
-    layers = {"encoder.weight": random.normal(size=(3, 2)).astype("f4"), "local_centroids": np.zeros((3, 8), "f4")}
-    updates = [
-        ClientUpdate(
-            layers={"encoder.weight": random.normal(size=(3, 2)).astype("f4"), "local_centroids": local(client, 1, 2)},
-            partition_id=client,
-            num_examples=10 * (client + 1),
-        )
-        for client in range(3)
-    ]
-    strategy, reference = Server(), GlobalLayers(layers)
-    assert strategy.needs() == (NUM_EXAMPLES,)
-    for _ in range(2):  # a second round begins anew
-        rule = strategy.rule(1)
-        rule.start(reference)
-        for update in updates:
-            rule.add(update, reference.align(update.layers))
-        new = rule.finish()
-        assert not new.pop("local_centroids").any()
-        weights = [{"encoder.weight": update.layers["encoder.weight"]} for update in updates]
-        alone = [ClientUpdate(layers=w, partition_id=i, num_examples=10 * (i + 1)) for i, w in enumerate(weights)]
-        expected = fedavg({"encoder.weight": layers["encoder.weight"]}, alone)
-        np.testing.assert_array_equal(new["encoder.weight"], expected["encoder.weight"])
-        after = strategy.after_aggregate(1, {**layers, "centroids": np.zeros((4, 8), "f4")})
-        received = [update.layers["local_centroids"] for update in updates]
-        np.testing.assert_array_equal(after["centroids"], clusters_of(received, np.zeros((4, 8), "f4")))
+def test_the_servers_half_clusters_what_clients_send():
+    method = make_method(global_clusters=4)
+    received = [local(client, 1, 2) for client in range(3)]
+    old = np.zeros((4, 8), np.float32)
+    made = method.gather([{"local_centroids": array} for array in received], {"centroids": old})
+    assert list(made) == ["centroids"]
+    assert made["centroids"].dtype == np.float32
+    np.testing.assert_array_equal(made["centroids"], clusters_of(received, old))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: make_method(strategy="strategies.fedavg.FedAvg"), "method=orchestra needs .* set strategy=orchestra"),
-        (lambda: build(compose(["method=orchestra", "strategy=l_dawa"])), "which strategies.l_dawa.LDAWA does not"),
         (lambda: make_method(local_clusters=0), "method.local_clusters=0"),
         (lambda: make_method(global_clusters=1), "method.global_clusters=1"),
         (lambda: make_method(local_clusters=9), "method.memory_size=8 must be at least method.local_clusters=9"),
         (lambda: make_method(temperature=0), "method.temperature=0"),
-        (lambda: Server(weighting="loss"), "strategy.weighting=loss"),
     ],
 )
 def test_refused_settings(make, words):
@@ -395,47 +366,35 @@ def test_refused_settings(make, words):
         make()
 
 
-def test_the_server_says_when_there_are_no_centroids(caplog):
-    with caplog.at_level("WARNING", logger="fedssl"):
-        Server().check(build(compose(WORDS)), clients_per_round=2)
-        assert not caplog.records
-        method = SimCLR(conv_small(channels=1, size=8, width=4), projector=HEAD, temperature=0.5)
-        Server().check(method, clients_per_round=2)
-    assert "strategy=orchestra with SimCLR, which has no centroids, is plain averaging" in caplog.text
-
-
-def test_without_centroids_it_averages():
-    start = {"a": np.array([1.0, 2.0], np.float32)}
-    updates = [ClientUpdate(layers={"a": start["a"] + k}, partition_id=k, num_examples=1 + k) for k in range(3)]
-    rule, reference = Server().rule(1), GlobalLayers(start)
-    rule.start(reference)
-    for update in updates:
-        rule.add(update, reference.align(update.layers))
-    assert np.array_equal(rule.finish()["a"], fedavg(start, updates)["a"])
-
-
 # --- whole runs ---
+
+
+def shared_of(federation: Federation) -> np.ndarray:
+    return federation.state.models["global"].shared["centroids"]
 
 
 def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
     federation = Federation(tmp_path, *WORDS, *SMALL, "clients_per_round=4")
-    assert not federation.layers["centroids"].any()
     found = []
-    for round in (1, 2):
-        layers = federation.run(round)
-        np.testing.assert_allclose(np.linalg.norm(layers["centroids"], axis=1), 1, rtol=1e-6)
-        assert not layers["local_centroids"].any()
-        found.append(layers["centroids"])
+    for _ in range(2):
+        layers = federation.run(1)
+        assert layers.keys().isdisjoint({"centroids", "local_centroids"})
+        found.append(shared_of(federation))
+        np.testing.assert_allclose(np.linalg.norm(found[-1], axis=1), 1, rtol=1e-6)
     assert not np.array_equal(*found)
     everything = set(travelling_names(federation.method))
-    for plan, update in zip(federation.plans, federation.updates, strict=True):
-        assert set(plan["arrays"]) == everything
-        assert set(update["arrays"]) == everything - {"centroids"}
-        norms = np.linalg.norm(update["arrays"]["local_centroids"].numpy(), axis=1)
+    for number, (plan, update) in enumerate(zip(federation.plans, federation.updates, strict=True)):
+        assert set(plan["arrays"]) == set(update["arrays"]) == everything
+        given = plan["shared"]["centroids"].numpy()
+        assert np.array_equal(given, found[0]) if number >= 4 else not given.any()
+        norms = np.linalg.norm(update["gathered"]["local_centroids"].numpy(), axis=1)
         np.testing.assert_allclose(norms, 1, rtol=1e-6)
+    sent = [update["gathered"]["local_centroids"].numpy() for update in federation.updates]
+    np.testing.assert_array_equal(found[0], clusters_of(sent[:4], np.zeros_like(found[0])))
+    np.testing.assert_array_equal(found[1], clusters_of(sent[4:], found[0]))
     travels = federation.strategy.travels(federation.method)
-    assert travels.down == "local_centroids, centroids, encoder, projector, rotation"
-    assert travels.up == "local_centroids, encoder, projector, rotation"
+    assert travels.down == "encoder, projector, rotation, centroids (made by the server half)"
+    assert travels.up == "encoder, projector, rotation, local_centroids (for the server half)"
     assert travels.stays == "target_encoder, target_projector, memory"
 
 
@@ -450,16 +409,17 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
 )
 def test_other_federations(tmp_path, words):
     federation = Federation(tmp_path, *WORDS, *SMALL, *words)
-    layers = federation.run(1, 2)
-    assert federation.strategy.report.dropped == {}
+    layers = federation.run(2)
+    assert federation.report.dropped == {}
     assert all(np.isfinite(array).all() for array in layers.values())
-    np.testing.assert_allclose(np.linalg.norm(layers["centroids"], axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(shared_of(federation), axis=1), 1, rtol=1e-6)
 
 
 def test_without_training_nothing_changes(tmp_path):
     federation = Federation(tmp_path, *WORDS, *SMALL, "local_epochs=0")
     before = federation.layers
-    after = federation.run(1, 2)
+    after = federation.run(2)
+    assert not shared_of(federation).any()
     for name, array in before.items():
         np.testing.assert_allclose(after[name], array, rtol=1e-6, atol=1e-7, err_msg=name)
 
@@ -470,8 +430,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
     run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
-    whole, parts = (latest_checkpoint(tmp_path / name / "checkpoints").layers for name in ("whole", "parts"))
+    models = [latest_checkpoint(tmp_path / name / "checkpoints").models["global"] for name in ("whole", "parts")]
+    whole, parts = ({**model.layers, **model.shared} for model in models)
     assert whole.keys() == parts.keys()
+    assert whole["centroids"].any()
     for name, array in whole.items():
         assert np.array_equal(array, parts[name]), name
 

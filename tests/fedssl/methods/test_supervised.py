@@ -13,16 +13,16 @@ from fedssl.datasets.base import load
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
-from fedssl.methods import build
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
 from fedssl.methods.supervised import Supervised
 from fedssl.model_layers import load_layers
-from fedssl.regularizers.base import Regularizer
 from fedssl.seeding import torch_generator
 from fedssl.training import train
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from tests.federation import Federation
+from tests.local_training import local_training
 
 QUICK = ["method=supervised", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
 
@@ -99,13 +99,7 @@ def test_every_picture_comes_with_its_own_label():
         method,
         torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1),
         torch.tensor([1, 4, 5, 8]),
-        augment=lambda batch, generator: (batch.float(), batch.float()),
-        optimizer=torch.optim.SGD(method.parameters(), lr=0.1),
-        regularizer=Regularizer(),
-        epochs=2,
-        batch_size=3,
-        precision="fp32",
-        clip_norm=None,
+        training=local_training(torch.optim.SGD(method.parameters(), lr=0.1), epochs=2, batch_size=3),
         generator=torch_generator(0, "train"),
         labels=3 * torch.arange(10),
     )
@@ -117,8 +111,8 @@ def test_clients_learn_their_labels(tmp_path):
     # The training loss must fall well below log 10, that of a guess.
     words = ["method=supervised", "optimizer=adam", "optimizer.lr=0.01", "strategy=fedavg", "batch_size=10"]
     federation = Federation(tmp_path, *words, "num_clients=2", "local_epochs=10")
-    federation.run(1, 2, 3)
-    assert max(row.loss for row in federation.strategy.report.clients) < 0.6 * math.log(10)
+    federation.run(3)
+    assert max(row.loss for row in federation.report.clients) < 0.6 * math.log(10)
 
 
 def test_pictures_without_labels_are_refused_before_anything_is_written(tmp_path):
@@ -137,9 +131,9 @@ def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
     run([*words, f"output_dir={tmp_path}"])
     final = json.loads((tmp_path / "summary.json").read_text())["final"]
     settings = compose(words)
-    method, test = build(settings), load(settings.dataset, "test")
-    load_layers(method, latest_checkpoint(tmp_path / "checkpoints").layers)
-    h = extract(method.encoder, test.images, mean=settings.dataset.mean, std=settings.dataset.std, device="cpu")
+    method, test = build(settings.model), load(settings.data, "test")
+    load_layers(method, latest_checkpoint(tmp_path / "checkpoints").models["global"].layers)
+    h = extract(method.encoder, test.images, mean=settings.data.mean, std=settings.data.std, device="cpu")
     right = sum(
         int((method.classifier.weight @ x + method.classifier.bias).argmax()) == int(label)
         for x, label in zip(h, test.labels, strict=True)

@@ -1,0 +1,30 @@
+"""Local training for tests, with what most of them do not care about."""
+
+import torch
+
+from fedssl.regularizers.base import Regularizer
+from fedssl.training import Augment, LocalTraining
+
+
+def local_training(
+    optimizer: torch.optim.Optimizer,
+    *,
+    augment: Augment = lambda batch, generator: (batch.float(), batch.float()),
+    regularizer: Regularizer | None = None,
+    epochs: int = 1,
+    batch_size: int = 2,
+    precision: str = "fp32",
+    clip_norm: float | None = None,
+    channels_last: bool = True,
+) -> LocalTraining:
+    return LocalTraining(
+        augment=augment,
+        optimizer=optimizer,
+        lrs=tuple(group["lr"] for group in optimizer.param_groups),
+        regularizer=regularizer or Regularizer(),
+        epochs=epochs,
+        batch_size=batch_size,
+        precision=precision,
+        clip_norm=clip_norm,
+        channels_last=channels_last,
+    )
