@@ -257,7 +257,7 @@ def test_division_by_class_needs_labels(kind: str) -> None:
 def test_the_last_check_catches_lost_and_doubled_pictures() -> None:
     for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
         with pytest.raises(InputError, match="exactly one client"):
-            partition._checked([np.array(part) for part in parts], 5)
+            partition.deal._checked([np.array(part) for part in parts], 5)
 
 
 def test_a_partition_imports_nothing_that_takes_seconds() -> None:
