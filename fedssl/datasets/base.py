@@ -41,11 +41,17 @@ class Pictures:
         int64, ``(n,)``; None if the pictures have no labels.
     classes : tuple of str
         Names of the classes, ``classes[label]``; empty if unknown.
+    owners : Tensor or None
+        int64, ``(n,)``, who made each picture (a writer, a device, a hospital); None if unknown.
+    owner_names : tuple of str
+        Names of the owners, ``owner_names[owner]``; empty if unknown.
     """
 
     images: torch.Tensor
     labels: torch.Tensor | None
     classes: tuple[str, ...] = ()
+    owners: torch.Tensor | None = None
+    owner_names: tuple[str, ...] = ()
 
 
 def load(settings: DictConfig, split: Split) -> Pictures | None:
@@ -144,7 +150,7 @@ def hold_out(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.nda
 
 
 def _spread(values: ListConfig, channels: int) -> str:
-    """The mean of ``values`` once per channel, written as on the command line."""
+    """Write the mean of ``values`` once per channel, as on the command line."""
     return "[" + ",".join([f"{sum(values) / len(values):.3f}"] * channels) + "]"
 
 
