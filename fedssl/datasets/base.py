@@ -31,7 +31,7 @@ _FIXED_SEED = 0
 
 @dataclass(frozen=True)
 class Pictures:
-    """Decoded pictures with what is known about them.
+    """Decoded pictures with their labels and owners, where these are known.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ def load(settings: DictConfig, split: Split) -> Pictures | None:
     settings : DictConfig
         The group ``dataset`` of the configuration.
     split : {"federated", "train", "test"}
-        What the clients share; the labelled bank of the probes; the labelled test pictures.
+        Pictures that the clients share; the labelled bank of the probes; the labelled test pictures.
 
     Returns
     -------

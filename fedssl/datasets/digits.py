@@ -14,7 +14,7 @@ from PIL import Image
 from fedssl.datasets.base import Pictures, choose, hold_out
 from fedssl.datasets.decoding import to_array
 
-TEST_FRACTION = 0.2
+TEST_FRACTION = 0.2  # of every class
 
 
 def read(split: str, *, channels: int, size: int, limit: int | None) -> Pictures:

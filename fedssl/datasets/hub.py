@@ -22,7 +22,7 @@ from fedssl.errors import InputError
 
 _BATCH = 256  # pictures per task of a decoding thread
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
-_HELD_OUT = ("test", "valid", "validation")
+_HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
 
 log = logging.getLogger("fedssl")
 

@@ -1,7 +1,7 @@
 """One's own pictures in a folder: grey, RGB, RGBA or palette, of any size, with or without classes and owners.
 
-``DIR`` holds pictures, of which nothing more is known, or subfolders of pictures; or it holds ``train`` and ``test``,
-each in this form. The setting ``folders`` says what a subfolder stands for:
+``DIR`` holds pictures without classes and owners, or subfolders of pictures; or it holds ``train`` and ``test``,
+each in this form. The setting ``folders`` gives the meaning of a subfolder:
 
 ==============  =========================  ==========================================================
 ``class``       ``DIR/cat/1.png``          the class of its pictures
@@ -25,7 +25,7 @@ from fedssl.datasets.decoding import decode
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-FOLDERS = ("class", "owner", "owner/class")
+FOLDERS = ("class", "owner", "owner/class")  # meanings of the subfolders
 _BATCH = 16  # pictures per task of a decoding thread; few, as they may be large
 _NAMED = 5  # unreadable files that the warning names
 
@@ -34,7 +34,7 @@ log = logging.getLogger("fedssl")
 
 @dataclass(frozen=True)
 class Listing:
-    """Picture files with what their folders say about them; the fields are those of `Pictures`."""
+    """Picture files with the classes and owners that their folders give; see `Pictures` for the fields."""
 
     files: list[Path]
     labels: np.ndarray | None = None
@@ -139,7 +139,7 @@ def list_pictures(folder: Path, *, folders: str = "class") -> Listing:
     Returns
     -------
     Listing
-        Of pictures beside no subfolder nothing is known but the files.
+        Without labels and owners if there is no subfolder.
 
     Raises
     ------

@@ -88,7 +88,7 @@ class Encoder(nn.Module):
         stages : tuple of str
             Names of the submodules that are the stages, in order.
         widths : tuple of int
-            Length of what `readout` gives behind each stage.
+            Length of the output of `readout` behind each stage.
         tail : tuple of str
             Names of the submodules that belong to `readout`.
         """
@@ -178,7 +178,7 @@ class Encoder(nn.Module):
         if self.span.frozen:
             for name, module in self.named_modules():
                 if self.lifetime(name).freezes <= self.span.frozen:
-                    module.training = False  # not eval(), which would concern what is inside as well
+                    module.training = False  # not eval(), which would concern the modules inside as well
         return self
 
     def stages(self) -> list[nn.Module]:
@@ -186,7 +186,7 @@ class Encoder(nn.Module):
         return [self.get_submodule(name) for name in self.stage_names]
 
     def lifetime(self, name: str) -> Lifetime:
-        """Tell when the layer or module ``name`` runs and is trained; what belongs to no stage belongs to the stem."""
+        """Lifetime of the layer or module ``name``; one that belongs to no stage belongs to the stem."""
         found = (lifetime for module, lifetime in self._lifetimes.items() if f"{name}.".startswith(f"{module}."))
         return next(found, Lifetime(0, math.inf, 1))
 

@@ -1,4 +1,4 @@
-"""Who holds what: every picture belongs to exactly one client."""
+"""Partitions of pictures among clients: every picture belongs to exactly one."""
 
 from fedssl.partition.deal import auxiliary, split
 from fedssl.partition.rules import MIN_PICTURES, classes, dirichlet, iid, natural, skew

@@ -1,4 +1,4 @@
-"""Who holds what in a run: the partition of the clients' pictures, and those that the server keeps for itself."""
+"""The partition of a run: the pictures of every client, and those that the server keeps for its calibration."""
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ def split(settings: DictConfig, pictures: Pictures) -> list[np.ndarray]:
     settings : DictConfig
         Of the run.
     pictures : Pictures
-        What the clients share.
+        Pictures that the clients share.
 
     Returns
     -------

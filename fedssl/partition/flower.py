@@ -81,7 +81,7 @@ def _deal(partitioner: Any, labels: np.ndarray) -> list[np.ndarray]:
 
 @contextmanager
 def _set_aside(*packages: str) -> Iterator[None]:
-    """Forget the modules of ``packages`` inside the block; what was loaded before is back after it."""
+    """Forget the modules of ``packages`` inside the block; those loaded before are back after it."""
 
     def loaded() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] in packages]
