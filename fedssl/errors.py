@@ -1,15 +1,15 @@
-"""The one exception whose message is written for the user."""
+"""The two exceptions whose messages are written for the user."""
 
 
 class InputError(ValueError):
-    """A setting, file or folder that cannot be used: one sentence with what, found, allowed and what to do.
+    """Setting, file or folder that cannot be used: one sentence with what, found, allowed and what to do.
 
     The command line prints the sentence without a traceback and exits with status 2.
     """
 
 
 class RunFailed(RuntimeError):
-    """A run that could not be finished; the message is the reason.
+    """Run that could not be finished; the message is the reason.
 
     The command line prints it without a traceback and exits with status 1.
     """

@@ -21,15 +21,15 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     z1, z2 : Tensor
         Projections of the two views, ``(batch, dim)``; need not be normalised. The gradient flows into both.
     temperature : float
-        Positive; small values weigh the most similar other pictures most.
+        Positive; the smaller, the more the most similar other pictures weigh.
 
     Returns
     -------
     Tensor
-        Scalar >= 0. One picture has no others to be told from: 0, without gradient.
+        Scalar >= 0; 0 without gradient for one picture, which has no negatives.
     """
     batch = z1.shape[0]
-    z = F.normalize(_full(torch.cat((z1, z2))), dim=1)
+    z = F.normalize(at_least_float32(torch.cat((z1, z2))), dim=1)
     similarity = _product(z / temperature, z.T).fill_diagonal_(-torch.inf)  # k != i
     other_view = torch.arange(2 * batch, device=z.device).roll(batch)
     return F.cross_entropy(similarity, other_view)  # Eq. 1
@@ -56,7 +56,7 @@ def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
     Tensor
         Scalar >= 0.
     """
-    q, k = F.normalize(_full(q), dim=1), F.normalize(_full(k), dim=1)
+    q, k = F.normalize(at_least_float32(q), dim=1), F.normalize(at_least_float32(k), dim=1)
     return F.cross_entropy(_product(q / temperature, k.T), torch.arange(q.shape[0], device=q.device))  # Eq. 1
 
 
@@ -75,7 +75,7 @@ def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
     Tensor
         Scalar in [-1, 1].
     """
-    return -F.cosine_similarity(_full(p), _full(z.detach()), dim=1).mean()
+    return -F.cosine_similarity(at_least_float32(p), at_least_float32(z.detach()), dim=1).mean()
 
 
 def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
 
 
 def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -> Tensor:
-    """Relational loss of FedX (arXiv 2207.09158): both views of a picture are as similar to the other pictures.
+    """Relational loss of FedX (arXiv 2207.09158): both views of a picture have the same similarities to the others.
 
     With s_ij the cosine of z1_i and anchor j divided by the temperature, p_i is the softmax of s_ij over all j != i,
     q_i likewise from z2, and m = (p + q) / 2: the mean over i of their Jensen-Shannon divergence,
@@ -108,16 +108,17 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -
     z1, z2 : Tensor
         Vectors of the two views, ``(batch, dim)``; need not be normalised.
     anchors : Tensor
-        A vector for each picture, by which the others see it, ``(batch, dim)``. The gradient flows into all three.
+        One vector per picture, to which the others' similarity is taken, ``(batch, dim)``. The gradient flows into all
+        three.
     temperature : float
         Positive.
 
     Returns
     -------
     Tensor
-        Scalar in [0, log 2]; 0 for fewer than three pictures, whose relations have no choice.
+        Scalar in [0, log 2]; 0 for fewer than three pictures, whose softmax has one term at most.
     """
-    z, a = F.normalize(_full(torch.stack((z1, z2))), dim=2), F.normalize(_full(anchors), dim=1)
+    z, a = F.normalize(at_least_float32(torch.stack((z1, z2))), dim=2), F.normalize(at_least_float32(anchors), dim=1)
     log_pq = F.log_softmax(_others(_product(z / temperature, a.T)), dim=2)
     pq = log_pq.exp()
     log_m = pq.mean(dim=0).clamp(min=torch.finfo(pq.dtype).tiny).log()  # where p and q are 0 it does not count
@@ -150,8 +151,13 @@ def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     return invariance + lambd * redundancy  # Eq. 1
 
 
+def at_least_float32(z: Tensor) -> Tensor:
+    """``z`` in float32, or as it is if it is more precise."""
+    return z.to(torch.promote_types(z.dtype, torch.float32))
+
+
 def _standardised(z: Tensor) -> Tensor:
-    z = _full(z)
+    z = at_least_float32(z)
     variance, mean = torch.var_mean(z, dim=0, correction=0)
     return (z - mean) * torch.rsqrt(variance + 1e-5)
 
@@ -160,15 +166,11 @@ def _others(square: Tensor) -> Tensor:
     """Matrices ``(..., n, n)`` without their diagonals, ``(..., n, n - 1)``."""
     n = square.shape[-1]
     # Behind the first number, every (n + 1)-th is on the diagonal.
-    return square.flatten(-2)[..., 1:].unflatten(-1, (n - 1, n + 1))[..., :-1].reshape(*square.shape[:-1], n - 1)
-
-
-def _full(z: Tensor) -> Tensor:
-    """``z`` in float32, or as it is where it has more."""
-    return z.to(torch.promote_types(z.dtype, torch.float32))
+    rows = square.flatten(-2)[..., 1:].reshape(*square.shape[:-2], n - 1, n + 1)
+    return rows[..., :-1].reshape(*square.shape[:-1], n - 1)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in the precision of the two, also inside autocast."""
+    """Multiply ``a @ b`` in the precision of the two, also inside autocast."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b

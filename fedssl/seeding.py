@@ -9,7 +9,7 @@ import torch
 
 
 def derive(seed: int, *path: int | str) -> int:
-    """A 63-bit seed for the place ``path`` in the run, e.g. ``derive(seed, "train", round, client)``.
+    """Seed of 63 bits for the place ``path`` in the run, e.g. ``derive(seed, "train", round, client)``.
 
     Words and numbers are hashed by NumPy's ``SeedSequence``; different paths give independent streams.
     """
@@ -20,8 +20,8 @@ def derive(seed: int, *path: int | str) -> int:
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's global generator of the device, from which layers such as dropout draw.
 
-    ``torch.manual_seed`` seeds those of every kind of device; where CUDA is not in use it remembers each call, with
-    the stack, for later.
+    ``torch.manual_seed`` would seed the generators of every kind of device; as long as CUDA is not in use it keeps each
+    call, with its stack, for later.
     """
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -30,10 +30,10 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 def numpy_generator(seed: int, *path: int | str) -> np.random.Generator:
-    """A NumPy generator for the place ``path`` in the run."""
+    """NumPy generator for the place ``path`` in the run."""
     return np.random.default_rng(derive(seed, *path))
 
 
 def torch_generator(seed: int, *path: int | str) -> torch.Generator:
-    """A CPU torch generator for the place ``path`` in the run."""
+    """CPU torch generator for the place ``path`` in the run."""
     return torch.Generator().manual_seed(derive(seed, *path))

@@ -1,8 +1,8 @@
 """Picture operations on whole batches, with a parameter of its own for every picture.
 
-Pictures are float *planes* of shape (channels, batch, height, width) with values in 0..1: the plane of a channel is one
-contiguous block, which is what makes the colour operations fast on a CPU. Each operation returns new planes and equals,
-picture by picture, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors.
+Pictures are float *planes* ``(channels, batch, height, width)`` with values in [0, 1]: the plane of a channel is one
+contiguous block, which makes the colour operations fast on a CPU. Each operation returns new planes and equals, picture
+by picture, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors.
 Cropping, resizing, flipping and blurring are linear and act on rows and columns separately: each is a pair of matrix
 products (`separable`).
 """
@@ -18,10 +18,15 @@ def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
 
     Parameters
     ----------
-    planes
-        Shape (channels, batch, height, width).
-    rows, columns
-        Shape (batch, new height, height) and (batch, new width, width).
+    planes : Tensor
+        ``(channels, batch, height, width)``.
+    rows, columns : Tensor
+        ``(batch, new height, height)`` and ``(batch, new width, width)``.
+
+    Returns
+    -------
+    Tensor
+        ``(channels, batch, new height, new width)``.
     """
     result = planes.new_empty(*planes.shape[:2], rows.shape[1], columns.shape[1])
     for plane, made in zip(planes, result, strict=True):  # broadcasting would copy matrices, torch.stack results
@@ -30,7 +35,7 @@ def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Tensor | None = None) -> Tensor:
-    """Crop, bilinear resize and flip along one axis, as one matrix per picture.
+    """Weights of crop, bilinear resize and flip along one axis, one matrix per picture.
 
     Along both axes it equals ``resized_crop`` with its defaults (bilinear, antialias=True) and ``horizontal_flip``. An
     output pixel is the mean of the crop's pixels, weighted by a triangle that reaches one pixel of the coarser grid to
@@ -38,17 +43,17 @@ def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Te
 
     Parameters
     ----------
-    start, length
-        First pixel and number of pixels of the crop, shape (batch,), whole numbers as floats.
-    size, out
+    start, length : Tensor
+        First pixel and number of pixels of the crop, ``(batch,)``, whole numbers as floats.
+    size, out : int
         Number of pixels before and after.
-    flip
-        Shape (batch,), 1 where the axis is reversed and 0 elsewhere.
+    flip : Tensor, optional
+        ``(batch,)``, 1 where the axis is reversed and 0 elsewhere. None: nowhere.
 
     Returns
     -------
     Tensor
-        Shape (batch, out, size); rows sum to 1.
+        ``(batch, out, size)``; rows sum to 1.
     """
     step = (length / out)[:, None]
     centre = (torch.arange(out, device=start.device) + 0.5) * step
@@ -61,23 +66,23 @@ def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Te
 
 
 def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
-    """Gaussian blur along one axis, with reflected borders, as one matrix per picture.
+    """Weights of Gaussian blur along one axis, with reflected borders, one matrix per picture.
 
     Equals ``gaussian_blur`` with ``kernel_size = 2 * radius + 1``.
 
     Parameters
     ----------
-    sigma
-        Standard deviation in pixels, shape (batch,); 0 leaves the picture as it is.
-    size
+    sigma : Tensor
+        Standard deviation in pixels, ``(batch,)``; 0 leaves the picture as it is.
+    size : int
         Number of pixels.
-    radius
-        Reach of the kernel in pixels, less than `size`.
+    radius : int
+        Reach of the kernel in pixels, less than ``size``.
 
     Returns
     -------
     Tensor
-        Shape (batch, size, size); rows sum to 1.
+        ``(batch, size, size)``; rows sum to 1.
     """
     pixel = torch.arange(size, device=sigma.device)
     offset = torch.arange(-radius, radius + 1, device=sigma.device)
@@ -86,38 +91,43 @@ def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
     last = size - 1
     source = last - (last - (pixel + offset[:, None]).abs()).abs()  # reflect at both borders
     taps = (source[:, :, None] == pixel).to(kernel.dtype)  # (kernel, size, size): which pixel each tap reads
-    return (kernel @ taps.flatten(1)).unflatten(1, (size, size))
+    return (kernel @ taps.flatten(1)).reshape(len(sigma), size, size)
 
 
 def luminance(planes: Tensor) -> Tensor:
-    """Grey value of planes of shape (channels, ...): weighted for 3 channels, otherwise the mean of the channels."""
+    """Grey value ``(...)`` of planes ``(channels, ...)``: weighted for 3 channels, otherwise the channels' mean."""
     if len(planes) != 3:
         return planes.mean(0)
     red, green, blue = planes
-    return (LUMINANCE[0] * red).add_(green, alpha=LUMINANCE[1]).add_(blue, alpha=LUMINANCE[2])
+    grey: Tensor = LUMINANCE[0] * red
+    return grey.add_(green, alpha=LUMINANCE[1]).add_(blue, alpha=LUMINANCE[2])
 
 
 def brightness(planes: Tensor, factor: Tensor) -> Tensor:
-    """Multiply by `factor` (batch,) and clip: ``adjust_brightness``. 1 changes nothing, 0 is black."""
+    """Multiply by ``factor`` ``(batch,)`` and clip: ``adjust_brightness``. 1 changes nothing, 0 is black."""
     return (planes * factor[:, None, None]).clamp_(0, 1)
 
 
 def contrast(planes: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the picture's mean grey value: ``adjust_contrast``. 1 changes nothing, 0 is flat grey."""
-    mean = luminance(planes.mean((2, 3), keepdim=True))  # luminance is linear: of the means, not the mean of it
+    """Blend with the mean grey by ``factor`` ``(batch,)``: ``adjust_contrast``. 1 changes nothing, 0 is flat grey."""
+    mean = luminance(planes.mean((2, 3), keepdim=True))  # luminance is linear: its mean is that of the means
     return (planes * factor[:, None, None]).add_(mean * (1 - factor[:, None, None])).clamp_(0, 1)
 
 
 def saturation(planes: Tensor, factor: Tensor) -> Tensor:
-    """Blend 3 channels with their grey value: ``adjust_saturation``. 1 changes nothing, 0 is ``rgb_to_grayscale``."""
+    """Blend 3 channels with their grey value by ``factor`` ``(batch,)``: ``adjust_saturation``.
+
+    1 changes nothing, 0 is ``rgb_to_grayscale``.
+    """
     return torch.lerp(luminance(planes), planes, factor[:, None, None]).clamp_(0, 1)
 
 
 def hue(planes: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the hue of 3 channels by `turns` (batch,), whole circles in -0.5..0.5: ``adjust_hue``. 0 changes nothing.
+    """Rotate the hue of 3 channels by ``turns`` ``(batch,)``, in circles from -0.5 to 0.5: ``adjust_hue``.
 
-    HSV is not built, and nothing is chosen pixel by pixel (``torch.where`` takes thirty times as long as a product on a
-    CPU). With the largest and smallest channel M and m and the chroma C = M - m, the hue in whole circles from red is
+    0 changes nothing. HSV is not built, and nothing is chosen pixel by pixel (``torch.where`` takes thirty times as
+    long as a product on a CPU). With the largest and smallest channel M and m and the chroma C = M - m, the hue in
+    circles from red is
 
         H = sign(green - blue) * (1 + (green + blue - red - m) / C) / 6
 
@@ -138,5 +148,5 @@ def hue(planes: Tensor, turns: Tensor) -> Tensor:
 
 
 def solarize(planes: Tensor, amount: Tensor) -> Tensor:
-    """Invert the values from 0.5 up where `amount` (batch,) is 1: ``solarize``, threshold 0.5. 0 changes nothing."""
+    """Invert the values from 0.5 up where ``amount`` ``(batch,)`` is 1: ``solarize``, threshold 0.5. 0: no change."""
     return torch.lerp(planes, torch.minimum(planes, 1 - planes), amount[:, None, None])

@@ -1,8 +1,8 @@
-"""What a random view of a picture is: its recipe, and the random parameters drawn for every picture of a batch.
+"""The recipe of a random view, and the random parameters that it gives every picture of a batch.
 
 The laws are those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` (all of it applied with one probability),
 ``RandomGrayscale``, ``GaussianBlur`` and ``RandomSolarize``. Everything is a function of uniform random numbers, as
-many per picture whatever the recipe turns on: changing one setting leaves the draws of the others as they were, and the
+many per picture whatever the recipe turns on: a changed setting leaves the draws of the others as they were, and the
 parameters of a picture do not depend on how many pictures come after it.
 """
 
@@ -28,25 +28,25 @@ class View:
 
     Parameters
     ----------
-    crop_scale
-        Smallest and largest share of the picture's area in a crop, in 0..1; [1, 1] keeps the whole picture.
-    crop_ratio
+    crop_scale : sequence of float
+        Smallest and largest share of the picture's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole picture.
+    crop_ratio : sequence of float
         Smallest and largest width / height of a crop.
-    flip
+    flip : float
         Probability of a left-right flip; 0 turns it off.
-    jitter
+    jitter : float
         Probability of the colour jitter as a whole; 0 turns it off.
-    brightness, contrast, saturation
-        The factor is uniform in 1 - this (at least 0) to 1 + this; 0 turns the operation off.
-    hue
-        The hue turns by up to this part of the circle either way, in 0..0.5; 0 turns it off.
-    gray
+    brightness, contrast, saturation : float
+        The factor is uniform from 1 - this (at least 0) to 1 + this; 0 turns the operation off.
+    hue : float
+        Largest part of the circle by which the hue turns either way, in [0, 0.5]; 0 turns it off.
+    gray : float
         Probability of grey; 0 turns it off.
-    blur
+    blur : float
         Probability of Gaussian blur; 0 turns it off.
-    blur_sigma
+    blur_sigma : sequence of float
         Smallest and largest standard deviation of the blur, in pixels of the view.
-    solarize
+    solarize : float
         Probability of inverting the values from 0.5 up; 0 turns it off.
     """
 
@@ -64,16 +64,24 @@ class View:
     solarize: float = 0.0
 
 
+# Upper ends of the ranges that have one.
 LARGEST = {"crop_scale": 1.0, "flip": 1.0, "jitter": 1.0, "hue": 0.5, "gray": 1.0, "blur": 1.0, "solarize": 1.0}
 
 
 def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
-    """A `View` from a mapping of its fields, checked.
+    """Make a `View` from a mapping of its fields, after checking them.
+
+    Parameters
+    ----------
+    recipe : mapping
+        Some of the fields; the others keep their defaults.
+    name : str
+        Name of the recipe in the settings, for errors.
 
     Raises
     ------
     InputError
-        An unknown field, or a value outside its range; the sentence names it as `name`.field.
+        If a field is unknown or a value outside its range.
     """
     defaults = asdict(View())
     for key, value in recipe.items():
@@ -95,7 +103,25 @@ def _is_pair(value: object) -> bool:
 
 
 class Parameters(NamedTuple):
-    """Random parameters of one view, each of shape (batch,); neutral where an operation is off for a picture."""
+    """Random parameters of one view, each ``(batch,)``; neutral where an operation is off for a picture.
+
+    Attributes
+    ----------
+    top, left, height, width : Tensor
+        The crop, in pixels of the picture.
+    flip : Tensor
+        1 where the view is flipped, else 0.
+    brightness, contrast, saturation : Tensor
+        Factors of the colour jitter; 1 changes nothing.
+    hue : Tensor
+        Turn in circles; 0 changes nothing.
+    color : Tensor
+        Saturation of the grey step; 0 is grey, 1 changes nothing.
+    sigma : Tensor
+        Standard deviation of the blur in pixels of the view; 0 changes nothing.
+    solarize : Tensor
+        1 where the values from 0.5 up are inverted, else 0.
+    """
 
     top: Tensor
     left: Tensor
@@ -106,28 +132,37 @@ class Parameters(NamedTuple):
     contrast: Tensor
     saturation: Tensor
     hue: Tensor
-    color: Tensor  # saturation of the grey step: 0 is grey, 1 changes nothing
+    color: Tensor
     sigma: Tensor
     solarize: Tensor
 
 
 def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:
-    """The parameters of one view of pictures of that height and width in pixels.
+    """Turn uniform numbers into the parameters of one view.
 
-    `uniform` has the shape (batch, `UNIFORMS`) and holds independent uniform numbers in 0..1 (1 excluded).
+    Parameters
+    ----------
+    view : View
+        The recipe.
+    uniform : Tensor
+        ``(batch, UNIFORMS)``, independent uniform numbers in [0, 1).
+    height, width : int
+        Size of the pictures in pixels.
+
+    Returns
+    -------
+    drawn : Parameters
+        Those of every picture.
     """
-    flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = uniform[:, BOX_UNIFORMS:].unbind(
-        1
-    )
+    boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
+    flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
     jittered = jitter < view.jitter
 
     def factor(number: Tensor, strength: float) -> Tensor:
         return torch.where(jittered, _between(number, max(0.0, 1 - strength), 1 + strength), 1.0)
 
     return Parameters(
-        *crop_boxes(
-            uniform[:, :BOX_UNIFORMS], height=height, width=width, scale=view.crop_scale, ratio=view.crop_ratio
-        ),
+        *crop_boxes(boxes, height=height, width=width, scale=view.crop_scale, ratio=view.crop_ratio),
         flip=flip < view.flip,
         brightness=factor(brightness, view.brightness),
         contrast=factor(contrast, view.contrast),
@@ -142,22 +177,24 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
 def crop_boxes(
     uniform: Tensor, *, height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes with the law of torchvision's ``RandomResizedCrop``.
+    """Turn uniform numbers into boxes with the law of torchvision's ``RandomResizedCrop``.
 
-    The area is uniform in `scale` and the logarithm of width / height in that of `ratio`; the first of ten candidates
-    that fits, at a uniform place, else the largest centre crop whose ratio is allowed.
+    The area is uniform in ``scale`` and the logarithm of width / height in that of ``ratio``; the first of ten
+    candidates that fits, at a uniform place, else the largest centre crop whose ratio is allowed.
 
     Parameters
     ----------
-    uniform
-        Shape (batch, `BOX_UNIFORMS`), uniform numbers in 0..1: areas, ratios, two places.
-    height, width
+    uniform : Tensor
+        ``(batch, BOX_UNIFORMS)``, uniform numbers in [0, 1): areas, ratios, two places.
+    height, width : int
         Size of the pictures in pixels.
+    scale, ratio : sequence of float
+        Smallest and largest share of the area, and width / height.
 
     Returns
     -------
     tuple of Tensor
-        Top, left, height and width of the boxes in pixels, each of shape (batch,), whole numbers as floats.
+        Top, left, height and width of the boxes in pixels, each ``(batch,)``, whole numbers as floats.
     """
     area = height * width * _between(uniform[:, :CANDIDATES], *scale)
     aspect = _between(uniform[:, CANDIDATES:-2], math.log(ratio[0]), math.log(ratio[1])).exp()

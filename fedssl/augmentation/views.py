@@ -3,7 +3,7 @@
 The views of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized crop, flip,
 colour jitter, grey, Gaussian blur and solarisation, in this order. Every picture has parameters of its own
 (`fedssl.augmentation.recipe`), and for equal parameters the pixels are torchvision's within 1e-5
-(`fedssl.augmentation.operations`). What differs from a torchvision pipeline of one picture at a time:
+(`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one picture at a time:
 
 - the order of the four jitter operations is drawn once per view and call, not once per picture;
 - blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
@@ -29,10 +29,25 @@ CHUNK = 128  # pictures worked on at a time on a CPU: larger temporaries leave t
 
 
 def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int], size: int) -> Tensor:
-    """One view of planes of shape (channels, batch, height, width), values in 0..1, as (channels, batch, size, size).
+    """Make one view of every picture; operations that the recipe turns off for all of them are left out.
 
-    Operations that the recipe turns off for every picture are left out. `order` permutes the jitter operations: 0 is
-    brightness, 1 contrast, 2 saturation, 3 hue.
+    Parameters
+    ----------
+    planes : Tensor
+        Pictures ``(channels, batch, height, width)`` with values in [0, 1].
+    view : View
+        The recipe.
+    drawn : Parameters
+        Random parameters of every picture.
+    order : sequence of int
+        Order of the jitter operations: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
+    size : int
+        Height and width of the views in pixels.
+
+    Returns
+    -------
+    Tensor
+        ``(channels, batch, size, size)``.
     """
     color = len(planes) == 3
     rows = operations.crop_weights(drawn.top, drawn.height, size=planes.shape[2], out=size)
@@ -65,17 +80,17 @@ class Augmentation:
 
     Parameters
     ----------
-    size
+    size : int
         Height and width of the views in pixels.
-    mean, std
-        One number per channel, of pictures with values in 0..1; a view is (picture - mean) / std.
-    views
+    mean, std : sequence of float
+        One number per channel, of pictures with values in [0, 1]; a view is ``(picture - mean) / std``.
+    views : sequence of mapping
         Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
 
     Raises
     ------
     InputError
-        Not exactly two views, or a setting outside its range.
+        If there are not exactly two views, or a setting is outside its range.
     """
 
     def __init__(
@@ -94,24 +109,24 @@ class Augmentation:
         self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Two views of `images`.
+        """Make two views of every picture.
 
         Parameters
         ----------
-        images
-            Shape (batch, channels, height, width), uint8, on any device.
-        generator
-            A CPU generator, the only source of chance.
+        images : Tensor
+            uint8, ``(batch, channels, height, width)``, on any device.
+        generator : torch.Generator
+            CPU generator, the only source of chance.
 
         Returns
         -------
         tuple of Tensor
-            Two float32 tensors of shape (batch, channels, size, size) on the device of `images`.
+            Two float32 tensors ``(batch, channels, size, size)`` on the device of ``images``.
 
         Raises
         ------
         InputError
-            The pictures have more or fewer channels than `mean`.
+            If the pictures have more or fewer channels than ``mean`` has numbers.
         """
         batch, channels, height, width = images.shape
         if channels != len(self._mean):

@@ -28,7 +28,7 @@ _FIXED_SEED = 0
 
 @dataclass(frozen=True)
 class Pictures:
-    """Decoded pictures with what is known about them.
+    """Decoded pictures with their labels and owners, where these are known.
 
     Attributes
     ----------
@@ -38,11 +38,17 @@ class Pictures:
         int64, ``(n,)``; None if the pictures have no labels.
     classes : tuple of str
         Names of the classes, ``classes[label]``; empty if unknown.
+    owners : Tensor or None
+        int64, ``(n,)``, who made each picture (a writer, a device, a hospital); None if unknown.
+    owner_names : tuple of str
+        Names of the owners, ``owner_names[owner]``; empty if unknown.
     """
 
     images: torch.Tensor
     labels: torch.Tensor | None
     classes: tuple[str, ...] = ()
+    owners: torch.Tensor | None = None
+    owner_names: tuple[str, ...] = ()
 
 
 def load(data: DataSettings, split: Split) -> Pictures | None:
@@ -52,7 +58,7 @@ def load(data: DataSettings, split: Split) -> Pictures | None:
     ----------
     data : DataSettings
     split : {"federated", "train", "test"}
-        What the clients share; the labelled bank of the probes; the labelled test pictures.
+        Pictures that the clients share; the labelled bank of the probes; the labelled test pictures.
 
     Returns
     -------
@@ -154,7 +160,7 @@ def hold_out(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.nda
 
 
 def _spread(values: tuple[float, ...], channels: int) -> str:
-    """The mean of ``values`` once per channel, written as on the command line."""
+    """Write the mean of ``values`` once per channel, as on the command line."""
     return "[" + ",".join([f"{sum(values) / len(values):.3f}"] * channels) + "]"
 
 

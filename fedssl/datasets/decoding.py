@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
-from os import cpu_count
 from pathlib import Path
 from threading import Lock
 
@@ -12,10 +11,13 @@ import torch
 from PIL import Image, ImageOps
 
 from fedssl.errors import InputError
+from fedssl.machine.threads import available_cores
+
+THREADS = 8  # most threads that decode
 
 
 def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
-    """Pixels of a picture in the data set's form.
+    """Bring the pixels of a picture into the data set's form.
 
     Grey becomes RGB by repetition, RGB becomes grey by the luma of ITU-R 601, transparency is dropped, 16 bits become
     the upper 8. Another size is brought to ``size`` by scaling the shorter side and cropping the centre.
@@ -111,7 +113,7 @@ def decode(
                 except Exception as error:  # a damaged file can raise almost anything inside the decoder of its format
                     unreadable[position] = f"{type(error).__name__}: {error}"
 
-    threads = min(8, cpu_count() or 1)
+    threads = min(THREADS, available_cores())
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(work) for _ in range(threads)]:
             done.result()

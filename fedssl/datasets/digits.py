@@ -14,11 +14,26 @@ from PIL import Image
 from fedssl.datasets.base import Pictures, choose, hold_out
 from fedssl.datasets.decoding import to_array
 
-TEST_FRACTION = 0.2
+TEST_FRACTION = 0.2  # of every class
 
 
 def read(split: str, *, channels: int, size: int, limit: int | None) -> Pictures:
-    """The split "train" (1,438 pictures) or "test" (359)."""
+    """Read one split.
+
+    Parameters
+    ----------
+    split : {"train", "test"}
+        1,438 pictures or 359.
+    channels, size : int
+        Form of the pictures; their own is 1 and 8.
+    limit : int or None
+        Use only so many pictures, always the same ones.
+
+    Returns
+    -------
+    Pictures
+        With labels and without owners.
+    """
     values, labels = _values_and_labels()
     train, test = hold_out(labels, fraction=TEST_FRACTION)
     rows = test if split == "test" else train

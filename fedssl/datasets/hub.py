@@ -4,12 +4,12 @@ Both ways end in files that are read with pyarrow alone: the Hub's data set is a
 bytes of a picture go straight to the decoder, without a Python object per row.
 """
 
-import glob
 import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +22,22 @@ from fedssl.errors import InputError
 
 _BATCH = 256  # pictures per task of a decoding thread
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
-_HELD_OUT = ("test", "valid", "validation")
+_HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("fedssl")
 
 
 def read(
-    split: str, *, channels: int, size: int, limit: int | None, path: str | None, hub: str, image: str, label: str
+    split: str,
+    *,
+    channels: int,
+    size: int,
+    limit: int | None,
+    path: str | None,
+    hub: str,
+    image: str,
+    label: str,
+    owner: str | None = None,
 ) -> Pictures | None:
     """Read one split.
 
@@ -47,6 +56,8 @@ def read(
         Name of the data set on the Hub.
     image, label : str
         Names of the columns.
+    owner : str or None
+        Name of the column that says who made a picture, in whole numbers or words. None: unknown.
 
     Returns
     -------
@@ -64,6 +75,7 @@ def read(
         return None
     rows = choose(count, limit)
     labels, classes = _labels(files, label)
+    owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
     images, unreadable = decode(_encoded(files, image, rows), count=len(rows), channels=channels, size=size)
     if unreadable:
         position, reason = next(iter(unreadable.items()))
@@ -71,7 +83,7 @@ def read(
             f"{len(unreadable)} of {len(rows)} pictures of the split {split!r} cannot be decoded, first row "
             f"{rows[position]} of {files[0].parent} ({reason}); fetch the files again"
         )
-    return Pictures(images, None if labels is None else torch.from_numpy(labels[rows]), classes)
+    return Pictures(images, _at(rows, labels), classes, _at(rows, owners), owner_names)
 
 
 def local_files(path: str, split: str) -> list[Path]:
@@ -87,7 +99,7 @@ def local_files(path: str, split: str) -> list[Path]:
         found = [file for file in root.rglob("*") if file.suffix in (".parquet", ".arrow")]
         names = {file: str(file.relative_to(root)).lower() for file in found}
     else:
-        names = {Path(file): Path(file).name.lower() for file in glob.glob(str(root))}
+        names = {file: file.name.lower() for file in _matching(root)}
     if not names:
         raise InputError(f"dataset.path={path} holds no .parquet or .arrow file; give a file or a folder of them")
     if not any(_SPLIT_WORD.search(name) for name in names.values()):
@@ -96,6 +108,15 @@ def local_files(path: str, split: str) -> list[Path]:
     exact = [file for file in names if re.match(rf"{split}-\d+-of-\d+", file.name.lower())]
     word = re.compile(rf"(?<![a-z]){split}(?:ation)?(?![a-z])")
     return sorted(exact or [file for file, name in names.items() if word.search(name)])
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """Files that match ``pattern``; hidden ones, such as another system's notes on a file, only where it says so."""
+    try:
+        found = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+    except ValueError:  # no pattern, e.g. *** in some versions of Python
+        return []
+    return [file for file in found if pattern.name.startswith(".") or not file.name.startswith(".")]
 
 
 def hub_files(hub: str, split: str) -> list[Path]:
@@ -115,7 +136,7 @@ def hub_files(hub: str, split: str) -> list[Path]:
 
 
 def _open(file: Path) -> pq.ParquetFile | pa.Table:
-    """A parquet file, or the memory-mapped table of an arrow file in either format that ``datasets`` writes."""
+    """Open a parquet file, or the table of an arrow file in either format of ``datasets``, memory-mapped."""
     try:
         if file.suffix == ".parquet":
             return pq.ParquetFile(file)
@@ -130,11 +151,11 @@ def _open(file: Path) -> pq.ParquetFile | pa.Table:
 
 def _num_rows(file: Path) -> int:
     opened = _open(file)
-    return opened.num_rows if isinstance(opened, pa.Table) else opened.metadata.num_rows
+    return int(opened.num_rows if isinstance(opened, pa.Table) else opened.metadata.num_rows)
 
 
 def _column(file: Path, column: str) -> Iterator[pa.Array]:
-    """The values of one column in batches."""
+    """Yield the values of one column in batches."""
     opened = _open(file)
     if isinstance(opened, pa.Table):
         batches = opened.select([column]).to_batches(max_chunksize=_BATCH)
@@ -149,17 +170,22 @@ def _schema(file: Path) -> pa.Schema:
     return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
 
 
+def _values(files: Sequence[Path], column: str) -> list[Any]:
+    """Values of one column of all rows."""
+    # A list, not pyarrow's conversion to NumPy: that imports pandas, which takes longer than this.
+    return [value for file in files for batch in _column(file, column) for value in batch.to_pylist()]
+
+
 def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tuple[str, ...]]:
     """Labels of all rows ``(n,)`` and the names of the classes; None without a column or with unknown labels."""
     for file in files:
         schema = _schema(file)
         if column not in schema.names:
-            logger.warning("%s has no column %r (it has %s): used without labels", file, column, schema.names)
+            log.warning("%s has no column %r (it has %s): used without labels", file, column, schema.names)
             return None, ()
         if not pa.types.is_integer(schema.field(column).type):
             raise InputError(f"dataset.label={column} is of type {schema.field(column).type}; class numbers are needed")
-    # Lists here and below, not pyarrow's conversions to NumPy: those import pandas, which takes longer than this.
-    values = [value for file in files for batch in _column(file, column) for value in batch.to_pylist()]
+    values = _values(files, column)
     if None in values or min(values) < 0:  # -1 is "unknown", as in the unlabelled split of STL-10
         return None, ()
     described = json.loads((_schema(files[0]).metadata or {}).get(b"huggingface", b"{}"))
@@ -167,8 +193,35 @@ def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tupl
     return np.array(values), tuple(features.get(column, {}).get("names", ()))
 
 
+def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Numbers of the owners of all rows ``(n,)`` and their names, which are the sorted values of the column."""
+    for file in files:
+        schema = _schema(file)
+        if column not in schema.names:
+            raise InputError(
+                f"{file} has no column {column!r} (it has {schema.names}); "
+                "give the column that says who made a picture in dataset.owner, or dataset.owner=null if none does"
+            )
+        kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise InputError(f"dataset.owner={column} is of type {kind}; whole numbers or words are needed")
+    values = _values(files, column)
+    if None in values:
+        raise InputError(
+            f"dataset.owner={column} has no value in {values.count(None)} of {len(values)} rows, first row "
+            f"{values.index(None)} of {files[0].parent}; give every picture an owner, or dataset.owner=null"
+        )
+    names, owners = np.unique(values, return_inverse=True)
+    return owners, tuple(str(name) for name in names)
+
+
+def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
+    return None if column is None else torch.from_numpy(column[rows])
+
+
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
-    """The encoded pictures at ``rows`` (sorted) in batches."""
+    """Yield the encoded pictures at ``rows`` (sorted) in batches."""
     start = 0
     for file in files:
         schema = _schema(file)

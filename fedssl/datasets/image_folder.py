@@ -1,11 +1,20 @@
-"""One's own pictures in a folder: grey, RGB, RGBA or palette, of any size, with or without labels.
+"""One's own pictures in a folder: grey, RGB, RGBA or palette, of any size, with or without classes and owners.
 
-``DIR`` holds pictures (no labels) or one subfolder per class; or it holds ``train`` and ``test``, each in either form.
+``DIR`` holds pictures without classes and owners, or subfolders of pictures; or it holds ``train`` and ``test``,
+each in this form. The setting ``folders`` gives the meaning of a subfolder:
+
+==============  =========================  ==========================================================
+``class``       ``DIR/cat/1.png``          the class of its pictures
+``owner``       ``DIR/phone-7/1.png``      who made its pictures, which have no labels
+``owner/class`` ``DIR/phone-7/cat/1.png``  who made its pictures; subfolders of it stand for the classes
+==============  =========================  ==========================================================
+
 Pictures are taken in the order of their sorted paths.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,27 +25,53 @@ from fedssl.datasets.decoding import decode
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+FOLDERS = ("class", "owner", "owner/class")  # meanings of the subfolders
 _BATCH = 16  # pictures per task of a decoding thread; few, as they may be large
 _NAMED = 5  # unreadable files that the warning names
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("fedssl")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Picture files with the classes and owners that their folders give; see `Pictures` for the fields."""
+
+    files: list[Path]
+    labels: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+    owners: np.ndarray | None = None
+    owner_names: tuple[str, ...] = ()
+
+    def at(self, positions: np.ndarray) -> "Listing":
+        """Keep the files at ``positions``."""
+        labels, owners = (None if column is None else column[positions] for column in (self.labels, self.owners))
+        return Listing([self.files[position] for position in positions], labels, self.classes, owners, self.owner_names)
 
 
 def read(
-    split: str, *, channels: int, size: int, limit: int | None, path: str | None, test_fraction: float
+    split: str,
+    *,
+    channels: int,
+    size: int,
+    limit: int | None,
+    path: str | None,
+    folders: str = "class",
+    test_fraction: float,
 ) -> Pictures | None:
     """Read the split "train" or "test".
 
     Parameters
     ----------
     split : {"train", "test"}
-        Without a folder ``test``, labelled pictures are divided by `test_fraction`; unlabelled ones have no test.
+        Without a folder ``test``, labelled pictures are divided by ``test_fraction``; unlabelled ones have no test.
     channels, size : int
         Form of the decoded pictures.
     limit : int or None
         Use only so many pictures, always the same ones.
     path : str
         The folder.
+    folders : {"class", "owner", "owner/class"}
+        Meaning of the subfolders, see the module.
     test_fraction : float
         Share of every class that is held out, in [0, 1); 0 holds nothing out.
 
@@ -48,95 +83,139 @@ def read(
     Raises
     ------
     InputError
-        If the folder cannot be used or no picture in it can be read.
+        If a setting or the folder cannot be used or no picture in it can be read.
     """
     if path is None:
         raise InputError("dataset.path=null but image_folder needs your pictures; give dataset.path=FOLDER")
+    if folders not in FOLDERS:
+        raise InputError(f"dataset.folders={folders} is unknown; choose one of {', '.join(FOLDERS)}")
     if not 0 <= test_fraction < 1:
         raise InputError(f"dataset.test_fraction={test_fraction} must be at least 0 and below 1; 0 holds nothing out")
-    root = Path(path).expanduser()
-    train_folder = root / "train" if (root / "train").is_dir() else root
-    if train_folder != root:
+    listing = _of_split(split, Path(path).expanduser(), folders=folders, test_fraction=test_fraction)
+    if listing is None or not listing.files:
+        return None
+    return _decoded(listing.at(choose(len(listing.files), limit)), channels=channels, size=size)
+
+
+def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> Listing | None:
+    """Files of one split, from its folder or from the share of all files that it gets; None if there is none."""
+    train_folder, test_folder = root / "train", root / "test"
+    if train_folder.is_dir():
         others = [entry.name for entry in root.iterdir() if entry.is_dir() and entry.name not in ("train", "test")]
         if others:
             listed = ", ".join(sorted(others))
             raise InputError(f"{root} has the folder train beside {listed}; move one or the other")
-
-    files, labels, classes = list_pictures(train_folder)
-    test_folder = root / "test"
-    if train_folder != root and test_folder.is_dir():
-        if split == "test":
-            files, labels, test_classes = list_pictures(test_folder)
-            if test_classes != classes:
-                raise InputError(
-                    f"{test_folder} has the classes {list(test_classes)} but {train_folder} has {list(classes)}; "
-                    "give both the same subfolders"
-                )
-    elif labels is not None:
-        kept = hold_out(labels, fraction=test_fraction)[split == "test"]
-        files, labels = [files[position] for position in kept], labels[kept]
-    elif split == "test":
-        return None
-    if not files:
-        return None
-    chosen = choose(len(files), limit)
-    return _decoded(
-        [files[position] for position in chosen],
-        None if labels is None else labels[chosen],
-        classes,
-        channels=channels,
-        size=size,
-    )
+        train = list_pictures(train_folder, folders=folders)
+        if test_folder.is_dir():
+            return _with_same_classes(test_folder, train_folder, train, folders) if split == "test" else train
+    else:
+        train = list_pictures(root, folders=folders)
+    if train.labels is not None:
+        return train.at(hold_out(train.labels, fraction=test_fraction)[split == "test"])
+    return None if split == "test" else train
 
 
-def list_pictures(folder: Path) -> tuple[list[Path], np.ndarray | None, tuple[str, ...]]:
-    """Sorted picture files of ``folder``, their labels ``(n,)`` and the classes; labels only with subfolders.
+def _with_same_classes(folder: Path, other: Path, listing: Listing, folders: str) -> Listing:
+    """Files of ``folder``, whose classes must be those of ``listing``, the files of the folder ``other``."""
+    found = list_pictures(folder, folders=folders)
+    if found.classes != listing.classes:
+        raise InputError(
+            f"{folder} has the classes {list(found.classes)} but {other} has {list(listing.classes)}; "
+            "give both the same subfolders"
+        )
+    return found
+
+
+def list_pictures(folder: Path, *, folders: str = "class") -> Listing:
+    """List the picture files of a folder, sorted by path.
+
+    Parameters
+    ----------
+    folder : Path
+        Holds pictures or subfolders.
+    folders : {"class", "owner", "owner/class"}
+        Meaning of the subfolders, see the module.
+
+    Returns
+    -------
+    Listing
+        Without labels and owners if there is no subfolder.
 
     Raises
     ------
     InputError
-        If the folder does not exist, is empty, or mixes loose pictures with folders of pictures.
+        If the folder does not exist, is empty, or has pictures where a subfolder is needed.
     """
     if not folder.is_dir():
         raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your pictures")
-    loose = sorted(entry for entry in folder.iterdir() if _is_picture(entry))
-    by_class = {
-        entry.name: sorted(file for file in entry.rglob("*") if _is_picture(file))
-        for entry in sorted(folder.iterdir())
-        if entry.is_dir() and not entry.name.startswith(".")
-    }
-    by_class = {name: files for name, files in by_class.items() if files}
-    if loose and by_class:
-        raise InputError(
-            f"{folder} holds {len(loose)} loose pictures beside the subfolders {list(by_class)}; "
-            "move them into a subfolder (one per class), or all pictures into one folder for no labels"
-        )
+    levels = folders.split("/")
+    loose, found = _loose(folder), _below(folder, levels, folders)
+    if loose and not found and folders == "class":
+        return Listing(loose)
     if loose:
-        return loose, None, ()
-    if not by_class:
+        raise _misplaced(folder, loose, found, levels[0], folders)
+    if not found:
         raise InputError(f"{folder} holds no picture; allowed are files ending in {' '.join(SUFFIXES)}")
-    labels = np.repeat(np.arange(len(by_class)), [len(files) for files in by_class.values()])
-    return [file for files in by_class.values() for file in files], labels, tuple(by_class)
+    files = [file for _, file in found]
+    columns = zip(levels, zip(*(names for names, _ in found), strict=True), strict=True)
+    numbered = {level: np.unique(names, return_inverse=True) for level, names in columns}
+    classes, labels = numbered.get("class", ((), None))
+    owner_names, owners = numbered.get("owner", ((), None))
+    return Listing(files, labels, tuple(map(str, classes)), owners, tuple(map(str, owner_names)))
+
+
+def _below(folder: Path, levels: Sequence[str], folders: str) -> list[tuple[tuple[str, ...], Path]]:
+    """Pictures in subfolders of ``folder``, each with the names of its subfolders, one for each level."""
+    if not levels:
+        return [((), file) for file in sorted(folder.rglob("*")) if _is_picture(file)]
+    found = []
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.name.startswith("."):
+            inner = _below(entry, levels[1:], folders)
+            loose = _loose(entry) if len(levels) > 1 else []
+            if loose:
+                raise _misplaced(entry, loose, inner, levels[1], folders)
+            found += [((entry.name, *names), file) for names, file in inner]
+    return found
+
+
+def _misplaced(
+    folder: Path, loose: Sequence[Path], found: Sequence[tuple[tuple[str, ...], Path]], level: str, folders: str
+) -> InputError:
+    """Error for the pictures ``loose`` in ``folder``, beside or in place of the subfolders with ``found``."""
+    names = list(dict.fromkeys(names[0] for names, _ in found))
+    beside = f"beside the subfolders {names}" if names else f"but dataset.folders={folders} needs subfolders there"
+    no_labels = {"class": "all pictures into one folder", "owner/class": "give dataset.folders=owner"}
+    otherwise = f", or {no_labels[folders]} for no labels" if level == "class" else ""
+    return InputError(
+        f"{folder} holds {len(loose)} loose pictures {beside}; move them into a subfolder (one per {level}){otherwise}"
+    )
+
+
+def _loose(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if _is_picture(entry))
 
 
 def _is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _decoded(
-    files: list[Path], labels: np.ndarray | None, classes: tuple[str, ...], *, channels: int, size: int
-) -> Pictures:
-    """Decode ``files``; unreadable ones are counted and named in one warning and left out."""
+def _decoded(listing: Listing, *, channels: int, size: int) -> Pictures:
+    """Decode the files; unreadable ones are counted and named in one warning and left out."""
+    files = listing.files
     images, unreadable = decode(_batches(files), count=len(files), channels=channels, size=size)
     if unreadable:
         named = "; ".join(f"{files[position]} ({reason})" for position, reason in list(unreadable.items())[:_NAMED])
         named += f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         if len(unreadable) == len(files):
             raise InputError(f"none of the {len(files)} pictures can be read: {named}; check dataset.path")
-        logger.warning("%d of %d pictures cannot be read, the rest is used: %s", len(unreadable), len(files), named)
+        log.warning("%d of %d pictures cannot be read, the rest is used: %s", len(unreadable), len(files), named)
         kept = np.delete(np.arange(len(files)), list(unreadable))
-        images, labels = images[torch.from_numpy(kept)], None if labels is None else labels[kept]
-    return Pictures(images, None if labels is None else torch.from_numpy(labels), classes)
+        images, listing = images[torch.from_numpy(kept)], listing.at(kept)
+    labels, owners = (
+        None if column is None else torch.from_numpy(column) for column in (listing.labels, listing.owners)
+    )
+    return Pictures(images, labels, listing.classes, owners, listing.owner_names)
 
 
 def _batches(files: list[Path]) -> Iterator[list[Path]]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedssl.errors import InputError
+
 
 class Lifetime(NamedTuple):
     """When a layer of an encoder runs and when it is trained.
@@ -40,6 +42,7 @@ class Span:
     dropout: float = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Span":
+        """Return the same object, for a copy of an encoder to share."""
         return self
 
 
@@ -48,48 +51,91 @@ class Encoder(nn.Module):
 
     It is a stem, a sequence of stages and a readout. Layer-wise training (`fedssl.schedule`) runs the first stages
     only (``span.depth``) and trains the last of these (``span.frozen``). Frozen stages are in eval mode and are run by
-    `prefix`, once for all networks of a method, and `forward` then takes what that puts out in place of pictures.
+    `prefix`, once for all networks of a method, and `forward` then takes the output of `prefix` in place of pictures.
 
     Attributes
     ----------
     feature_dim : int
         Length of a representation.
+    channels : int or None
+        Channels of the pictures that it takes; None: not known before the stem runs.
+    only_size : int or None
+        Height and width in pixels of the pictures that it takes; None: any.
     stage_names : tuple of str
         The stages' names among the submodules.
     span : Span
-        What runs.
+        The stages that run and those that are trained.
     bridges : ModuleDict
-        Linear maps of what an earlier stage puts out to representations, for layer-wise training of encoders whose
+        Linear maps from the output of an earlier stage to representations, for layer-wise training of encoders whose
         stages differ in width; see `add_bridges`.
     even : bool
-        Whether every stage takes what any other puts out.
+        Whether every stage takes the output of any other.
     """
 
     feature_dim: int
+    channels: int | None = None
+    only_size: int | None = None
     stage_names: tuple[str, ...] = ()
     span: Span
     bridges: nn.ModuleDict
     even = False
 
     def divide(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
-        """Name the stages, the lengths of what `readout` gives behind each, and the modules that belong to it."""
+        """Divide the submodules into stages.
+
+        Parameters
+        ----------
+        stages : tuple of str
+            Names of the submodules that are the stages, in order.
+        widths : tuple of int
+            Length of the output of `readout` behind each stage.
+        tail : tuple of str
+            Names of the submodules that belong to `readout`.
+        """
         self.stage_names, self._widths = stages, widths
         self._lifetimes = {name: Lifetime(number, math.inf, number) for number, name in enumerate(stages, start=1)}
         self._lifetimes |= dict.fromkeys(tail, Lifetime(0, math.inf, math.inf))
         self.span = Span(depth=len(stages))
         self.bridges = nn.ModuleDict()
 
+    def check_pictures(self, shape: Sequence[int]) -> None:
+        """Refuse pictures of another form than the encoder was built for.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            ``(..., channels, height, width)``.
+
+        Raises
+        ------
+        InputError
+            If the encoder does not take such pictures.
+        """
+        channels, height, width = shape[-3:]
+        if self.channels not in (None, channels):
+            raise InputError(
+                f"encoder.channels={self.channels} but the pictures have {channels} channels; "
+                f"leave encoder.channels to follow dataset.channels, or give pictures with {self.channels}"
+            )
+        if self.only_size is not None and (height, width) != (self.only_size, self.only_size):
+            raise InputError(
+                f"encoder.size={self.only_size} but the pictures have {height}x{width} pixels; leave encoder.size to "
+                f"follow dataset.size, or give pictures of {self.only_size}x{self.only_size}"
+            )
+
     def stem(self, pictures: Tensor) -> Tensor:
-        """What the first stage takes."""
+        """Input of the first stage."""
         return pictures
 
     def readout(self, x: Tensor) -> Tensor:
-        """The representation ``(batch, width)`` that a stage's output stands for."""
+        """Representation ``(batch, width)`` made from a stage's output ``x``."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
+        """Representations ``(batch, feature_dim)`` of pictures, or of the output of `prefix` if stages are frozen."""
         span = self.span
         if not span.frozen:
+            self.check_pictures(x.shape)
             x = self.stem(x)
         for stage in self.stages()[span.frozen : span.depth]:
             x = stage(x)
@@ -98,14 +144,28 @@ class Encoder(nn.Module):
         return self.bridges[bridge](h) if bridge in self.bridges else h
 
     def prefix(self, pictures: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-        """What the stem and the frozen stages make of batches of pictures, each by itself, without gradient.
+        """Run the stem and the frozen stages on batches of pictures, each by itself, without gradient.
 
-        Depth dropout leaves the same stages out for all of them.
+        Depth dropout leaves the same stages out for all batches.
+
+        Parameters
+        ----------
+        pictures : sequence of Tensor
+            Batches ``(batch, channels, size, size)``.
+        generator : torch.Generator
+            CPU generator of depth dropout.
+
+        Returns
+        -------
+        list of Tensor
+            Input of the first stage that is trained, for each batch.
         """
         stages = self.stages()[: self.span.frozen]
         if self.span.dropout:
             draws = torch.rand(len(stages), generator=generator).tolist()
             stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= self.span.dropout]
+        for batch in pictures:
+            self.check_pictures(batch.shape)
         with torch.no_grad():
             outputs = [self.stem(batch) for batch in pictures]
             for stage in stages:
@@ -113,19 +173,20 @@ class Encoder(nn.Module):
         return outputs
 
     def train(self, mode: bool = True) -> "Encoder":
+        """Set training mode; frozen stages are in eval mode whatever ``mode`` says."""
         super().train(mode)
         if self.span.frozen:
             for name, module in self.named_modules():
                 if self.lifetime(name).freezes <= self.span.frozen:
-                    module.training = False  # not eval(), which would concern what is inside as well
+                    module.training = False  # not eval(), which would concern the modules inside as well
         return self
 
     def stages(self) -> list[nn.Module]:
-        """The stages in order."""
+        """Submodules that are the stages, in order."""
         return [self.get_submodule(name) for name in self.stage_names]
 
     def lifetime(self, name: str) -> Lifetime:
-        """When the layer or module ``name`` runs and is trained; what belongs to no stage belongs to the stem."""
+        """Lifetime of the layer or module ``name``; one that belongs to no stage belongs to the stem."""
         found = (lifetime for module, lifetime in self._lifetimes.items() if f"{name}.".startswith(f"{module}."))
         return next(found, Lifetime(0, math.inf, 1))
 

@@ -1,4 +1,4 @@
-"""Encoders: what maps pictures to representations h, the part of the model that everything else exists for.
+"""Functions that build the encoders, which map pictures to representations h.
 
 One function per encoder, named as in ``conf/encoder/``. ResNets and the vision transformer are torchvision's modules
 with torchvision's names in their ``state_dict``, so weights of one load into the other; only the classifier is gone.
@@ -28,15 +28,16 @@ class ConvSmall(Encoder):
             # No bias: the normalisation that follows would take it out again.
             conv = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
             self.blocks.append(nn.Sequential(conv, nn.BatchNorm2d(after), nn.ReLU(inplace=True)))
-        self.feature_dim = widths[-1]
+        self.feature_dim, self.channels = widths[-1], widths[0]
         self.divide(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
 
     def readout(self, x: Tensor) -> Tensor:
+        """Mean over all positions."""
         return x.mean(dim=(2, 3))
 
 
 def conv_small(*, channels: int, size: int, width: int = 32) -> Encoder:
-    """A small convolutional encoder that trains fast on a CPU, for pictures of 8x8 to 96x96.
+    """Small convolutional encoder that trains fast on a CPU, for pictures of 8x8 to 96x96.
 
     Parameters
     ----------
@@ -64,7 +65,7 @@ def conv_small(*, channels: int, size: int, width: int = 32) -> Encoder:
 
 
 def resnet18(*, channels: int, size: int, stem: str = "small") -> Encoder:
-    """torchvision's ResNet-18 without its classifier; ``feature_dim`` is 512.
+    """ResNet-18 of torchvision without its classifier; ``feature_dim`` is 512.
 
     Parameters
     ----------
@@ -83,12 +84,12 @@ def resnet18(*, channels: int, size: int, stem: str = "small") -> Encoder:
 
 
 def resnet34(*, channels: int, size: int, stem: str = "small") -> Encoder:
-    """torchvision's ResNet-34 without its classifier; ``feature_dim`` is 512. Settings as in :func:`resnet18`."""
+    """ResNet-34 of torchvision without its classifier; ``feature_dim`` is 512. Settings as in `resnet18`."""
     return _resnet("resnet34", channels=channels, size=size, stem=stem)
 
 
 def resnet50(*, channels: int, size: int, stem: str = "small") -> Encoder:
-    """torchvision's ResNet-50 without its classifier; ``feature_dim`` is 2048. Settings as in :func:`resnet18`."""
+    """ResNet-50 of torchvision without its classifier; ``feature_dim`` is 2048. Settings as in `resnet18`."""
     return _resnet("resnet50", channels=channels, size=size, stem=stem)
 
 
@@ -102,7 +103,7 @@ def vit_tiny(
     heads: int = 3,
     pool: str = "token",
 ) -> Encoder:
-    """torchvision's VisionTransformer in the "tiny" size of DeiT (arXiv 2012.12877).
+    """VisionTransformer of torchvision in the "tiny" size of DeiT (arXiv 2012.12877).
 
     Parameters
     ----------
@@ -122,23 +123,7 @@ def vit_tiny(
         If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``, or
         ``pool`` is another word.
     """
-    _check_pictures("vit_tiny", channels=channels, size=size, smallest=1)
-    if min(patch, depth, width, heads) < 1:
-        raise InputError(
-            f"encoder.patch={patch}, depth={depth}, width={width} and heads={heads} of vit_tiny must be at least 1; "
-            "the defaults are 4, 12, 192 and 3"
-        )
-    if size % patch:
-        fitting = [divisor for divisor in range(1, size) if size % divisor == 0]
-        raise InputError(
-            f"encoder.patch={patch} does not divide the {size}x{size} pixels of a picture; "
-            f"set encoder.patch to one of {fitting}"
-        )
-    if width % heads:
-        raise InputError(f"encoder.heads={heads} does not divide encoder.width={width}; set encoder.heads=1 or another")
-    if pool not in ("token", "mean"):
-        raise InputError(f"encoder.pool={pool} is unknown; set encoder.pool=token or encoder.pool=mean")
-
+    _check_transformer(channels, size, patch=patch, depth=depth, width=width, heads=heads, pool=pool)
     from fedssl.encoders.torchvision import ViTEncoder  # here: takes a second, and conv_small does without
 
     encoder = ViTEncoder(size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool)
@@ -147,11 +132,12 @@ def vit_tiny(
         nn.init.trunc_normal_(projection.weight, std=math.sqrt(1 / (channels * patch * patch)))
         nn.init.constant_(projection.get_parameter("bias"), 0)
         encoder.conv_proj = projection
+    encoder.channels = channels
     return encoder
 
 
 def _resnet(name: str, *, channels: int, size: int, stem: str) -> Encoder:
-    """torchvision's ResNet of that name with the stem asked for and without classifier."""
+    """ResNet of that name with the stem asked for and without classifier."""
     _check_pictures(name, channels=channels, size=size, smallest=1)
     if stem not in ("small", "imagenet"):
         raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
@@ -169,6 +155,7 @@ def _resnet(name: str, *, channels: int, size: int, stem: str) -> Encoder:
         encoder.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     # torchvision's own rule, again for a first convolution that is not its own.
     nn.init.kaiming_normal_(encoder.conv1.weight, mode="fan_out", nonlinearity="relu")
+    encoder.channels = channels
     return encoder
 
 
@@ -179,3 +166,22 @@ def _check_pictures(name: str, *, channels: int, size: int, smallest: int) -> No
         raise InputError(
             f"{name} got pictures of {size}x{size} pixels and needs {smallest}x{smallest}; set a larger dataset.size"
         )
+
+
+def _check_transformer(channels: int, size: int, *, patch: int, depth: int, width: int, heads: int, pool: str) -> None:
+    _check_pictures("vit_tiny", channels=channels, size=size, smallest=1)
+    if min(patch, depth, width, heads) < 1:
+        raise InputError(
+            f"encoder.patch={patch}, depth={depth}, width={width} and heads={heads} of vit_tiny must be at least 1; "
+            "the defaults are 4, 12, 192 and 3"
+        )
+    if size % patch:
+        fitting = [divisor for divisor in range(1, size) if size % divisor == 0]
+        raise InputError(
+            f"encoder.patch={patch} does not divide the {size}x{size} pixels of a picture; "
+            f"set encoder.patch to one of {fitting}"
+        )
+    if width % heads:
+        raise InputError(f"encoder.heads={heads} does not divide encoder.width={width}; set encoder.heads=1 or another")
+    if pool not in ("token", "mean"):
+        raise InputError(f"encoder.pool={pool} is unknown; set encoder.pool=token or encoder.pool=mean")

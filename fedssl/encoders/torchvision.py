@@ -1,5 +1,7 @@
-"""torchvision's residual networks and vision transformers as encoders in stages; a module of its own because importing
-torchvision takes a second, and ``conv_small`` does without."""
+"""Residual networks and vision transformers of torchvision as encoders in stages.
+
+A module of its own, because importing torchvision takes a second and ``conv_small`` does without.
+"""
 
 from typing import Any
 
@@ -8,11 +10,19 @@ from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from fedssl.encoders import Encoder
+from fedssl.encoders.base import Encoder
 
 
 class ResNetEncoder(Encoder, ResNet):
-    """torchvision's ResNet; its four groups of blocks are the stages."""
+    """ResNet of torchvision; its four groups of blocks are the stages.
+
+    Parameters
+    ----------
+    block : type
+        Kind of residual block.
+    layers : list of int
+        Blocks of each stage.
+    """
 
     conv1: nn.Conv2d
     bn1: nn.Module
@@ -31,14 +41,17 @@ class ResNetEncoder(Encoder, ResNet):
         )
 
     def stem(self, pictures: Tensor) -> Tensor:
-        return self.maxpool(self.relu(self.bn1(self.conv1(pictures))))
+        """First convolution, normalisation and pooling."""
+        features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(pictures))))
+        return features
 
     def readout(self, x: Tensor) -> Tensor:
+        """Mean over all positions."""
         return torch.flatten(self.avgpool(x), 1)
 
 
 class ViTEncoder(Encoder, VisionTransformer):
-    """torchvision's VisionTransformer; its blocks are the stages, the last layer normalisation is the tail.
+    """VisionTransformer of torchvision; its blocks are the stages, the last layer normalisation is the tail.
 
     Parameters
     ----------
@@ -60,6 +73,7 @@ class ViTEncoder(Encoder, VisionTransformer):
             image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
         )
         self.feature_dim = width
+        self.only_size = size
         self.heads = nn.Identity()
         self.pool = pool
         if pool == "mean":
@@ -72,10 +86,14 @@ class ViTEncoder(Encoder, VisionTransformer):
         )
 
     def stem(self, pictures: Tensor) -> Tensor:
+        """Tokens of the patches, with their positions and the class token if there is one."""
         tokens: Tensor = self._process_input(pictures)
         if self.pool == "token":
             tokens = torch.cat((self.class_token.expand(len(tokens), -1, -1), tokens), dim=1)
-        return self.encoder.dropout(tokens + self.encoder.pos_embedding)
+        placed: Tensor = self.encoder.dropout(tokens + self.encoder.pos_embedding)
+        return placed
 
     def readout(self, x: Tensor) -> Tensor:
-        return self.encoder.ln(x[:, 0]) if self.pool == "token" else self.encoder.ln(x).mean(dim=1)
+        """Normalised class token, or the mean over the normalised tokens of the patches."""
+        h: Tensor = self.encoder.ln(x[:, 0]) if self.pool == "token" else self.encoder.ln(x).mean(dim=1)
+        return h

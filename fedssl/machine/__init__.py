@@ -1,0 +1,1 @@
+"""The machine a process runs on: its device, its threads and its memory."""

@@ -6,28 +6,32 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The environment in which torch is to be imported: OpenMP threads that wait for each other spin for a tenth of a
+# Environment variables to set before torch is imported: OpenMP threads that wait for each other spin for a tenth of a
 # millisecond and then sleep. If they slept at once, a training step would take a fifth longer; if they spun longer, a
 # second program on the same cores would slow training down not by half but tenfold.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def default_threads(size: int) -> int:
-    """CPU threads for pictures of ``size`` x ``size``: 1 below 32 pixels, else the cores this process has, at most 4.
+    """CPU threads for pictures of ``size`` x ``size``: 1 below 32 pixels, else the available cores, at most 4.
 
     Operations on smaller pictures are over before a second thread has begun; more than 4 gain little on batches of
     usual size, while Ray runs clients side by side.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return 1 if size < 32 else min(4, cores)
+    return 1 if size < 32 else min(4, available_cores())
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One CPU thread meanwhile, for operations that are over before a second one has woken up."""
-    import torch  # here: who only reads settings does without
+    """Compute with one CPU thread inside the block: right for operations that end before a second one has woken up."""
+    import torch  # here: reading settings needs no torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

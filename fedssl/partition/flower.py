@@ -20,22 +20,26 @@ import numpy as np
 
 
 class Labels:
-    """What partitioners use of a ``datasets.Dataset`` with one column; a selection is the array of its rows."""
+    """Stand-in for a ``datasets.Dataset`` with one column; a selection is the array of its rows."""
 
     def __init__(self, labels: np.ndarray) -> None:
         self._labels = labels
         self.num_rows = len(labels)
 
     def __getitem__(self, column: str) -> np.ndarray:
+        """Labels of all rows."""
         return self._labels
 
     def unique(self, column: str) -> list[int]:
-        return np.unique(self._labels).tolist()
+        """Sorted labels, each once."""
+        return [int(label) for label in np.unique(self._labels)]
 
     def select(self, indices: Sequence[int]) -> np.ndarray:
+        """Rows at ``indices``."""
         return np.asarray(indices, dtype=np.int64)
 
     def shard(self, num_shards: int, index: int, contiguous: bool) -> np.ndarray:
+        """Rows of one of ``num_shards`` blocks of nearly equal size."""
         assert contiguous
         size, larger = divmod(self.num_rows, num_shards)  # the first `larger` shards have one row more
         start = index * size + min(index, larger)
@@ -77,7 +81,7 @@ def _deal(partitioner: Any, labels: np.ndarray) -> list[np.ndarray]:
 
 @contextmanager
 def _set_aside(*packages: str) -> Iterator[None]:
-    """Forget the modules of ``packages`` inside the block; what was loaded before is back after it."""
+    """Forget the modules of ``packages`` inside the block; those loaded before are back after it."""
 
     def loaded() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] in packages]
@@ -92,7 +96,7 @@ def _set_aside(*packages: str) -> Iterator[None]:
 
 
 def _load_partitioners() -> list[ModuleType]:
-    """The modules of three partitioners; their packages stand in ``sys.modules`` without having run."""
+    """Import the modules of three partitioners; their packages stand in ``sys.modules`` without having run."""
     with _set_aside("datasets", "flwr_datasets"):
         sys.modules["datasets"] = ModuleType("datasets")
         vars(sys.modules["datasets"])["Dataset"] = Labels

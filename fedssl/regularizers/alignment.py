@@ -1,9 +1,9 @@
-"""Alignment: what the encoder makes of one view stays close to what the received encoder makes of the other.
+"""Alignment: the representation of one view stays close to the received encoder's representation of the other.
 
 LW-FedSSL (Tun et al., arXiv 2401.11647, Eq. 3) measures closeness by InfoNCE, FeatARC (Wang et al., ICLR 2023, arXiv
 2210.10947, section 5) by the cosine. LW-FedSSL does not say whether representations are normalised; here they are. The
 code of FeatARC compares the projection of a view with the received encoder's representation of the picture itself,
-which only fits as long as both have the same length; the paper, and this, compare representations with representations.
+which needs projections as long as representations; the paper, and this, compare representations with representations.
 """
 
 import copy
@@ -27,7 +27,7 @@ def alignment(
     z1, z2 : Tensor
         Local representations of the two views, ``(batch, dim)``; need not be normalised.
     g1, g2 : Tensor
-        Those of the received encoder, ``(batch, dim)``, without gradient.
+        Representations of the received encoder, ``(batch, dim)``, without gradient.
     distance : {"info_nce", "cosine"}
         "info_nce": ``l(z1, g2) + l(z2, g1)`` with l as in `fedssl.losses.info_nce`. "cosine": the mean of
         ``-cos(z1, g2)`` and ``-cos(z2, g1)``.
@@ -45,16 +45,18 @@ def alignment(
 
 
 class Alignment(Regularizer):
-    """Aligns the encoder with a frozen copy, in eval mode, of the one that training starts from.
+    """Term that aligns the encoder with a frozen copy, in eval mode, of the one that training starts from.
 
-    That is the received global encoder, unless the strategy lets clients keep parts of their own (FedU, FedBN).
+    The start is the received global encoder, unless the strategy lets clients keep parts of their own (FedU, FedBN).
 
     Parameters
     ----------
     weight : float
         alpha of LW-FedSSL; 0 turns it off.
-    distance, temperature
+    distance : {"info_nce", "cosine"}
         As in `alignment`.
+    temperature : float
+        Positive; of InfoNCE.
 
     Raises
     ------
@@ -79,6 +81,7 @@ class Alignment(Regularizer):
         self.received: nn.Module | None = None
 
     def start(self, method: SSLMethod) -> None:
+        """Copy the encoder as it is now."""
         if not self.weight:
             return
         if self.received is None:
@@ -87,6 +90,7 @@ class Alignment(Regularizer):
             self.received.load_state_dict(method.encoder.state_dict())
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
+        """Loss with the distance from the copy's representations added."""
         if self.received is None or step.z1 is None or step.z2 is None:
             return loss
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a regulariser is: a term added to the local loss of any method."""
+"""The interface of a regulariser: a term added to the local loss of any method."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from fedssl.methods.base import SSLMethod
 
 @dataclass(frozen=True)
 class Step:
-    """What a regulariser sees of one training step.
+    """Values of one training step that a regulariser may use.
 
     Attributes
     ----------
@@ -19,9 +19,10 @@ class Step:
     view1, view2 : Tensor
         The two views of the batch as `SSLMethod.loss` gets them.
     z1, z2 : Tensor or None
-        What the part named by the regulariser's ``on`` made of them, ``(batch, dim)``, with gradient.
+        Outputs for the two views of the part that the regulariser names in ``on``, ``(batch, dim)``, with gradient;
+        None if it names none.
     generator : torch.Generator
-        CPU generator of everything random in this training.
+        CPU generator of all random numbers in this training.
     """
 
     method: SSLMethod
@@ -33,7 +34,7 @@ class Step:
 
 
 class Regularizer:
-    """A term of the local loss; this one adds nothing.
+    """Term of the local loss; this one adds nothing.
 
     Attributes
     ----------
@@ -44,8 +45,16 @@ class Regularizer:
     on: str | None = None
 
     def start(self, method: SSLMethod) -> None:
-        """Prepare for one client's local training, which starts from the model as it is now."""
+        """Prepare for one client's local training, which starts from ``method`` as it is now."""
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
-        """The loss with the term added, a scalar."""
+        """Loss with the term added, a scalar.
+
+        Parameters
+        ----------
+        loss : Tensor
+            Loss of the method, a scalar.
+        step : Step
+            Values of the training step.
+        """
         return loss

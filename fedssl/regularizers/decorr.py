@@ -1,16 +1,17 @@
-"""FedDecorr (Shi et al., ICLR 2023, arXiv 2210.00226): no two dimensions of what a network puts out are correlated.
+"""FedDecorr (Shi et al., ICLR 2023, arXiv 2210.00226): no two dimensions of a network's output are correlated.
 
 The paper divides the squared Frobenius norm of the correlation matrix K by dim^2. The authors' code, with which their
 weight 0.1 goes, leaves the diagonal out and the correlations undivided by the batch; so does this:
 ``(batch - 1)^2 / batch`` times the mean of K_ij^2 over i != j. It grows with the batch. ``weight * batch / (batch -
-1)^2`` gives, up to the diagonal, the paper's term. Their networks are supervised and the term is on what the classifier
-sees; FedU2's code has it on projections, as here.
+1)^2`` gives, up to the diagonal, the paper's term. Their networks are supervised and the term is on the input of the
+classifier; FedU2's code has it on projections, as here.
 """
 
 import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
+from fedssl.losses import at_least_float32
 from fedssl.regularizers.base import Regularizer, Step
 
 
@@ -31,7 +32,7 @@ def feature_decorrelation(z: Tensor) -> Tensor:
     batch, dim = z.shape
     if batch == 1 or dim == 1:
         return z.new_zeros((), dtype=torch.float32)
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    z = at_least_float32(z)
     variance, mean = torch.var_mean(z, dim=0)  # divided by batch - 1
     z = (z - mean) * torch.rsqrt(variance + 1e-8)
     with torch.autocast(z.device.type, enabled=False):
@@ -41,7 +42,7 @@ def feature_decorrelation(z: Tensor) -> Tensor:
 
 
 class Decorrelation(Regularizer):
-    """Decorrelates what the projector or the encoder makes of either view.
+    """Term that decorrelates the output of the projector or of the encoder, for either view.
 
     Parameters
     ----------
@@ -67,6 +68,7 @@ class Decorrelation(Regularizer):
         self.weight = weight
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
+        """Loss with the correlations of both views added."""
         if step.z1 is None or step.z2 is None:
             return loss
         return loss + self.weight * (feature_decorrelation(step.z1) + feature_decorrelation(step.z2))

@@ -13,13 +13,26 @@ from fedssl.regularizers.base import Regularizer, Step
 
 
 def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Tensor:
-    """``weight / 2`` times the squared distance of all ``weights`` from ``start``, a scalar."""
+    """Squared distance of all ``weights`` from ``start``, times ``weight / 2``.
+
+    Parameters
+    ----------
+    weights, start : list of Tensor
+        Of equal shapes in equal order.
+    weight : float
+        mu; 0 gives 0.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0.
+    """
     squares = [(now - then).square().sum() for now, then in zip(weights, start, strict=True)]
     return weight / 2 * torch.stack(squares).sum()
 
 
 class Proximal(Regularizer):
-    """The proximal term over all trained parameters.
+    """Proximal term over all trained parameters.
 
     Parameters
     ----------
@@ -40,9 +53,11 @@ class Proximal(Regularizer):
         self.weight = weight
 
     def start(self, method: SSLMethod) -> None:
+        """Copy the trained parameters as they are now."""
         self._start = [weights.detach().clone() for weights in _trained(method)]
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
+        """Loss with the proximal term added."""
         return loss + proximal(_trained(step.method), self._start, weight=self.weight)
 
 

@@ -18,6 +18,7 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+from fedssl import partition
 from fedssl.datasets import base, decoding, digits
 from fedssl.datasets.base import check, choose, hold_out, load
 from fedssl.errors import InputError
@@ -330,6 +331,63 @@ def test_arrow_file_format_and_plain_binary_column(tmp_path: Path) -> None:
     assert (first_pixels(pictures.images), pictures.labels.tolist(), pictures.classes) == ([3, 4], [1, 0], ())
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
+    writers = [["w9", "w10"], ["w9", "w1", "w10"]]
+    for number, (values, labels) in enumerate([([1, 2], [0, 1]), ([3, 4, 5], [2, 0, 1])]):
+        contents = table(values, labels).append_column("writer_id", pa.array(writers[number]).cast(kind))
+        pq.write_table(contents, tmp_path / f"train-{number}.parquet")
+    settings = settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id")
+    pictures = load(settings, "federated")
+    assert pictures.owner_names == ("w1", "w10", "w9")  # in the order of words
+    assert pictures.owners.tolist() == [2, 1, 2, 0, 1]
+    assert pictures.owners.dtype == torch.int64
+    assert pictures.labels.tolist() == [0, 1, 2, 0, 1]
+    limited = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id", limit=3), "federated")
+    assert limited.owners.tolist() == pictures.owners[torch.from_numpy(choose(5, 3))].tolist()
+    assert limited.owner_names == pictures.owner_names
+    unknown = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
+    assert (unknown.owners, unknown.owner_names) == (None, ())
+
+
+def test_owners_may_be_numbers_and_divide_the_pictures(tmp_path: Path) -> None:
+    contents = table([1, 2, 3, 4, 5, 6], [0] * 6).append_column("hospital", pa.array([70, 8, 70, 8, 8, 70], pa.int16()))
+    pq.write_table(contents, tmp_path / "train.parquet")
+    pictures = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="hospital"), "federated")
+    assert (pictures.owner_names, pictures.owners.tolist()) == (("8", "70"), [1, 0, 1, 0, 0, 1])
+    run = {"seed": 1, "num_clients": 2, "partition": {"_target_": "fedssl.partition.natural"}}
+    parts = partition.split(OmegaConf.create(run | {"calibration": {"at": None}}), pictures)
+    assert sorted(part.tolist() for part in parts) == [[0, 2, 5], [1, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (None, r"no column 'who' \(it has \['img', 'label'\]\).*dataset\.owner=null"),
+        (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; whole numbers or words are needed"),
+        (
+            pa.array(["ann", None]),
+            r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every picture",
+        ),
+    ],
+)
+def test_owners_that_cannot_be_used_are_one_sentence(tmp_path: Path, column: pa.Array | None, message: str) -> None:
+    contents = table([1, 2], [0, 1])
+    pq.write_table(contents if column is None else contents.append_column("who", column), tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=message) as caught:
+        load(settings_of("cifar10", path=str(tmp_path), size=4, owner="who"), "federated")
+    assert "\n" not in str(caught.value)
+
+
+def test_hidden_files_are_no_match_of_a_pattern(folder: Path) -> None:
+    (folder / "data" / "._train-00000-of-00002.parquet").write_bytes(b"a hidden file of another system")
+    settings = settings_of("cifar10", path=str(folder / "data" / "*train-*-of-00002*.parquet"), size=4)
+    assert len(load(settings, "federated").images) == 5
+    for pattern in ("nothing*.parquet", "***"):
+        with pytest.raises(InputError, match=r"holds no \.parquet or \.arrow file"):
+            load(settings_of("cifar10", path=str(folder / pattern), size=4), "federated")
+
+
 def test_missing_label_column_is_said_and_means_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pq.write_table(table([1, 2], [0, 1], label="target"), tmp_path / "train.parquet")
     settings = settings_of("cifar10", path=str(tmp_path), size=4)
@@ -452,6 +510,77 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
     assert torch.equal(load(own(tmp_path), "test").images, test.images)
     assert load(own(tmp_path, test_fraction=0), "test") is None
     assert len(load(own(tmp_path, test_fraction=0), "train").images) == 20
+
+
+def test_subfolders_may_be_owners(tmp_path: Path) -> None:
+    for name, values in {"phone-7": [1, 2, 3], "phone-10": [4, 5], ".trash": [9]}.items():
+        for value in values:
+            write(tmp_path / name / f"{value}.png", picture(value))
+    pictures = load(own(tmp_path, folders="owner"), "federated")
+    assert first_pixels(pictures.images) == [4, 5, 1, 2, 3]  # phone-10 before phone-7
+    assert (pictures.owner_names, pictures.owners.tolist()) == (("phone-10", "phone-7"), [0, 0, 1, 1, 1])
+    assert pictures.owners.dtype == torch.int64
+    assert (pictures.labels, pictures.classes) == (None, ())
+    assert load(own(tmp_path, folders="owner"), "test") is None
+    by_class = load(own(tmp_path, test_fraction=0), "federated")
+    assert (by_class.owners, by_class.owner_names, by_class.labels.tolist()) == (None, (), [0, 0, 1, 1, 1])
+
+
+def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second owner has no ant; one picture of the first cannot be read."""
+    for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):
+        write(tmp_path / "train" / name, picture(value))
+    (tmp_path / "train" / "ann" / "ant" / "0.png").write_bytes(b"")
+    for name, value in (("eve/ant/5.png", 5), ("eve/bee/6.png", 6), ("eve/cow/7.png", 7)):
+        write(tmp_path / "test" / name, picture(value))
+    settings = own(tmp_path, folders="owner/class")
+    with caplog.at_level(logging.WARNING):
+        pictures = load(settings, "federated")
+    assert "1 of 5 pictures cannot be read" in caplog.text
+    assert first_pixels(pictures.images) == [2, 1, 3, 4]
+    assert (pictures.classes, pictures.labels.tolist()) == (("ant", "bee", "cow"), [0, 1, 1, 2])
+    assert (pictures.owner_names, pictures.owners.tolist()) == (("ann", "ben"), [0, 0, 1, 1])
+    test = load(settings, "test")
+    assert (test.classes, test.labels.tolist(), test.owner_names) == (("ant", "bee", "cow"), [0, 1, 2], ("eve",))
+
+
+def test_a_fifth_of_every_class_is_held_out_whoever_made_it(tmp_path: Path) -> None:
+    for owner in range(5):
+        for name in ("ape", "cat"):
+            for number in range(2):
+                write(tmp_path / f"phone-{owner}" / name / f"{number}.png", picture(10 * owner + number))
+    settings = own(tmp_path, folders="owner/class")
+    train, test = load(settings, "federated"), load(settings, "test")
+    assert torch.bincount(train.labels).tolist() == [8, 8]
+    assert torch.bincount(test.labels).tolist() == [2, 2]
+    for pictures in (train, test):
+        assert (pictures.images[:, 0, 0, 0] // 10).tolist() == pictures.owners.tolist()
+
+
+@pytest.mark.parametrize(
+    ("folders", "files", "message"),
+    [
+        ("classes", ["a/1.png"], r"dataset\.folders=classes is unknown; choose one of class, owner, owner/class"),
+        ("owner", ["1.png", "2.png"], r"2 loose pictures but dataset\.folders=owner needs.*\(one per owner\)$"),
+        ("owner", ["1.png", "ann/2.png"], r"1 loose pictures beside the subfolders \['ann'\].*\(one per owner\)$"),
+        (
+            "owner/class",
+            ["ann/1.png"],
+            r"ann holds 1 loose .*\(one per class\), or give dataset\.folders=owner for no la",
+        ),
+        ("owner/class", ["ann/1.png", "ann/bee/2.png"], r"ann holds 1 loose pictures beside the subfolders \['bee'\]"),
+        ("owner/class", ["1.png", "ann/bee/2.png"], r"beside the subfolders \['ann'\].*\(one per owner\)$"),
+        ("owner", ["ann/notes.txt"], "holds no picture"),
+        ("owner/class", ["train/ann/bee/1.png", "test/eve/cow/1.png"], r"classes \['cow'\] but .* has \['bee'\]"),
+    ],
+)
+def test_folders_in_another_form_are_one_sentence(tmp_path: Path, folders: str, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(png(picture(1)))
+    with pytest.raises(InputError, match=message) as caught:
+        load(own(tmp_path, folders=folders), "test")
+    assert "\n" not in str(caught.value)
 
 
 def test_train_and_test_folders(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torchvision
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from fedssl.encoders import conv_small, resnet18, resnet34, resnet50, vit_tiny
+from fedssl.encoders import Encoder, conv_small, resnet18, resnet34, resnet50, vit_tiny
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -143,3 +143,45 @@ def test_every_yaml_builds(file: str) -> None:
     )
     encoder = instantiate(config.encoder)
     assert encoder.eval()(torch.rand(1, 1, 32, 32)).shape == (1, encoder.feature_dim)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "shape", "words"),
+    [
+        (conv_small(channels=1, size=8), (3, 8, 8), "encoder.channels=1 but the pictures have 3 channels; leave"),
+        (conv_small(channels=3, size=8), (1, 8, 8), "encoder.channels=3 but the pictures have 1 channels; leave"),
+        (resnet18(channels=3, size=8), (1, 8, 8), "follow dataset.channels, or give pictures with 3$"),
+        (resnet18(channels=4, size=8, stem="imagenet"), (3, 8, 8), "encoder.channels=4"),
+        (vit_tiny(channels=1, size=8, depth=1), (3, 8, 8), "encoder.channels=1"),
+        (
+            vit_tiny(channels=3, size=8, depth=1),
+            (3, 12, 12),
+            "encoder.size=8 but the pictures have 12x12 pixels; leave",
+        ),
+        (vit_tiny(channels=3, size=8, depth=1), (3, 8, 12), "have 8x12 pixels.*give pictures of 8x8$"),
+    ],
+)
+def test_pictures_of_another_form_are_one_sentence(encoder: Encoder, shape: tuple[int, ...], words: str) -> None:
+    pictures = torch.rand(2, *shape)
+    for attempt in (
+        lambda: encoder.check_pictures(pictures.shape),
+        lambda: encoder(pictures),
+        lambda: encoder.prefix([pictures], torch.Generator()),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+
+
+def test_convolutions_take_pictures_of_any_size() -> None:
+    for encoder in (conv_small(channels=3, size=8, width=4), resnet18(channels=3, size=8)):
+        assert encoder.eval()(torch.rand(1, 3, 20, 16)).shape == (1, encoder.feature_dim)
+
+
+def test_the_output_of_frozen_stages_is_no_picture() -> None:
+    """Its channels and size are its own; a bare encoder that does not say what it takes is not checked."""
+    encoder = vit_tiny(channels=3, size=8, depth=2)
+    encoder.span.frozen = 1
+    (x,) = encoder.prefix([torch.rand(2, 3, 8, 8)], torch.Generator())
+    assert encoder(x).shape == (2, 192)
+    Encoder().check_pictures((7, 5, 6))

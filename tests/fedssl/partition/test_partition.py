@@ -200,6 +200,81 @@ def test_skew_extremes_and_middle() -> None:
     assert np.abs(counts[:, 0] - 100).max() < 26
 
 
+# 7 owners with 3, 4, ... 9 pictures; numbers with gaps, as a limited set has them.
+OWNERS = torch.repeat_interleave(torch.tensor([2, 3, 5, 7, 11, 13, 17]), torch.arange(3, 10))
+OWNERS = OWNERS[torch.randperm(42, generator=torch.Generator().manual_seed(2))]
+
+
+def natural(owners: torch.Tensor, num_clients: int, *, seed: int = 0, labels: torch.Tensor | None = None) -> list:
+    return partition.natural(labels, owners=owners, num_pictures=len(owners), num_clients=num_clients, seed=seed)
+
+
+def test_natural_deals_owners_in_turn_by_hand() -> None:
+    # The seed draws a place in the order for each owner; the client is that place modulo the number of clients.
+    place = numpy_generator(5, "partition", "owners").permutation(4).tolist()
+    owners = torch.tensor([30, 10, 20, 10, 40, 30, 30, 20, 40])  # sorted: 10, 20, 30, 40
+    pictures = {10: [1, 3], 20: [2, 7], 30: [0, 5, 6], 40: [4, 8]}
+    expected: list[list[int]] = [[], []]
+    for owner, turn in zip((10, 20, 30, 40), place, strict=True):
+        expected[turn % 2] += pictures[owner]
+    parts = natural(owners, 2, seed=5)
+    assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 7])
+def test_natural_keeps_the_pictures_of_an_owner_together(num_clients: int) -> None:
+    for seed in range(5):
+        parts = natural(OWNERS, num_clients, seed=seed)
+        assert len(parts) == num_clients
+        assert sorted(np.concatenate(parts).tolist()) == list(range(42))
+        assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
+        held = [set(OWNERS[part].tolist()) for part in parts]
+        assert sum(map(len, held)) == len(set().union(*held)) == 7
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_natural_depends_on_owners_and_seed_alone() -> None:
+    parts = natural(OWNERS, 3)
+    for same in (natural(OWNERS, 3, labels=labels_of(21, 21)), natural(OWNERS * 10 - 4, 3)):
+        assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
+    shuffled = torch.randperm(42, generator=torch.Generator().manual_seed(3))
+    moved = natural(OWNERS[shuffled], 3)  # picture i is at another place but with the same client
+    assert all(np.array_equal(np.sort(shuffled[b]), a) for a, b in zip(parts, moved, strict=True))
+    others = [natural(OWNERS, 3, seed=seed) for seed in range(1, 4)]
+    assert any(not np.array_equal(a, b) for other in others for a, b in zip(parts, other, strict=True))
+
+
+def test_natural_yaml_and_calibration() -> None:
+    settings = OmegaConf.load(Path(__file__).parents[3] / "conf/partition/natural.yaml")
+    pictures = Pictures(torch.zeros(42, 1, 1, 1, dtype=torch.uint8), None, owners=OWNERS)
+    run = {"seed": 0, "num_clients": 3, "partition": settings, "calibration": {"at": None}}
+    parts = partition.split(OmegaConf.create(run), pictures)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, natural(OWNERS, 3), strict=True))
+    run["calibration"] = {"at": "end", "share": 0.2, "dataset": None}
+    parts = partition.split(OmegaConf.create(run), pictures)
+    kept = partition.auxiliary(42, share=0.2, seed=0)
+    assert sorted([*kept, *np.concatenate(parts)]) == list(range(42))
+    held = [set(OWNERS[part].tolist()) for part in parts]
+    assert sum(map(len, held)) == len(set().union(*held))
+
+
+@pytest.mark.parametrize(
+    ("owners", "num_clients", "message"),
+    [
+        (None, 2, r"the pictures have none; .*dataset\.owner=COLUMN.*dataset\.folders=owner.*partition=iid$"),
+        (OWNERS, 8, "num_clients=8 is more than the 7 owners of the pictures; give num_clients=7 or fewer"),
+        (OWNERS, 40, "num_clients=40 is too many for 42 pictures.*num_clients=21"),
+        (torch.tensor([1] * 41 + [2]), 2, r"a client with 1 of 42 pictures.*lower num_clients=2"),
+    ],
+)
+def test_natural_that_is_impossible_is_one_sentence(
+    owners: torch.Tensor | None, num_clients: int, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        partition.natural(None, owners=owners, num_pictures=42, num_clients=num_clients, seed=0)
+    assert "\n" not in str(caught.value)
+
+
 def test_skew_sizes_differ_by_one_at_most() -> None:
     for beta in (0.0, 0.2, 0.55, 1.0):
         sizes = [len(part) for part in split("skew", labels_of(31, 17, 26), 7, beta=beta)]
@@ -257,7 +332,7 @@ def test_division_by_class_needs_labels(kind: str) -> None:
 def test_the_last_check_catches_lost_and_doubled_pictures() -> None:
     for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
         with pytest.raises(InputError, match="exactly one client"):
-            partition._checked([np.array(part) for part in parts], 5)
+            partition.rules._checked([np.array(part) for part in parts], 5)
 
 
 def test_a_partition_imports_nothing_that_takes_seconds() -> None:

@@ -23,7 +23,8 @@ from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.alignment import Alignment, alignment
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.decorr import Decorrelation, feature_decorrelation
-from fedssl.regularizers.fur import FUR, coupling, tangent_swd, uot_uniformity
+from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
+from fedssl.regularizers.transport import coupling
 from fedssl.seeding import torch_generator
 from fedssl.training import train
 
