@@ -1,10 +1,11 @@
 """Rules that divide pictures among clients: every picture belongs to exactly one.
 
 ``iid``, ``dirichlet`` and ``classes`` are flwr-datasets' partitioners, ``skew`` is the skewness of Dec-SSL
-(arXiv 2210.10947). All deal out the pictures in an order shuffled by the run's seed, so that a sorted data set makes
+(arXiv 2210.10947). They deal out the pictures in an order shuffled by the run's seed, so that a sorted data set makes
 no difference. ``classes`` deals classes in turn, so that none is left out and each has as many holders as any other,
 give or take one; flwr-datasets' own assignment of several classes per client does not promise that. ``natural``
-follows the data: the pictures of one writer, device or hospital stay together.
+follows the data: the pictures of one writer, device or hospital stay together. flwr-datasets' partitioners by owner
+are given owners per client, not clients, and their last client may get fewer than the others.
 
 Where this differs from the authors' code: L-DAWA's drops the pictures that rounding leaves over and Dec-SSL's trains
 on the first 80% of every client's pictures, which cuts away most of the uniform part; here all pictures are used.
