@@ -153,6 +153,7 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
             server_optimizer=server_optimizer.steps,
         )
     )
+    method.encoder.check_pictures((data.channels, data.size, data.size))
     nodes = find_nodes(grid, settings.num_clients)
     pictures = federated_pictures(settings, method)
     parts = split(settings.partition, pictures)

@@ -115,8 +115,8 @@ def model_digests(folder: Path) -> dict[str, str]:
     """Of the global model in the last checkpoint, and of the exported encoders."""
     newest = max((folder / "checkpoints").glob("round-*.pt"))
     saved = torch.load(newest, weights_only=True)
-    models = [saved["models"][name] for name in ("global",) if name in saved["models"]]
-    found = {"layers": digest(arrays_in({**model["layers"], **model["shared"]})) for model in models}
+    model = saved["models"].get("global")
+    found = {"layers": digest(arrays_in({**model["layers"], **model["shared"]}))} if model else {}
     for file in sorted(folder.glob("encoder*.pt")):
         state = load_encoder(file).state_dict()
         found[file.name] = digest((name, value.numpy()) for name, value in state.items())

@@ -1,8 +1,9 @@
 """A method in a phase of its schedule: what of it runs, is trained, travels, and is handed on from stage to stage."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from fedssl.encoders.base import Lifetime
 from fedssl.errors import InputError
@@ -32,19 +33,27 @@ def at_stage(method: SSLMethod, *, depth: int | None, frozen: int = 0, dropout: 
     Parameters
     ----------
     depth : int or None
-        How many stages run; None: as many as before.
+        How many stages run; None: nothing changes, whatever the other arguments are.
     frozen : int
         How many of these, from the first on, are not trained.
     dropout : float
         Depth dropout, see `fedssl.schedule.phases.Phase`.
     """
+    if depth is None:
+        yield
+        return
     span = method.encoder.span
-    before = span.depth, span.frozen, span.dropout
-    _enter(method, span.depth if depth is None else depth, frozen, dropout)
+    before = replace(span)
+    frozen_before, idle = method.frozen, method.idle
+    trained = {name: method.tensors[name].requires_grad for name in method.trainable}
+    _enter(method, depth, frozen, dropout)
     try:
         yield
     finally:
-        _enter(method, *before)
+        span.depth, span.frozen, span.dropout = before.depth, before.frozen, before.dropout
+        method.frozen, method.idle = frozen_before, idle
+        for name, was in trained.items():
+            method.tensors[name].requires_grad_(was)
 
 
 def frozen_names(method: SSLMethod) -> list[str]:
@@ -105,18 +114,16 @@ def check(method: SSLMethod, phases: Sequence[Phase]) -> None:
 
 def _enter(method: SSLMethod, depth: int, frozen: int, dropout: float) -> None:
     span = method.encoder.span
-    if (depth, frozen) != (span.depth, span.frozen):
-        span.depth, span.frozen = depth, frozen
-        method.frozen = frozen
-        lifetimes: Mapping[str, Lifetime] = {name: lifetime(method, name) for name in method.tensors}
-        runs = {name: _runs(found, depth) for name, found in lifetimes.items()}
-        trained = {name: runs[name] and frozen < found.freezes for name, found in lifetimes.items()}
-        method.idle = frozenset(
-            name for name in lifetimes if not (trained[name] if name.startswith("target_encoder.") else runs[name])
-        )
-        for name in method.trainable:
-            method.tensors[name].requires_grad_(trained[name])
-    span.dropout = dropout
+    span.depth, span.frozen, span.dropout = depth, frozen, dropout
+    method.frozen = frozen
+    lifetimes = {name: lifetime(method, name) for name in method.tensors}
+    runs = {name: _runs(found, depth) for name, found in lifetimes.items()}
+    trained = {name: runs[name] and frozen < found.freezes for name, found in lifetimes.items()}
+    method.idle = frozenset(
+        name for name in lifetimes if not (trained[name] if name.startswith("target_encoder.") else runs[name])
+    )
+    for name in method.trainable:
+        method.tensors[name].requires_grad_(trained[name])
 
 
 def _runs(lifetime: Lifetime, depth: int) -> bool:

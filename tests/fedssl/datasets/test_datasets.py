@@ -19,9 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from fedssl import partition
+from fedssl.config import compose, read_data
 from fedssl.datasets import base, decoding, digits
 from fedssl.datasets.base import check, choose, hold_out, load
 from fedssl.errors import InputError
+from fedssl.settings import DataSettings
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
 NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder"]
@@ -37,10 +39,14 @@ def no_network_and_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     base._read.cache_clear()
 
 
-def settings_of(name: str, **changes: object) -> DictConfig:
+def node_of(name: str, **changes: object) -> DictConfig:
     settings = OmegaConf.load(CONF / f"{name}.yaml")
     settings.pop("defaults", None)  # Hydra's own key
     return OmegaConf.merge(settings, changes)
+
+
+def settings_of(name: str, **changes: object) -> DataSettings:
+    return read_data(node_of(name, **changes))
 
 
 def picture(value: int, *, size: tuple[int, int] = (4, 4), mode: str = "RGB") -> Image.Image:
@@ -76,10 +82,9 @@ def test_yaml_has_the_static_keys_and_the_reader_takes_the_others(name: str) -> 
     settings = settings_of(name)
     check(settings)
     assert settings.num_classes is None or settings.num_classes > 1
-    assert set(settings.splits) == {"federated", "train", "test"}
-    reader = get_method(settings._target_)
-    own = set(settings) - base._NOT_FOR_READER
-    assert own | {"split", "limit"} == set(inspect.signature(reader).parameters)
+    assert set(node_of(name).splits) == {"federated", "train", "test"}
+    own = set(settings.reader.values) - {"_target_"}
+    assert own | {"split", "limit"} == set(inspect.signature(get_method(settings.reader.target)).parameters)
 
 
 @pytest.mark.parametrize(
@@ -355,8 +360,8 @@ def test_owners_may_be_numbers_and_divide_the_pictures(tmp_path: Path) -> None:
     pq.write_table(contents, tmp_path / "train.parquet")
     pictures = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="hospital"), "federated")
     assert (pictures.owner_names, pictures.owners.tolist()) == (("8", "70"), [1, 0, 1, 0, 0, 1])
-    run = {"seed": 1, "num_clients": 2, "partition": {"_target_": "fedssl.partition.natural"}}
-    parts = partition.split(OmegaConf.create(run | {"calibration": {"at": None}}), pictures)
+    rule = compose(["seed=1", "num_clients=2", "partition=natural"]).partition
+    parts = partition.split(rule, pictures)
     assert sorted(part.tolist() for part in parts) == [[0, 2, 5], [1, 3, 4]]
 
 
@@ -470,7 +475,7 @@ def write(path: Path, image: Image.Image) -> None:
     image.save(path)
 
 
-def own(path: Path, **changes: object) -> DictConfig:
+def own(path: Path, **changes: object) -> DataSettings:
     return settings_of("image_folder", path=str(path), size=4, **changes)
 
 

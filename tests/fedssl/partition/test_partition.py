@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from fedssl import partition
+from fedssl.config import compose
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import flower
@@ -80,14 +81,12 @@ def test_yaml_names_the_function_and_its_settings(kind: str) -> None:
 def test_split_follows_the_settings_of_a_run() -> None:
     labels = labels_of(30, 30)
     pictures = Pictures(torch.zeros(60, 1, 1, 1, dtype=torch.uint8), labels)
-    settings = {"_target_": "fedssl.partition.skew", "beta": 0.0}
-    run = {"seed": 7, "num_clients": 2, "partition": settings, "calibration": {"at": None}}
-    parts = partition.split(OmegaConf.create(run), pictures)
+    words = ["seed=7", "num_clients=2", "partition=skew"]
+    parts = partition.split(compose([*words, "partition.beta=0.0"]).partition, pictures)
     expected = split("skew", labels, 2, seed=7, beta=0.0)
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
-    settings["beta"] = 2.0
     with pytest.raises(InputError, match=r"partition\.beta=2\.0"):
-        partition.split(OmegaConf.create(run), pictures)
+        partition.split(compose([*words, "partition.beta=2.0"]).partition, pictures)
 
 
 def test_iid_sizes_and_labels_do_not_matter() -> None:
@@ -245,13 +244,12 @@ def test_natural_depends_on_owners_and_seed_alone() -> None:
 
 
 def test_natural_yaml_and_calibration() -> None:
-    settings = OmegaConf.load(Path(__file__).parents[3] / "conf/partition/natural.yaml")
     pictures = Pictures(torch.zeros(42, 1, 1, 1, dtype=torch.uint8), None, owners=OWNERS)
-    run = {"seed": 0, "num_clients": 3, "partition": settings, "calibration": {"at": None}}
-    parts = partition.split(OmegaConf.create(run), pictures)
+    words = ["num_clients=3", "partition=natural"]
+    parts = partition.split(compose(words).partition, pictures)
     assert all(np.array_equal(a, b) for a, b in zip(parts, natural(OWNERS, 3), strict=True))
-    run["calibration"] = {"at": "end", "share": 0.2, "dataset": None}
-    parts = partition.split(OmegaConf.create(run), pictures)
+    calibrated = compose([*words, "calibration=auxiliary", "calibration.share=0.2"])
+    parts = partition.split(calibrated.partition, pictures)
     kept = partition.auxiliary(42, share=0.2, seed=0)
     assert sorted([*kept, *np.concatenate(parts)]) == list(range(42))
     held = [set(OWNERS[part].tolist()) for part in parts]

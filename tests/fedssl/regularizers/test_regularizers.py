@@ -27,6 +27,7 @@ from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
 from fedssl.regularizers.transport import coupling
 from fedssl.seeding import torch_generator
 from fedssl.training import train
+from tests.local_training import local_training
 
 CONF = Path(__file__).parents[3] / "conf"
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
@@ -409,13 +410,14 @@ def fit(method: SSLMethod, regularizer: Regularizer, *, precision: str = "fp32",
         method,
         images,
         torch.arange(12),
-        augment=lambda batch, draw: (batch / 255 + torch.rand(batch.shape, generator=draw), batch / 255),
-        optimizer=torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1),
-        regularizer=regularizer,
-        epochs=epochs,
-        batch_size=6,
-        precision=precision,
-        clip_norm=None,
+        training=local_training(
+            torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1),
+            augment=lambda batch, draw: (batch / 255 + torch.rand(batch.shape, generator=draw), batch / 255),
+            regularizer=regularizer,
+            epochs=epochs,
+            batch_size=6,
+            precision=precision,
+        ),
         generator=generator,
         labels=torch.arange(12) % 3,
     ).loss
@@ -498,7 +500,7 @@ def test_other_bad_settings_are_refused(make_it, words):
 
 @pytest.mark.parametrize("kind", REGULARIZERS)
 def test_the_settings_have_the_defaults_of_the_class(kind):
-    made = instantiate(compose([f"regularizer={kind}"]).regularizer)
+    made = compose([f"regularizer={kind}"]).training.regularizer.make()
     default = REGULARIZERS[kind]()
     assert type(made) is type(default)
     assert {key: str(value) for key, value in vars(made).items()} == {

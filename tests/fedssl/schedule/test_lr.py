@@ -74,12 +74,8 @@ def test_a_run_follows_its_schedule(tmp_path):
     layers = {}
     for name in ("constant", "cosine"):
         run([*words, f"lr_schedule={name}", f"output_dir={tmp_path}/{name}"])
-        layers[name] = [
-            torch.load(tmp_path / name / "checkpoints" / f"round-00000{round}.pt", weights_only=True)["models"][
-                "global"
-            ]["layers"]
-            for round in (1, 2)
-        ]
+        files = [tmp_path / name / "checkpoints" / f"round-00000{round}.pt" for round in (1, 2)]
+        layers[name] = [torch.load(file, weights_only=True)["models"]["global"]["layers"] for file in files]
     weight = "encoder.blocks.0.0.weight"
     assert all(torch.equal(layers["constant"][0][key], array) for key, array in layers["cosine"][0].items())
     moved = {name: (second[weight] - first[weight]).norm() for name, (first, second) in layers.items()}
