@@ -23,7 +23,7 @@ METHODS = {
     "barlow_twins": [],
     "moco_v3": [],
     "fedx": [],
-    "orchestra": ["strategy=orchestra"],
+    "orchestra": [],
     "supervised": [],
 }
 ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
