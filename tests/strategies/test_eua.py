@@ -456,12 +456,12 @@ def test_a_round_equals_the_rule_and_records_what_it_found(tmp_path):
     before = federation.layers
     after = federation.run(1)
     updates = []
-    for row, content in zip(federation.strategy.report.clients, federation.updates, strict=True):
+    for row, content in zip(federation.report.clients, federation.updates, strict=True):
         updates.append(update(row.client, {name: array.numpy() for name, array in content["arrays"].items()}))
         assert set(content["metrics"]) == {"seconds"}
     p, expected, (mean, d) = slowly(before, updates)
     np.testing.assert_allclose(flat(after), expected, rtol=1e-4, atol=1e-5)
-    findings = json.loads(json.dumps(federation.strategy.report.findings))
+    findings = json.loads(json.dumps(federation.report.findings))
     assert findings["weights"] == pytest.approx({"0": p[0], "1": p[1], "2": p[2]}, abs=1e-5)
     assert findings["conflict_before"] == pytest.approx(mean.min(), rel=1e-4)
     assert findings["conflict_after"] == pytest.approx(d.min(), rel=1e-4)
