@@ -15,6 +15,7 @@ from fedssl.errors import InputError
 from fedssl.layers import is_weight
 from fedssl.messages import ClientUpdate, from_record, to_record
 from simulation.local_grid import LocalGrid
+from strategies.base import Circumstances
 from strategies.fedavg import fedavg
 from strategies.robust import Krum, Median, TrimmedMean, closest, krum, median, trimmed_mean
 from tests.federation import Federation
@@ -322,17 +323,17 @@ def test_settings_of_krum_out_of_range_are_refused():
 )
 def test_krum_needs_enough_clients(malicious, select, least):
     strategy = Krum(malicious=malicious, select=select)
-    strategy.check(None, clients_per_round=least)
+    strategy.check(Circumstances(method=None, clients_per_round=least))
     with pytest.raises(InputError, match=f"needs clients_per_round of {least} or more .* but it is {least - 1}"):
-        strategy.check(None, clients_per_round=least - 1)
+        strategy.check(Circumstances(method=None, clients_per_round=least - 1))
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.4])
 def test_trimming_needs_a_client_to_trim(beta):
     least = ceil(1 / beta)
-    TrimmedMean(beta=beta).check(None, clients_per_round=least)
+    TrimmedMean(beta=beta).check(Circumstances(method=None, clients_per_round=least))
     with pytest.raises(InputError, match=f"strategy.beta={beta} of clients_per_round={least - 1} is less than one"):
-        TrimmedMean(beta=beta).check(None, clients_per_round=least - 1)
+        TrimmedMean(beta=beta).check(Circumstances(method=None, clients_per_round=least - 1))
 
 
 # --- strategies ---
@@ -349,14 +350,14 @@ def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog
     result = federation.run(1)
     updates = [
         ClientUpdate.from_content(content, row.client)
-        for content, row in zip(federation.updates, federation.strategy.report.clients, strict=True)
+        for content, row in zip(federation.updates, federation.report.clients, strict=True)
     ]
     assert type(federation.strategy) is kind
     assert same(result, rule(start, updates))
-    assert federation.strategy.metrics() == ()
+    assert all(not content["metrics"] for content in federation.updates)
     assert not any(record.name.startswith("flwr") for record in caplog.records)
     if name == "krum":
-        (chosen,) = federation.strategy.report.findings["selected"]
+        (chosen,) = federation.report.findings["selected"]
         assert same(result, updates[chosen].layers)
 
 
@@ -372,7 +373,7 @@ def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog
     ids=["median", "trimmed_mean", "krum"],
 )
 def test_with_few_clients_left_the_round_goes_on_with_a_warning(caplog, strategy, shift, warning):
-    result = run_round(strategy, [crash, good, good, crash, good])
+    result, _ = run_round(strategy, [crash, good, good, crash, good])
     for name, array in LAYERS.items():
         np.testing.assert_allclose(result[name], array + shift, rtol=1e-6)
     said = [record.getMessage() for record in caplog.records if "dropped" not in record.getMessage()]
@@ -381,6 +382,6 @@ def test_with_few_clients_left_the_round_goes_on_with_a_warning(caplog, strategy
 
 def test_one_update_left_is_the_result():
     for strategy in (Median(), TrimmedMean(), Krum()):
-        result = run_round(strategy, [crash, crash, good, crash, crash])
+        result, _ = run_round(strategy, [crash, crash, good, crash, crash])
         for name, array in LAYERS.items():
             assert np.array_equal(result[name], array + 2)
