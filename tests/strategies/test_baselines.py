@@ -1,6 +1,5 @@
 """The bounds of a federation: all pictures in one place, and every client alone, with the budget of the federation."""
 
-import io
 import json
 from collections import Counter
 from statistics import mean, stdev
@@ -8,15 +7,17 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import fedssl.training
 from client_app.state import load_state
-from fedssl.config import compose, make
+from fedssl.config import compose
 from fedssl.datasets.base import load
 from fedssl.evaluation.features import Features, extract
 from fedssl.export import load_encoder
 from fedssl.messages import TrainPlan
-from server_app.checkpoint import latest_checkpoint
+from fedssl.model_layers import kept_names
+from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.evaluator import over_models
 from simulation.cli import run
 from strategies.local_only import LocalOnly
@@ -31,16 +32,21 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def resolved(*words):
+    """All settings by their names in ``conf``."""
+    return yaml.safe_load(compose(list(words)).recording.text)
+
+
 def test_the_experiments_change_who_holds_what_and_the_strategy_alone():
-    usual = compose(["partition=iid", "strategy=fedavg"])
-    centralised = compose(["experiment=centralised"])
-    assert (centralised.num_clients, centralised.clients_per_round) == (1, 1)
+    usual = resolved("partition=iid", "strategy=fedavg")
+    centralised = resolved("experiment=centralised")
+    assert (centralised["num_clients"], centralised["clients_per_round"]) == (1, 1)
     for key in usual:
         if key not in ("num_clients", "clients_per_round"):
             assert centralised[key] == usual[key], key
-    usual, alone = compose([]), compose(["experiment=single_client"])
+    usual, alone = resolved(), resolved("experiment=single_client")
     assert [key for key in usual if alone[key] != usual[key]] == ["strategy"]
-    assert isinstance(make(alone.strategy), LocalOnly)
+    assert isinstance(compose(["experiment=single_client"]).algorithm.strategy.make(), LocalOnly)
 
 
 def test_every_picture_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
