@@ -46,7 +46,7 @@ def clustered_slowly(local, *, clusters):
 def test_centroids_are_gathered_and_shared_under_every_rule(tmp_path, rule):
     federation = Federation(tmp_path, *SMALL, f"strategy={rule}")
     given = {}
-    for round in (1, 2):
+    for _ in range(2):
         federation.run(1)
         assert federation.report.dropped == {}
         rows = federation.report.clients

@@ -36,9 +36,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "parts", [(algorithms.Groups, algorithms.TwoGroups), (algorithms.Neighbours, algorithms.Ring)]
-)
+@pytest.mark.parametrize("parts", [(algorithms.Groups, algorithms.TwoGroups), (algorithms.Neighbours, algorithms.Ring)])
 def test_such_an_algorithm_takes_no_more_than_thirty_lines(parts):
     assert sum(len(inspect.getsource(part).splitlines()) for part in parts) <= 30
 
@@ -105,7 +103,7 @@ def slow_cosine(one, other):
 def test_on_a_ring_every_model_is_the_mean_of_three_updates(tmp_path):
     federation = Federation(tmp_path, *RING, "+strategy.clients=5", "method=byol")
     start = copied(federation.layers)
-    expected = {client: start for client in range(5)}
+    expected = dict.fromkeys(range(5), start)
     for round in range(1, 4):
         federation.run(1)
         plans = [TrainPlan.from_content(content) for content in federation.plans[-5:]]
@@ -195,10 +193,10 @@ QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limi
 def whole(request, tmp_path_factory):
     """A run of four rounds, the words that make it, and the names of its models."""
     folder = tmp_path_factory.mktemp(request.param) / "whole"
-    plugged, names = (TWO_GROUPS, ["odd", "even"]) if request.param == "groups" else (
-        [*RING, "+strategy.clients=3"],
-        ["0", "1", "2"],
-    )
+    plugged, names = {
+        "groups": (TWO_GROUPS, ["odd", "even"]),
+        "ring": ([*RING, "+strategy.clients=3"], ["0", "1", "2"]),
+    }[request.param]
     words = [*QUICK, *plugged, "method=byol", "evaluate_every=2", "final_evaluation=knn", "partition=iid"]
     run([*words, "rounds=4", f"output_dir={folder}"])
     return folder, words, names

@@ -11,7 +11,8 @@ from scipy.optimize import minimize, nnls
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, is_weight
 from fedssl.messages import ClientUpdate
-from strategies.eua import EUA, EUARule, deviation_gram, eua, min_norm_weights, solve
+from strategies.eua import EUA, EUARule, eua, min_norm_weights, solve
+from strategies.gram import deviation_gram
 from tests.federation import Federation
 from tests.strategies.test_aggregation import clients_of, model, same
 

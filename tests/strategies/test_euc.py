@@ -24,7 +24,8 @@ from server_app.federation import sample_clients
 from server_app.round import run_round
 from simulation.local_grid import LocalGrid
 from strategies.base import Circumstances
-from strategies.euc import EUC, MeasuredSum, intervals
+from strategies.discrepancy import MeasuredSum
+from strategies.euc import EUC, intervals
 from strategies.fedavg import FedAvg
 from strategies.server_optimizer import Assign, FedAvgM
 from strategies.state import GLOBAL, ServerState
@@ -169,7 +170,8 @@ class Toys:
         @app.train()
         def train(message, context):
             plan, client = TrainPlan.from_content(message.content), context.node_config["partition-id"]
-            half = (EUC(interval=2) if isinstance(strategy, EUC) else FedAvg()).client  # another object than the server's
+            other = EUC(interval=2) if isinstance(strategy, EUC) else FedAvg()  # another object than the server's
+            half = other.client
             for value in self.method.tensors.values():
                 value.data.fill_(7777)  # whatever the client before left behind
             state = self.states.get(client)

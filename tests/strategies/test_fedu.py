@@ -20,7 +20,8 @@ from fedssl.model_layers import travelling_layers, travelling_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from strategies.base import Circumstances
-from strategies.fedu import DISTANCE, TAKE_GLOBAL, FedU, compared, divergence
+from strategies.distance import compared, divergence
+from strategies.fedu import DISTANCE, TAKE_GLOBAL, FedU
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
 from strategies.state import GLOBAL
