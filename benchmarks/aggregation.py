@@ -32,8 +32,9 @@ import torch
 from fedssl.layers import GlobalLayers, Layers, is_weight
 from fedssl.machine.threads import default_threads, tune_allocator
 from fedssl.messages import ClientUpdate, from_record, to_record
-from strategies.eua import EUARule, deviation_gram, solve
+from strategies.eua import EUARule, solve
 from strategies.fedavg import fedavg
+from strategies.gram import deviation_gram
 from strategies.l_dawa import l_dawa
 from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa

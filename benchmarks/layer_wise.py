@@ -20,7 +20,7 @@ import argparse
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedssl.machine.threads import WAITING, tune_allocator
 
@@ -29,24 +29,24 @@ os.environ.update(WAITING | os.environ)  # before torch is imported, as the comm
 import numpy as np
 import torch
 from flwr.clientapp import ClientApp
-from omegaconf import DictConfig
-from strategies.staging import Staging
 
 from benchmarks.paper_costs import paper_bytes, paper_flops
-from fedssl.config import compose, make
+from fedssl.config import compose
 from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
-from fedssl.messages import ARRAYS, ClientUpdate, content_bytes, from_record, to_record
-from fedssl.methods import build
+from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan, content_bytes, from_record
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.schedule.phases import Phase
-from fedssl.schedule.stages import Stages, enter
+from fedssl.schedule.phases import Phase, make_phases, phase_at
+from fedssl.schedule.stages import at_stage
+from fedssl.settings import Settings
 from fedssl.step_cost import step_cost
-from fedssl.training import train
-from server_app.app import make_schedule, train_config
+from fedssl.training import LocalTraining, train
+from server_app.federation import Federation
+from server_app.round import Round
 from simulation.local_grid import LocalGrid
-from strategies.base import FedSSLStrategy
+from strategies.state import GLOBAL, Model, ServerState
 
 WAYS = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")
 PAPER_MEMORY = dict(zip(WAYS, (1.0, 0.25, 0.30, 1.0), strict=True))  # measured by the authors, Table 3
@@ -80,21 +80,11 @@ class Same:
         return layers
 
 
-def measure(settings: DictConfig, method: SSLMethod, stage: Phase, options: argparse.Namespace) -> Cost:
+def measure(settings: Settings, method: SSLMethod, stage: Phase, options: argparse.Namespace) -> Cost:
     """Cost of a step in a stage."""
-    enter(method, depth=stage.depth, frozen=stage.frozen)
     images = torch.randint(0, 256, (options.batch, 3, 32, 32), dtype=torch.uint8, device=options.device)
-    augment, regularizer = make(settings.augmentation), make(settings.regularizer)
-    optimizer = make(settings.optimizer, [method.tensors[name] for name in method.trainable])
-    cost = step_cost(
-        method,
-        images=images,
-        augment=augment,
-        optimizer=optimizer,
-        regularizer=regularizer,
-        precision=options.precision,
-        clip_norm=None,
-    )
+    prepared = LocalTraining.prepare(settings.training, method)
+    training = replace(prepared, precision=options.precision, clip_norm=None, channels_last=False)
 
     def seconds(steps: int, pictures: int) -> float:
         start = time.perf_counter()
@@ -102,19 +92,15 @@ def measure(settings: DictConfig, method: SSLMethod, stage: Phase, options: argp
             method,
             images,
             torch.arange(pictures),
-            augment=augment,
-            optimizer=optimizer,
-            regularizer=regularizer,
-            epochs=steps,
-            batch_size=pictures,
-            precision=options.precision,
-            clip_norm=None,
+            training=replace(training, epochs=steps, batch_size=pictures),
             generator=torch.Generator().manual_seed(0),
         )
         return (time.perf_counter() - start) / (steps * pictures)  # the loss is read at the end: a GPU has finished
 
-    seconds(1, 2)  # makes the optimiser's state
-    times = [seconds(options.steps, options.batch) for _ in range(options.turns)]
+    with at_stage(method, depth=stage.depth, frozen=stage.frozen):
+        cost = step_cost(method, images=images, training=training)
+        seconds(1, 2)  # makes the optimiser's state
+        times = [seconds(options.steps, options.batch) for _ in range(options.turns)]
     return Cost(cost.peak_memory, cost.flops_per_picture, statistics.median(times))
 
 
@@ -127,25 +113,36 @@ def over_stages(costs: dict[int, Cost]) -> Cost:
     return Cost(max(cost.memory for cost in costs.values()), float(flops.mean()), float(seconds.mean()))
 
 
-def traffic(settings: DictConfig, method: SSLMethod, schedule: list[Phase]) -> np.ndarray:
+def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.ndarray:
     """Bytes of all messages to and from a client, and of the encoder's layers in them."""
-    enter(method, depth=len(method.encoder.stage_names))
-    strategy: FedSSLStrategy = make(settings.strategy)
-    stages = Stages(method, schedule) if len(schedule) > 1 else None
-    strategy.staging = Staging(stages, Same() if settings.calibration.at else None)
-    grid = LocalGrid(ClientApp(), num_clients=1)  # messages are made for it, and never sent
-    config = train_config(settings, nodes=list(grid.get_node_ids()))
     layers = travelling_layers(method)
-    total = np.zeros(2)
-    for round in range(1, settings.rounds + 1):
-        (message,) = strategy.configure_train(round, to_record(layers), config, grid)
-        _, trained, _ = strategy.staging.divide(round, layers)
+    grid = LocalGrid(ClientApp(), num_clients=1)  # messages are made for it, and never sent
+    federation = Federation(
+        strategy=settings.algorithm.strategy.make(),
+        method=method,
+        phases=schedule,
+        initial=lambda: layers,
+        nodes=tuple(grid.get_node_ids()),
+        seed=settings.seed,
+        clients_per_round=1,
+        timeout=settings.client_timeout,
+        settings=settings.client_text,
+        code="0123456789abcdef",
+        metrics=settings.algorithm.metrics,
+        calibration=Same() if settings.calibration is not None else None,
+    )
+    state, total = ServerState(), np.zeros(2)
+    for number in range(1, settings.rounds + 1):
+        (message,) = Round(federation, state).messages
+        phase, plan = phase_at(schedule, number), TrainPlan.from_content(message.content)
+        trained = federation.stages.trained(phase, layers)
         update = ClientUpdate(layers={name: layers[name] for name in trained}, partition_id=0, num_examples=1)
-        for content in (message.content, update.to_content(strategy.metrics())):
+        for content in (message.content, update.to_content(plan.metrics)):
             there = from_record(content.array_records[ARRAYS])
             encoder = sum(array.nbytes for name, array in there.items() if name.startswith("encoder."))
             total += content_bytes(content, there), encoder
-        strategy.staging.end(round, layers, used=[0], dropped=[])
+        model = Model(layers=layers, phase=phase.number)
+        state = ServerState(round=number, models={GLOBAL: model}, took_part={0: (number, GLOBAL)})
     return total
 
 
@@ -157,8 +154,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, {name}, {options.blocks} blocks, batch {options.batch}, {options.precision}\n")
     words = ["num_clients=1", f"encoder.depth={options.blocks}", f"rounds={ROUNDS_PER_STAGE * options.blocks}"]
     settings = {way: compose([f"experiment={way}", *words]) for way in WAYS}
-    method = build(settings["fedmoco"]).to(options.device)
-    schedules = {way: make_schedule(settings[way], method) for way in WAYS}
+    method = build(settings["fedmoco"].model).to(options.device)
+    schedules = {way: make_phases(settings[way].model.schedule, stages=options.blocks) for way in WAYS}
 
     done: dict[tuple[int, int, str], Cost] = {}
     found = {}
@@ -167,7 +164,7 @@ def main() -> None:
         for stage in schedules[way]:
             if stage.depth in options.sampled:
                 # The last stage of prog_fedssl is fedmoco's, and its first one fedmoco_lw's.
-                key = stage.depth, stage.frozen, settings[way].regularizer["_target_"]
+                key = stage.depth, stage.frozen, settings[way].training.regularizer.target
                 if key not in done:
                     done[key] = measure(settings[way], method, stage, options)
                 cost = costs[stage.number] = done[key]
@@ -181,7 +178,7 @@ def main() -> None:
 
 
 def table(
-    settings: dict[str, DictConfig], method: SSLMethod, schedules: dict[str, list[Phase]], found: dict[str, Cost]
+    settings: dict[str, Settings], method: SSLMethod, schedules: dict[str, list[Phase]], found: dict[str, Cost]
 ) -> None:
     """Print all costs relative to fedmoco's, and the paper's beside them."""
     print("\n             measured                                                  as the paper counts")
@@ -189,9 +186,9 @@ def table(
     ours, papers = {}, {}
     for way, schedule in schedules.items():
         ours[way] = traffic(settings[way], method, schedule)
-        aligned = settings[way].regularizer["_target_"].endswith("Alignment")
+        aligned = settings[way].training.regularizer.name == "Alignment"
         flops = paper_flops(method, schedule, picture=torch.zeros(1, 3, 32, 32), aligned=aligned)
-        papers[way] = flops, sum(paper_bytes(method, schedule, calibrated=settings[way].calibration.at is not None))
+        papers[way] = flops, sum(paper_bytes(method, schedule, calibrated=settings[way].calibration is not None))
         memory = found[way].memory / found[WAYS[0]].memory
         seconds = found[way].seconds / found[WAYS[0]].seconds
         both, encoder = ours[way] / ours[WAYS[0]]

@@ -18,21 +18,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedssl.machine.threads import WAITING, tune_allocator
+from fedssl.machine.threads import WAITING
 
 os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
-from omegaconf import OmegaConf
 
 from client_app.app import app as client_app
 from client_app.resident import resident
-from fedssl.config import compose, make
-from fedssl.methods import build
-from fedssl.model_layers import travelling_layers
+from fedssl.config import compose
 from fedssl.training import batches
-from server_app.app import find_nodes, run_round, train_config
+from server_app.app import prepare
+from server_app.round import run_round
 from simulation.local_grid import LocalGrid
+from strategies.state import ServerState
 
 COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
 
@@ -41,39 +40,31 @@ class Federation:
     """Rounds of one federation on the local engine, one at a time."""
 
     def __init__(self, *overrides: str) -> None:
-        self.settings = compose([*COMMON, *overrides])
-        self.settings.output_dir = tempfile.mkdtemp()
-        torch.set_num_threads(self.settings.threads)
-        if self.settings.allocator:
-            tune_allocator()
+        quiet = ["health_pictures=0", "measure_resources=false", f"output_dir={tempfile.mkdtemp()}"]
+        self.settings = compose([*COMMON, *quiet, *overrides])
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients)
-        self.config = train_config(self.settings, find_nodes(self.grid, self.settings.num_clients))
-        self.strategy = make(self.settings.strategy)
-        self.layers = travelling_layers(build(self.settings))
-        self.round = 0
+        self.federation = prepare(self.grid, self.settings).federation  # sets threads and allocator as well
+        self.state = ServerState()
 
     def __call__(self) -> float:
         """Run a round; its seconds."""
-        self.round += 1
         start = time.perf_counter()
-        self.layers = run_round(
-            self.grid, self.strategy, self.round, self.layers, config=self.config, timeout=self.settings.client_timeout
-        )
+        self.state, _ = run_round(self.grid, self.federation, self.state)
         return time.perf_counter() - start
 
     def bare(self) -> float:
         """The same optimiser steps in a bare loop on the resident model; its seconds."""
-        client = resident(OmegaConf.to_yaml(self.settings))
+        client = resident(self.settings.client_text)
         generator = torch.Generator().manual_seed(0)
         client.method.train()
         start = time.perf_counter()
         for indices in client.parts:
-            for batch in batches(torch.as_tensor(indices), self.settings.batch_size, generator=generator):
-                views = client.augment(client.images[batch], generator)
+            for batch in batches(torch.as_tensor(indices), client.training.batch_size, generator=generator):
+                views = client.training.augment(client.images[batch], generator)
                 view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
-                client.optimizer.zero_grad(set_to_none=True)
+                client.training.optimizer.zero_grad(set_to_none=True)
                 client.method.loss(view1, view2).backward()
-                client.optimizer.step()
+                client.training.optimizer.step()
         return time.perf_counter() - start
 
 
@@ -82,7 +73,7 @@ def overhead(repeats: int = 15) -> None:
     federation = Federation("local_epochs=0")
     federation()
     times = [federation() / federation.settings.num_clients for _ in range(repeats)]
-    weights = sum(array.size for array in federation.layers.values())
+    weights = sum(array.size for model in federation.state.models.values() for array in model.layers.values())
     print(f"overhead, {weights / 1e6:.1f} M weights, 10 clients: {1e3 * statistics.median(times):.1f} ms per client")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import travelling_names
 from fedssl.schedule.phases import Phase
-from fedssl.schedule.stages import Stages, enter
+from fedssl.schedule.stages import Stages, at_stage
 from fedssl.step_cost import count_flops
 
 NORM = 5  # FLOPs per element of a layer normalisation
@@ -49,8 +49,7 @@ def paper_flops(
     Parameters
     ----------
     method : SSLMethod
-        Its heads are ``projector`` and, if it has one, ``predictor``; it goes through the stages, and is left in
-        eval mode with all of the last stage trained.
+        Its heads are ``projector`` and, if it has one, ``predictor``; it is left in eval mode.
     picture : Tensor
         Any, ``(1, channels, height, width)``.
     aligned : bool
@@ -62,13 +61,12 @@ def paper_flops(
     followed = "target_encoder" in dict(method.named_children())
     total = 0
     for stage in schedule:
-        enter(method, depth=stage.depth, frozen=stage.frozen)
         running = encoder[: 1 + stage.depth]  # the first one is the stem
         representations = sum(piece.forward for piece in running)
-        costs = sum(piece.training for piece in (*running, *heads))
+        with at_stage(method, depth=stage.depth, frozen=stage.frozen):
+            costs = sum(piece.training for piece in (*running, *heads))
         costs += (representations + heads[0].forward) * followed + representations * aligned
         total += stage.rounds * views * costs
-    enter(method, depth=schedule[-1].depth)
     return total
 
 
@@ -84,11 +82,11 @@ def paper_bytes(method: SSLMethod, schedule: Sequence[Phase], *, calibrated: boo
     """
     prefixes = tuple(f"encoder.{name}." for name in method.encoder.stage_names)
     sizes = {name: method.tensors[name].nbytes for name in travelling_names(method) if name.startswith(prefixes)}
-    stages = Stages(method, list(schedule))
+    stages = Stages(method)
     down = up = 0
     for stage in schedule:
-        trained = sum(sizes[name] for name in stages.trained(stage.first, sizes))
-        frozen = sum(sizes[name] for name in stages.frozen(stage.first, sizes))
+        trained = sum(sizes[name] for name in stages.trained(stage, sizes))
+        frozen = sum(sizes[name] for name in stages.frozen(stage, sizes))
         up += stage.rounds * trained
         down += stage.rounds * (trained + frozen * calibrated)
     return down, up
@@ -99,8 +97,8 @@ def _pieces(method: SSLMethod, picture: Tensor) -> tuple[list[Piece], list[Piece
     """Stem and stages of the encoder, and the heads."""
     method.eval()  # batch normalisation of a single picture
     encoder, children = method.encoder, dict(method.named_children())
-    stem = encoder.part("stem")
-    of_stem = [parameter for name, parameter in encoder.named_parameters() if encoder.part(name) == stem]
+    stem = encoder.lifetime("")  # of what belongs to no stage
+    of_stem = [parameter for name, parameter in encoder.named_parameters() if encoder.lifetime(name) == stem]
     flops, x = _forward(encoder.stem, picture)
     found = [Piece(flops, of_stem)]
     for stage in encoder.stages():

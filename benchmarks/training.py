@@ -25,6 +25,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from fedssl.machine.threads import WAITING, tune_allocator
@@ -37,12 +38,12 @@ from augmentation import PilViews, in_turn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fedssl.config import compose, make
+from fedssl.config import compose
 from fedssl.machine.devices import pick_device
 from fedssl.messages import TrainPlan
-from fedssl.methods import build
+from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.training import train
+from fedssl.training import LocalTraining, train
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
 ENCODERS = ("conv_small", "resnet18")
@@ -71,13 +72,12 @@ class Client:
         random = torch.Generator().manual_seed(0)
         self.images = torch.randint(0, 256, (pictures, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
         self.labels = torch.randint(0, 10, (pictures,), generator=random).to(device)
-        self.method = build(self.settings).to(device)
+        self.method = build(self.settings.model).to(device)
         layers = travelling_layers(self.method)
         plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), keep_from=0, code="")
-        make(self.settings.strategy).load_global(self.method, plan, None)
+        self.settings.algorithm.strategy.make().client.load(self.method, plan, None)
         self.method.train()
-        self.augment, self.regularizer = make(self.settings.augmentation), make(self.settings.regularizer)
-        self.optimizer = make(self.settings.optimizer, [p for p in self.method.parameters() if p.requires_grad])
+        self.training = LocalTraining.prepare(self.settings.training, self.method)
         self.generator = torch.Generator().manual_seed(seed)
 
     def loss(self, view1: Tensor, view2: Tensor, labels: Tensor) -> Tensor:
@@ -86,25 +86,19 @@ class Client:
 
     def views(self) -> list[tuple[Tensor, Tensor]]:
         """Two views of each batch of an epoch."""
-        return [self.augment(batch, self.generator) for batch in self.images.split(self.settings.batch_size)]
+        batches = self.images.split(self.training.batch_size)
+        return [self.training.augment(batch, self.generator) for batch in batches]
 
 
 def ours(client: Client) -> Epoch:
-    settings = client.settings
+    training = replace(client.training, epochs=1)
 
     def epoch() -> float:
         return train(
             client.method,
             client.images,
             torch.arange(len(client.images)),
-            augment=client.augment,
-            optimizer=client.optimizer,
-            regularizer=client.regularizer,
-            epochs=1,
-            batch_size=settings.batch_size,
-            precision=settings.precision,
-            channels_last=settings.channels_last,
-            clip_norm=settings.clip_norm,
+            training=training,
             generator=client.generator,
             labels=client.labels if client.method.uses_labels else None,
         ).loss
@@ -118,12 +112,12 @@ def augmentation(client: Client) -> Epoch:
 
 def bare(client: Client) -> Epoch:
     views = [[view.contiguous(memory_format=torch.channels_last) for view in pair] for pair in client.views()]
-    batches = list(zip(views, client.labels.split(client.settings.batch_size), strict=True))
+    batches = list(zip(views, client.labels.split(client.training.batch_size), strict=True))
 
     def epoch() -> float:
         for pair, labels in batches:
             client.method.zero_grad(set_to_none=True)
-            bf16 = client.settings.precision == "bf16"
+            bf16 = client.training.precision == "bf16"
             with torch.autocast(client.images.device.type, dtype=torch.bfloat16, enabled=bf16):
                 loss = client.loss(*pair, labels)
             loss.backward()
@@ -149,7 +143,7 @@ def usual(client: Client, *, lasting: bool) -> Epoch:
     def make_loader() -> DataLoader:
         return DataLoader(
             LabelledPilViews(client.images, client.labels),
-            batch_size=client.settings.batch_size,
+            batch_size=client.training.batch_size,
             shuffle=True,
             num_workers=2,
             multiprocessing_context="fork",  # Linux's way; a process that was spawned would spawn its own
@@ -163,10 +157,10 @@ def usual(client: Client, *, lasting: bool) -> Epoch:
     def epoch() -> float:
         losses = []
         for batch in loader if lasting else make_loader():
-            client.optimizer.zero_grad()
+            client.training.optimizer.zero_grad()
             loss = client.loss(*(tensor.to(client.images.device) for tensor in batch))
             loss.backward()
-            client.optimizer.step()
+            client.training.optimizer.step()
             client.method.after_step()
             losses.append(loss.item())
         return statistics.mean(losses)
@@ -218,8 +212,7 @@ def ratio(above: list[float], below: list[float]) -> float:
 
 def words(encoder: str, method: str, precision: str, batch: int) -> list[str]:
     """Settings as on the command line of a run."""
-    strategy = ["strategy=orchestra"] if method == "orchestra" else []
-    return [f"encoder={encoder}", f"method={method}", f"precision={precision}", f"batch_size={batch}", *strategy]
+    return [f"encoder={encoder}", f"method={method}", f"precision={precision}", f"batch_size={batch}"]
 
 
 def speed(encoder: str, options: argparse.Namespace) -> None:

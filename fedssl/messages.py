@@ -123,12 +123,11 @@ class TrainPlan:
                 "keep-from": self.keep_from,
                 "lr-factor": self.lr_factor,
                 "code": self.code,
-                # Lines instead of lists: Flower cannot count the bytes of an empty list.
-                "metrics": "\n".join(self.metrics),
+                "metrics": _to_text(self.metrics),
             }
         )
         if self.up is not None:
-            plan["up"] = "\n".join(self.up)
+            plan["up"] = _to_text(self.up)
         if self.depth is not None:
             plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
             plan["depth-dropout"] = self.depth_dropout
@@ -143,11 +142,11 @@ class TrainPlan:
             layers=from_record(content.array_records[ARRAYS]),
             shared=from_record(content.array_records[SHARED]),
             settings=str(plan["settings"]),
-            metrics=tuple(str(plan["metrics"]).splitlines()),
+            metrics=_from_text(plan["metrics"]),
             keep_from=int(_number(plan["keep-from"])),
             code=str(plan["code"]),
             lr_factor=_number(plan["lr-factor"]),
-            up=tuple(str(plan["up"]).splitlines()) if "up" in plan else None,
+            up=_from_text(plan["up"]) if "up" in plan else None,
             depth=int(_number(plan["depth"])) if "depth" in plan else None,
             frozen=int(_number(plan.get("frozen", 0))),
             hold=bool(plan.get("hold", False)),
@@ -238,6 +237,15 @@ def read_who(message: Message) -> tuple[int, int]:
     """Partition id and number of partitions from a client's answer."""
     record = message.content.metric_records[METRICS]
     return int(_number(record["partition-id"])), int(_number(record["num-partitions"]))
+
+
+def _to_text(names: Sequence[str]) -> str:
+    """Names as lines, the first of which is empty: Flower can count the bytes of no empty list and of no empty text."""
+    return "\n" + "\n".join(names)
+
+
+def _from_text(text: object) -> tuple[str, ...]:
+    return tuple(str(text).splitlines()[1:])
 
 
 def _number(value: object) -> float:

@@ -28,6 +28,7 @@ from fedssl.errors import InputError
 from fedssl.layers import ROW, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, Rule, ServerHalf
+from strategies.gram import deviation_gram
 from strategies.min_norm import min_norm_weights
 from strategies.state import Model
 from strategies.weighted_sum import WeightedSum, check_all, one_of
@@ -35,14 +36,8 @@ from strategies.weighted_sum import WeightedSum, check_all, one_of
 DEVIATIONS = ("log", "unit")
 STEPS = ("normalized", "constant")
 
-_TILE = 8 * ROW
-"""Numbers of each client in one product; sums in float32 of twice as many may err by 1e-6."""
-
 _MOVE_TILE = 64 * ROW
 """Numbers moved at a time; few enough to stay in the cache, enough to hide what a call costs."""
-
-_BLOCK = 16
-"""Rows of the Gram matrix in one product, so that little more than its lower triangle is computed."""
 
 _CANCELLED = 1e-6
 """A sum of vectors whose square is below this part of the square of their lengths' sum is zero up to rounding."""
@@ -157,46 +152,6 @@ class EUARule:
         result |= _moved(self._weights, self._models, self.solution.factors)
         self._models = []
         return {name: result[name] for name in self._names}
-
-
-def deviation_gram(weights: GlobalLayers, models: Sequence[Layers]) -> np.ndarray:
-    """The (K, K) inner products of theta - theta_k, each taken over all layers of ``weights`` as one vector.
-
-    The global model is subtracted before anything is multiplied (deviations are small: with expanded products they
-    would drown in rounding), tile by tile, so that the deviations never exist as a whole. Errors are below 1e-6 of the
-    product of the lengths, about 1e-8 in models of millions of weights. One thread works on a layer, so that results do
-    not depend on the number of threads.
-    """
-    grams: dict[str, np.ndarray] = {}
-
-    def measure(name: str) -> None:
-        arrays = [model[name].reshape(-1) for model in models]
-        grams[name] = _gram(weights.layers[name].reshape(-1), arrays)
-
-    weights.for_each(measure)
-    lower = sum((grams[name] for name in weights.layers), np.zeros((len(models), len(models))))
-    return np.asarray(np.tril(lower) + np.tril(lower, -1).T)
-
-
-def _gram(g: np.ndarray, clients: Sequence[np.ndarray]) -> np.ndarray:
-    """The lower triangle of (K, K) products of w - g; what is above it has no meaning."""
-    number, dtype = len(clients), np.result_type(g.dtype, np.float32)
-    origin, arrays = torch.from_numpy(g), [torch.from_numpy(w) for w in clients]
-    total, part = np.zeros((number, number)), np.zeros((number, number), dtype)
-    buffer, products = torch.from_numpy(np.empty(number * min(_TILE, len(g)), dtype)), torch.from_numpy(part)
-    for start in range(0, len(g), _TILE):
-        tile = slice(start, start + _TILE)
-        y = origin[tile].to(buffer.dtype)
-        x = buffer[: number * len(y)].view(number, len(y))
-        # Few long calls: threads that hand the interpreter over for each array would wait for each other.
-        torch.stack([w[tile].to(x.dtype) for w in arrays], out=x)
-        x -= y
-        # torch's products stay on one thread here; those of NumPy's OpenBLAS have other bits on another number of them.
-        for first in range(0, number, _BLOCK):
-            end = first + _BLOCK
-            torch.mm(x[first:end], x[:end].T, out=products[first:end, :end])
-        total += part
-    return total
 
 
 def _moved(weights: GlobalLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:

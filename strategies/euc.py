@@ -13,8 +13,6 @@ Where this differs from the authors' code:
 - the share of d is taken over the layers that can wait, not over all, because the share of numbers is, too;
 - the first adjustment is after round phi; the authors' code waits for 5 epochs;
 - a client that was not drawn for some rounds receives exactly the layers that were averaged meanwhile.
-
-The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mean ||x_k - g||^2 - ||avg - g||^2.
 """
 
 import math
@@ -22,11 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from fedssl.errors import InputError
-from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
-from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.layers import Layers
+from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, travelling_names
 from strategies.base import (
@@ -40,14 +36,10 @@ from strategies.base import (
     as_layers,
     sent_names,
 )
+from strategies.discrepancy import MeasuredSum
 from strategies.fedavg import mean
 from strategies.state import Model
 from strategies.weighted_sum import WeightedSum
-
-
-def can_wait(name: str, array: np.ndarray) -> bool:
-    """Whether a layer may be averaged every phi rounds: a weight, but no bias and no part of a normalisation."""
-    return is_weight(name, array) and array.ndim >= 2
 
 
 def intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, int], *, phi: int) -> dict[str, int]:
@@ -80,68 +72,6 @@ def intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, int], *, phi
         if 1 - numbers / all_numbers < d / all_d:  # as in the authors' code the layer that crosses is taken
             break
     return result
-
-
-class MeasuredSum:
-    """A weighted sum that also measures how far the clients are from the average, layer by layer.
-
-    Parameters
-    ----------
-    total : WeightedSum
-        The sum. The mean of the squares has its weights, so that the identity above holds.
-    """
-
-    def __init__(self, total: WeightedSum) -> None:
-        self._sum = total
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return self._sum.needs
-
-    def start(self, global_layers: GlobalLayers) -> None:
-        self._global = global_layers
-        self._squares = {name: 0.0 for name, array in global_layers.layers.items() if can_wait(name, array)}
-        self._weights = 0.0
-        self._sum.start(global_layers)
-
-    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        self._sum.add(update, cosines)
-        weight = update.num_examples if self._sum.weighting == "examples" else 1
-        assert weight is not None  # the sum has refused updates without it
-        for name, distance in self._distances(update.layers).items():
-            self._squares[name] += weight * distance
-        self._weights += weight
-
-    def finish(self) -> Layers:
-        average = self._sum.finish()
-        moved = self._distances(average)
-        self.discrepancy = {
-            name: max(square / self._weights - moved[name], 0.0)  # rounding may leave less than nothing
-            for name, square in self._squares.items()
-        }
-        return average
-
-    def _distances(self, layers: Layers) -> dict[str, float]:
-        """||x - g||^2 of every layer that can wait."""
-        found = dict.fromkeys(self._squares, 0.0)
-
-        def measure(name: str) -> None:
-            if name in found:
-                found[name] = square_distance(layers[name], self._global.layers[name])
-
-        self._global.for_each(measure)
-        return found
-
-
-def square_distance(x: np.ndarray, g: np.ndarray) -> float:
-    """||x - g||^2, subtracted first and summed in float64."""
-    x, g = x.reshape(-1), g.reshape(-1)
-    total = 0.0
-    for start in range(0, len(x), TILE):
-        tile = slice(start, start + TILE)
-        difference = np.subtract(x[tile], g[tile], dtype=np.float64)
-        total += float(np.square(difference, out=difference).sum())
-    return total
 
 
 class Intervals(ServerHalf):

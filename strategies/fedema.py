@@ -28,8 +28,8 @@ from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, travelling_layers
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers
+from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean
-from strategies.fedu import DISTANCES, compared, moved
 from strategies.weighted_sum import one_of
 
 LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"
@@ -71,7 +71,7 @@ class MixingClient(ClientHalf):
         Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
         global ones.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.fedu.divergence`.
+        d, see `strategies.distance.divergence`.
 
     Raises
     ------

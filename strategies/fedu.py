@@ -23,11 +23,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.layers import Layers, is_weight, products
+from fedssl.layers import Layers
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_layers, travelling_names
@@ -41,68 +40,12 @@ from strategies.base import (
     as_layers,
     sent_names,
 )
+from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean
 from strategies.weighted_sum import one_of
 
-DISTANCES = ("mean_conv_l2", "squared_l2")
-
 TAKE_GLOBAL, DISTANCE = "dapu.global", "dapu.distance"
 """Names in a client's state that are no layers."""
-
-
-def compared(layers: Layers, *, distance: str) -> list[str]:
-    """Names of the encoder's weights that the distance is made of.
-
-    "squared_l2": all. "mean_conv_l2": kernels of convolutions, i.e. arrays ``(out, in, height, width)``, without those
-    of shortcuts ("downsample"); 17 in a ResNet-18.
-
-    Raises
-    ------
-    InputError
-        The encoder has no such kernel.
-    """
-    weights = [name for name, array in layers.items() if name.startswith("encoder.") and is_weight(name, array)]
-    if distance == "squared_l2":
-        return weights
-    kernels = [name for name in weights if layers[name].ndim == 4 and "downsample" not in name]
-    if not kernels:
-        raise InputError(f"strategy.distance={distance} but the encoder has no convolution; set it to squared_l2")
-    return kernels
-
-
-def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
-    """Distance of a trained encoder from an earlier one, e.g. the global one that the client had received.
-
-    Parameters
-    ----------
-    trained : Layers
-        Has at least the layers that `compared` names.
-    start : Layers
-        The earlier layers; those that `compared` does not name do not count.
-    distance : {"mean_conv_l2", "squared_l2"}
-        mean_l ||w_l - g_l|| over the convolution kernels, or sum_l ||w_l - g_l||^2 over all weights (Eq. 3), g_l at
-        the start.
-
-    Returns
-    -------
-    float
-        At least 0, or not finite if a weight is not.
-    """
-    squares = []
-    with np.errstate(over="ignore", invalid="ignore"):
-        for name in compared(start, distance=distance):
-            difference = np.asarray(trained[name] - start[name])
-            squares.append(products([difference], difference)[0][1])
-    if distance == "squared_l2":
-        return sum(squares)  # Eq. 3
-    return sum(math.sqrt(square) for square in squares) / len(squares)
-
-
-def moved(method: SSLMethod, start: Layers, *, distance: str) -> float:
-    """`divergence` of what is trained of a method's encoder, as it is now, from ``start``."""
-    names = [name for name in compared(start, distance=distance) if method.tensors[name].requires_grad]
-    trained = {name: method.tensors[name].detach().cpu().numpy() for name in names}
-    return divergence(trained, {name: start[name] for name in names}, distance=distance) if names else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +61,7 @@ class PartialUpdate:
     predictor : {"dapu", "global", "local"}
         "global": the received one. "local": as this client left it. "dapu": global if d < ``predictor_threshold``.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `divergence`.
+        d, see `strategies.distance.divergence`.
     predictor_threshold : float
         mu of Eq. 3, in the unit of d; 0: always local.
     """

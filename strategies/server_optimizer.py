@@ -61,7 +61,7 @@ class _Moments:
                 before = [remembered[moment].get(name, np.zeros_like(array)) for moment in self.names]
                 after, layers[name] = self._move(round, old[name], array, before)
                 for moment, value in zip(self.names, after, strict=True):
-                    remembered[moment][name] = value
+                    remembered[moment][name] = np.asarray(value)  # NumPy makes plain numbers of arrays without axes
         return remembered, layers
 
     def _move(

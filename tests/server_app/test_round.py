@@ -1,18 +1,26 @@
-"""What every strategy does with replies: order, bad updates, failed and silent clients, what travels."""
+"""What a round does with replies under every strategy: order, bad updates, failed and silent clients, what travels."""
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+import torch
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import nn
 
+from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError, RunFailed
-from fedssl.messages import ClientUpdate, TrainPlan, from_record, to_record
-from server_app.app import receive
+from fedssl.messages import ClientUpdate, TrainPlan, content_bytes
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import travelling_layers
+from fedssl.schedule.phases import end_to_end
+from server_app.federation import Federation, sample_clients
+from server_app.replies import receive
+from server_app.round import Round
 from simulation.local_grid import LocalGrid
-from strategies.base import sample_clients
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
+from strategies.state import GLOBAL, ServerState
 
 LAYERS = {
     "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),
@@ -52,7 +60,19 @@ def crash(layers, partition):
     raise ValueError("no camera")
 
 
-def federation(behaviours, received=None):
+class Small(SSLMethod):
+    """A method whose layers are `LAYERS`."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.encoder.weight = nn.Parameter(torch.from_numpy(LAYERS["encoder.weight"].copy()))
+        self.encoder.bn = nn.Module()
+        self.encoder.bn.register_buffer("running_mean", torch.from_numpy(LAYERS["encoder.bn.running_mean"].copy()))
+        self.encoder.divide(stages=(), widths=())
+
+
+def make_grid(behaviours, received=None):
     """A grid whose client k does ``behaviours[k]``, reporting every metric it is asked for."""
     app = ClientApp()
 
@@ -72,18 +92,43 @@ def federation(behaviours, received=None):
     return LocalGrid(app, num_clients=len(behaviours))
 
 
-def configure(strategy, grid, *, clients_per_round=None):
-    nodes = list(grid.get_node_ids())
-    values = {"seed": 0, "clients-per-round": clients_per_round or len(nodes), "nodes": nodes}
-    config = ConfigRecord({**values, "settings": "{}", "keep-from": 0, "lr-factor": 1.0, "code": "x"})
-    return strategy.configure_train(1, to_record(LAYERS), config, grid)
+def configure(strategy, grid, *, clients_per_round=None, metrics=()):
+    """The first round, whose messages are not sent yet."""
+    method, nodes = Small(), tuple(grid.get_node_ids())
+    federation = Federation(
+        strategy=strategy,
+        method=method,
+        phases=end_to_end(rounds=1, depth=0),
+        initial=lambda: travelling_layers(method),
+        nodes=nodes,
+        seed=0,
+        clients_per_round=clients_per_round or len(nodes),
+        timeout=60,
+        settings="{}",
+        code="x",
+        metrics=tuple(metrics),
+    )
+    return Round(federation, ServerState())
 
 
-def run_round(strategy, behaviours, *, reverse=False, received=None):
-    grid = federation(behaviours, received)
-    replies = list(receive(grid, configure(strategy, grid), timeout=60))
-    arrays, _ = strategy.aggregate_train(1, reversed(replies) if reverse else replies)
-    return from_record(arrays)
+def end(configured, replies):
+    """The new global layers and the report."""
+    state, report = configured.end(replies)
+    return state.models[GLOBAL].layers, report
+
+
+def run_round(strategy, behaviours, *, received=None, metrics=()):
+    """The new global layers and the report of a round of clients that behave in these ways."""
+    grid = make_grid(behaviours, received)
+    configured = configure(strategy, grid, metrics=metrics)
+    return end(configured, receive(grid, configured.messages, timeout=60))
+
+
+def played(strategy, behaviours, *, metrics=()):
+    """A round, and the replies of clients that behave in these ways, which it has not seen yet."""
+    grid = make_grid(behaviours)
+    configured = configure(strategy, grid, metrics=metrics)
+    return configured, list(receive(grid, configured.messages, timeout=60))
 
 
 @pytest.mark.parametrize(
@@ -100,19 +145,17 @@ def run_round(strategy, behaviours, *, reverse=False, received=None):
 )
 @pytest.mark.parametrize("strategy", [FedAvg, LDAWA, MDAWA])
 def test_a_bad_update_is_dropped_and_the_round_goes_on(strategy, bad, reason):
-    tested, reference = strategy(), strategy()
-    result = run_round(tested, [good, bad, good])
-    assert list(tested.report.dropped) == [1]
-    assert pytest.raises(AssertionError, match=reason).matches(AssertionError(tested.report.dropped[1]))
-    assert [row.client for row in tested.report.clients] == [0, 2]
+    result, report = run_round(strategy(), [good, bad, good])
+    assert list(report.dropped) == [1]
+    assert pytest.raises(AssertionError, match=reason).matches(AssertionError(report.dropped[1]))
+    assert [row.client for row in report.clients] == [0, 2]
 
     # The same as if the bad client had not been there: clients 0 and 2 alone, aggregated by the same rule.
-    grid = federation([good, good, good])
-    replies = list(receive(grid, configure(reference, grid), timeout=60))
-    expected, _ = reference.aggregate_train(1, [replies[0], replies[2]])
-    for name, array in from_record(expected).items():
+    configured, replies = played(strategy(), [good, good, good])
+    expected, report = end(configured, [replies[0], replies[2]])
+    for name, array in expected.items():
         assert np.array_equal(result[name], array)
-    assert reference.report.dropped == {1: "no reply in time"}
+    assert report.dropped == {1: "no reply in time"}
 
 
 def test_a_round_without_any_usable_update_fails_with_the_reasons():
@@ -121,19 +164,16 @@ def test_a_round_without_any_usable_update_fails_with_the_reasons():
 
 
 def test_a_round_without_any_reply_fails():
-    strategy = FedAvg()
-    configure(strategy, federation([good, good]))
+    configured = configure(FedAvg(), make_grid([good, good]))
     with pytest.raises(RunFailed, match="client 0, 1: no reply in time"):
-        strategy.aggregate_train(1, [])
+        configured.end([])
 
 
 def test_a_missing_metric_drops_the_update():
-    strategy = FedAvg()
-    grid = federation([good, good])
-    replies = list(receive(grid, configure(strategy, grid), timeout=60))
+    configured, replies = played(FedAvg(), [good, good])
     del replies[0].content["metrics"]["num-examples"]
-    strategy.aggregate_train(1, replies)
-    assert strategy.report.dropped == {0: "metric num-examples is missing"}
+    _, report = end(configured, replies)
+    assert report.dropped == {0: "metric num-examples is missing"}
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, LDAWA, MDAWA])
@@ -143,42 +183,54 @@ def test_the_order_of_arrival_changes_nothing(strategy):
     def noisy(layers, partition):
         return {name: (array + rng.normal(size=array.shape)).astype(np.float32) for name, array in layers.items()}
 
-    grid = federation([noisy] * 5)
-    tested = strategy()
-    replies = list(receive(grid, configure(tested, grid), timeout=60))
-    one, _ = tested.aggregate_train(1, replies)
-    other, _ = tested.aggregate_train(1, [replies[k] for k in (3, 0, 4, 2, 1)])
-    for name, array in from_record(one).items():
-        assert np.array_equal(from_record(other)[name], array)
-    assert [row.client for row in tested.report.clients] == [0, 1, 2, 3, 4]
+    sent = [noisy(LAYERS, partition) for partition in range(5)]
+    behaviours = [lambda layers, partition: sent[partition]] * 5
+    configured, replies = played(strategy(), behaviours)
+    one, _ = end(configured, replies)
+    configured, replies = played(strategy(), behaviours)
+    other, report = end(configured, [replies[k] for k in (3, 0, 4, 2, 1)])
+    for name, array in one.items():
+        assert np.array_equal(other[name], array)
+    assert [row.client for row in report.clients] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "declared"),
+    ("strategy", "metrics", "declared"),
     [
-        (FedAvg(), {"num-examples"}),
-        (FedAvg(weighting="uniform"), set()),
-        (LDAWA(), set()),
-        (LDAWA(weighting="examples"), {"num-examples"}),
-        (LDAWA(weighting="loss"), {"train-loss"}),
-        (LDAWA(warmup_rounds=1), {"num-examples"}),
-        (LDAWA(metrics=["seconds"]), {"seconds"}),
-        (MDAWA(), set()),
+        (FedAvg(), (), {"num-examples"}),
+        (FedAvg(weighting="uniform"), (), set()),
+        (LDAWA(), (), set()),
+        (LDAWA(weighting="examples"), (), {"num-examples"}),
+        (LDAWA(weighting="loss"), (), {"train-loss"}),
+        (LDAWA(warmup_rounds=1), (), {"num-examples"}),
+        (LDAWA(), ("seconds",), {"seconds"}),
+        (LDAWA(weighting="loss"), ("seconds", "train-loss"), {"seconds", "train-loss"}),
+        (MDAWA(), (), set()),
     ],
 )
-def test_only_what_the_strategy_declares_travels_up(strategy, declared):
+def test_only_what_is_declared_travels_up(strategy, metrics, declared):
     received = []
-    run_round(strategy, [good, good], received=received)
+    run_round(strategy, [good, good], received=received, metrics=metrics)
+    assert len(received) == 2
     for content in received:
         assert set(content["metrics"]) == declared
         assert set(content["arrays"]) == set(LAYERS)
-        assert set(content) == {"arrays", "metrics"}
+        assert set(content) == {"arrays", "gathered", "metrics"}
+        assert not content["gathered"]  # the method has no server half
+
+
+def test_nothing_to_report_and_nothing_to_send_are_said_in_the_plan():
+    for up in (None, (), ("encoder.weight",)):
+        plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x", up=up)
+        content = plan.to_content()
+        assert content_bytes(content) > 0
+        assert TrainPlan.from_content(content) == plan
 
 
 def test_rows_of_a_round():
-    strategy = LDAWA()
-    run_round(strategy, [good, good])
-    first, second = strategy.report.clients
+    _, report = run_round(LDAWA(), [good, good])
+    first, second = report.clients
+    assert (first.round, first.client, first.model) == (1, 0, GLOBAL)
     # Client 0 sent the global layers back. Client 1 sent (2, 3, 3): cosine (1*2 + 2*3 + 2*3) / (3 * sqrt(22)).
     assert first.cosine == {"encoder.weight": pytest.approx(1.0)}
     assert second.cosine == {"encoder.weight": pytest.approx(14 / (3 * np.sqrt(22)))}
@@ -188,7 +240,7 @@ def test_rows_of_a_round():
 
 def test_unknown_metrics_are_refused():
     with pytest.raises(InputError, match="strategy.metrics has loss; allowed are num-examples, train-loss, seconds"):
-        FedAvg(metrics=["loss"])
+        configure(FedAvg(), make_grid([good]), metrics=["loss"])
 
 
 def test_clients_are_drawn_by_seed_and_round_alone():
@@ -204,68 +256,61 @@ def test_clients_are_drawn_by_seed_and_round_alone():
 
 
 def test_messages_go_to_the_nodes_of_the_chosen_partitions():
-    strategy = FedAvg()
-    grid = federation([good] * 6)
-    messages = list(configure(strategy, grid, clients_per_round=2))
+    grid = make_grid([good] * 6)
+    messages = configure(FedAvg(), grid, clients_per_round=2).messages
     nodes = list(grid.get_node_ids())
     chosen = sample_clients(0, 1, num_clients=6, clients_per_round=2)
     assert [message.metadata.dst_node_id for message in messages] == [nodes[k] for k in chosen]
 
 
 def test_a_reply_that_is_no_update_is_dropped():
-    strategy = FedAvg()
-    grid = federation([good, good])
-    replies = list(receive(grid, configure(strategy, grid), timeout=60))
-    replies[1].content = RecordDict({"arrays": ArrayRecord()})
-    strategy.aggregate_train(1, replies)
-    assert strategy.report.dropped == {1: "record 'metrics' is missing"}
+    for records, absent in (
+        ({"arrays": ArrayRecord()}, "metrics"),
+        ({"arrays": ArrayRecord(), "metrics": MetricRecord()}, "gathered"),
+        ({"metrics": MetricRecord(), "gathered": ArrayRecord()}, "arrays"),
+    ):
+        configured, replies = played(FedAvg(), [good, good])
+        replies[1].content = RecordDict(records)
+        _, report = end(configured, replies)
+        assert report.dropped == {1: f"record '{absent}' is missing"}
 
 
 @pytest.mark.parametrize("value", [[1, 2], float("nan"), 0, -3])
 def test_a_metric_that_is_no_count_drops_the_update(value):
-    strategy = FedAvg()
-    grid = federation([good, good])
-    replies = list(receive(grid, configure(strategy, grid), timeout=60))
+    configured, replies = played(FedAvg(), [good, good])
     replies[0].content["metrics"]["num-examples"] = value
-    strategy.aggregate_train(1, replies)
-    assert list(strategy.report.dropped) == [0]
+    _, report = end(configured, replies)
+    assert list(report.dropped) == [0]
 
 
 def test_what_json_cannot_hold_is_null_in_the_row():
-    strategy = FedAvg(metrics=["train-loss"])
-    grid = federation([good])
-    replies = list(receive(grid, configure(strategy, grid), timeout=60))
+    configured, replies = played(FedAvg(), [good], metrics=["train-loss"])
     replies[0].content["metrics"]["train-loss"] = float("nan")
-    strategy.aggregate_train(1, replies)
-    assert strategy.report.clients[0].loss is None
+    _, report = end(configured, replies)
+    assert report.clients[0].loss is None
 
 
 def test_an_error_that_flower_makes_itself_drops_the_client_it_is_about():
-    strategy = FedAvg()
-    grid = federation([good, good, good])
-    sent = list(configure(strategy, grid))
-    replies = list(receive(grid, sent, timeout=60))
+    configured, replies = played(FedAvg(), [good, good, good])
     # Such a reply, e.g. for a node that went offline, bears the server's id as its sender.
-    offline = Message(Error(code=3, reason="node unavailable"), reply_to=sent[1])
+    offline = Message(Error(code=3, reason="node unavailable"), reply_to=configured.messages[1])
     offline.metadata.__dict__["_src_node_id"] = 1
-    strategy.aggregate_train(1, [replies[0], offline, replies[2], replies[2], offline])
-    assert strategy.report.dropped == {1: "it failed with node unavailable"}
-    assert [row.client for row in strategy.report.clients] == [0, 2]
+    _, report = end(configured, [replies[0], offline, replies[2], replies[2], offline])
+    assert report.dropped == {1: "it failed with node unavailable"}
+    assert [row.client for row in report.clients] == [0, 2]
 
 
 def test_an_update_of_absurd_size_is_dropped():
     def absurd(layers, partition):
         return {**layers, "encoder.weight": np.full(3, 3e38, dtype=np.float32)}
 
-    strategy = LDAWA()
-    run_round(strategy, [good, absurd])
-    assert list(strategy.report.dropped) == [1]
+    _, report = run_round(LDAWA(), [good, absurd])
+    assert list(report.dropped) == [1]
 
 
 def test_another_dtype_is_dropped():
     def double(layers, partition):
         return {**layers, "encoder.weight": np.full(3, 1e100)}
 
-    strategy = LDAWA()
-    run_round(strategy, [good, double])
-    assert strategy.report.dropped == {1: "layer encoder.weight has dtype float64 instead of float32"}
+    _, report = run_round(LDAWA(), [good, double])
+    assert report.dropped == {1: "layer encoder.weight has dtype float64 instead of float32"}

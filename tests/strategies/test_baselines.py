@@ -1,6 +1,5 @@
 """The bounds of a federation: all pictures in one place, and every client alone, with the budget of the federation."""
 
-import io
 import json
 from collections import Counter
 from statistics import mean, stdev
@@ -8,18 +7,23 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import fedssl.training
 from client_app.state import load_state
-from fedssl.config import compose, make
+from fedssl.config import compose
 from fedssl.datasets.base import load
 from fedssl.evaluation.features import Features, extract
 from fedssl.export import load_encoder
-from fedssl.messages import TrainPlan
-from server_app.checkpoint import latest_checkpoint
+from fedssl.messages import TrainPlan, from_record
+from fedssl.model_layers import kept_names
+from server_app.app import layers_of
+from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.evaluator import over_models
+from server_app.round import run_round
 from simulation.cli import run
 from strategies.local_only import LocalOnly
+from strategies.state import GLOBAL
 from tests.federation import Federation
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
@@ -31,16 +35,22 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def resolved(*words):
+    """All settings by their names in ``conf``."""
+    settings = compose(["run_id=same", *words])
+    return OmegaConf.to_container(OmegaConf.create(settings.recording.text), resolve=True)
+
+
 def test_the_experiments_change_who_holds_what_and_the_strategy_alone():
-    usual = compose(["partition=iid", "strategy=fedavg"])
-    centralised = compose(["experiment=centralised"])
-    assert (centralised.num_clients, centralised.clients_per_round) == (1, 1)
+    usual = resolved("partition=iid", "strategy=fedavg")
+    centralised = resolved("experiment=centralised")
+    assert (centralised["num_clients"], centralised["clients_per_round"]) == (1, 1)
     for key in usual:
         if key not in ("num_clients", "clients_per_round"):
             assert centralised[key] == usual[key], key
-    usual, alone = compose([]), compose(["experiment=single_client"])
+    usual, alone = resolved(), resolved("experiment=single_client")
     assert [key for key in usual if alone[key] != usual[key]] == ["strategy"]
-    assert isinstance(make(alone.strategy), LocalOnly)
+    assert isinstance(compose(["experiment=single_client"]).algorithm.strategy.make(), LocalOnly)
 
 
 def test_every_picture_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
@@ -66,71 +76,90 @@ def test_every_picture_is_seen_as_often_as_in_the_federation(tmp_path, monkeypat
         assert steps[name] == 24
 
 
-def test_a_client_goes_on_from_its_own_model_and_the_global_one_stays(tmp_path):
+def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     federation = Federation(tmp_path, "strategy=local_only", "method=byol", "num_clients=2")
-    start = {name: array.copy() for name, array in federation.layers.items()}
-    after = federation.run(1)
-    assert all((after[name] == start[name]).all() for name in start)
-    sent = [{name: array.numpy().copy() for name, array in update["arrays"].items()} for update in federation.updates]
+    start = copied(federation.layers)
+    federation.run(1)
+    sent = [copied(from_record(update["arrays"])) for update in federation.updates]
     assert any((sent[0][name] != sent[1][name]).any() for name in start)
-    for client, own in enumerate(sent):
-        plan = TrainPlan(round=2, layers=after, settings="", metrics=(), keep_from=0, code="")
-        state = load_state(tmp_path / "clients" / str(client), before=2)
-        assert set(state) == set(federation.method.tensors)
-        federation.strategy.load_global(federation.method, plan, state)
+    assert federation.state.names() == ["0", "1"]
+    untrained = federation.prepared.federation.model(federation.state, "2", 2).layers
+    assert all((untrained[name] == start[name]).all() for name in start)  # what a third client would begin with
+    states = [load_state(tmp_path / "clients" / str(client), before=2) for client in (0, 1)]
+    federation.run(1)
+    for client, (own, state) in enumerate(zip(sent, states, strict=True)):
+        plan = TrainPlan.from_content(federation.plans[2 + client])
+        assert set(state) == set(kept_names(federation.method))  # BYOL's target; all else is with the server
+        federation.strategy.client.load(federation.method, plan, state)
+        assert set(own) | set(state) == set(federation.method.tensors)
         for name, array in own.items():
             assert torch.equal(federation.method.tensors[name], torch.from_numpy(array)), name
-        for name in set(state) - set(own):  # BYOL's target
-            assert torch.equal(federation.method.tensors[name], state[name]), name
+        for name, value in state.items():
+            assert torch.equal(federation.method.tensors[name], value), name
 
 
 def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
     federation = Federation(tmp_path, "strategy=local_only", "num_clients=4", "clients_per_round=2")
-    newest, taking_part = {}, []
-    for round in (1, 2, 3):
-        federation.run(round)
-        clients = [row.client for row in federation.strategy.report.clients]
+    start, newest, taking_part = copied(federation.layers), {}, []
+    for _ in range(3):
+        federation.run(1)
+        clients = [row.client for row in federation.report.clients]
+        assert [row.model for row in federation.report.clients] == [str(client) for client in clients]
+        for client, plan in zip(clients, federation.plans[-2:], strict=True):
+            begun = newest.get(str(client), start)  # in its first round the untrained model
+            for name, array in TrainPlan.from_content(plan).layers.items():
+                assert (array == begun[name]).all(), name
         taking_part += clients
         for client, update in zip(clients, federation.updates[-2:], strict=True):
-            newest[f"-{client}"] = {name: array.numpy().copy() for name, array in update["arrays"].items()}
+            newest[str(client)] = copied(from_record(update["arrays"]))
     assert len(set(taking_part)) < len(taking_part)  # somebody took part twice
-    models = federation.strategy.models(federation.layers)
+    models = layers_of(federation.state)
     assert list(models) == sorted(newest)
     for client, model in models.items():
         assert all((model[name] == array).all() for name, array in newest[client].items())
 
     # A checkpoint gives them back.
-    file = io.BytesIO()
-    torch.save(federation.strategy.state(), file)
-    file.seek(0)
-    restored = make(federation.settings.strategy)
-    restored.restore(torch.load(file, weights_only=True))
-    for client, model in restored.models(federation.layers).items():
+    save_checkpoint(tmp_path / "checkpoints", federation.state, keep=1)
+    restored = layers_of(latest_checkpoint(tmp_path / "checkpoints"))
+    assert list(restored) == list(models)
+    for client, model in restored.items():
         assert all((model[name] == array).all() for name, array in newest[client].items())
-    assert len(restored.models(federation.layers)) == len(models)
 
 
 @pytest.mark.parametrize(("schedule", "encoder"), [("end_to_end", []), ("layer_wise", VIT), ("progressive", VIT)])
-@pytest.mark.parametrize(("method", "strategy"), [("byol", "fedavg"), ("orchestra", "orchestra")])
-def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, strategy, schedule, encoder):
+@pytest.mark.parametrize("method", ["byol", "orchestra"])
+def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, schedule, encoder):
     """With a single client the two bounds are the same run, bit for bit, and so is the client's model as it is seen."""
     one = [f"method={method}", "num_clients=1", "clients_per_round=1", "rounds=4", f"schedule={schedule}", *encoder]
     weighting = "strategy.weighting=uniform"  # multiplies by 1, so that nothing is rounded
-    central = Federation(tmp_path / "central", *one, f"strategy={strategy}", weighting)
+    central = Federation(tmp_path / "central", *one, "strategy=fedavg", weighting)
     alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
     seen: list[dict[str, np.ndarray]] = []
     for federation in (central, alone):
-        federation.strategy.observe = lambda client, layers: seen.append({n: a.copy() for n, a in layers.items()})
-        federation.run(1, 2, 3, 4)
+        for round in range(1, 5):
+            federation.state, _ = run_round(
+                federation.grid,
+                federation.prepared.federation,
+                federation.state,
+                lr_factor=federation.prepared.lr_schedule(round),
+                observe=lambda client, layers: seen.append(copied(layers)),
+            )
     assert len(seen) == 8
     for one_way, other in zip(seen[:4], seen[4:], strict=True):
+        assert one_way.keys() == other.keys()
         assert all(np.array_equal(array, other[name]) for name, array in one_way.items())
-    (model,) = alone.strategy.models(alone.layers).values()
-    central = dict(central.layers)
-    central.pop("local_centroids", None)  # the server has none
-    for name, array in central.items():
-        np.testing.assert_array_equal(model[name], array, err_msg=name)
-    assert all(central[name].any() for name in central if "centroids" in name)
+    (model,) = alone.state.models.values()
+    for name, array in central.layers.items():
+        np.testing.assert_array_equal(model.layers[name], array, err_msg=name)
+    shared = central.state.models[GLOBAL].shared
+    assert set(shared) == ({"centroids"} if method == "orchestra" else set())
+    for name, array in shared.items():
+        np.testing.assert_array_equal(model.shared[name], array, err_msg=name)
+        assert array.any()
+
+
+def copied(layers):
+    return {name: array.copy() for name, array in layers.items()}
 
 
 def test_results_are_means_and_deviations_over_models():
@@ -146,13 +175,13 @@ def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path
     words = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
     run([*words, f"output_dir={tmp_path}"])
     settings = compose(words)
-    train, test = (load(settings.dataset, split) for split in ("train", "test"))
+    train, test = (load(settings.data, split) for split in ("train", "test"))
     accuracies = []
     for client in range(3):
         encoder = load_encoder(tmp_path / f"encoder-{client}.pt")
         h = [extract(encoder, p.images, mean=encoder.mean, std=encoder.std, device="cpu") for p in (train, test)]
         data = Features(h[0], train.labels, h[1], test.labels, num_classes=10)
-        accuracies.append(make(settings.final_evaluation)(data, seed=0)["knn"])
+        accuracies.append(settings.evaluation.final_protocol.make()(data, seed=0)["knn"])
     assert not (tmp_path / "encoder.pt").exists()
     assert len(set(accuracies)) > 1
     expected = {"knn": mean(accuracies), "knn_std": stdev(accuracies)}
@@ -167,11 +196,11 @@ def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
     run([*words, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
     run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=3"])
-    one, other = (latest_checkpoint(tmp_path / name / "checkpoints").strategy["models"] for name in ("whole", "parts"))
+    one, other = (layers_of(latest_checkpoint(tmp_path / name / "checkpoints")) for name in ("whole", "parts"))
     assert list(one) == list(other)
     assert len(one) > 2
     for client, model in one.items():
-        assert all(torch.equal(tensor, other[client][name]) for name, tensor in model.items())
+        assert all(np.array_equal(array, other[client][name]) for name, array in model.items())
 
 
 @pytest.mark.slow

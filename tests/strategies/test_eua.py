@@ -11,7 +11,8 @@ from scipy.optimize import minimize, nnls
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, is_weight
 from fedssl.messages import ClientUpdate
-from strategies.eua import EUA, EUARule, deviation_gram, eua, min_norm_weights, solve
+from strategies.eua import EUA, EUARule, eua, min_norm_weights, solve
+from strategies.gram import deviation_gram
 from tests.federation import Federation
 from tests.strategies.test_aggregation import clients_of, model, same
 
@@ -456,12 +457,12 @@ def test_a_round_equals_the_rule_and_records_what_it_found(tmp_path):
     before = federation.layers
     after = federation.run(1)
     updates = []
-    for row, content in zip(federation.strategy.report.clients, federation.updates, strict=True):
+    for row, content in zip(federation.report.clients, federation.updates, strict=True):
         updates.append(update(row.client, {name: array.numpy() for name, array in content["arrays"].items()}))
         assert set(content["metrics"]) == {"seconds"}
     p, expected, (mean, d) = slowly(before, updates)
     np.testing.assert_allclose(flat(after), expected, rtol=1e-4, atol=1e-5)
-    findings = json.loads(json.dumps(federation.strategy.report.findings))
+    findings = json.loads(json.dumps(federation.report.findings))
     assert findings["weights"] == pytest.approx({"0": p[0], "1": p[1], "2": p[2]}, abs=1e-5)
     assert findings["conflict_before"] == pytest.approx(mean.min(), rel=1e-4)
     assert findings["conflict_after"] == pytest.approx(d.min(), rel=1e-4)

@@ -6,23 +6,29 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 from torch import nn
 
 from client_app.app import app as client_app
+from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import is_kept, travelling_layers
-from server_app.app import run_round
-from server_app.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from fedssl.model_layers import kept_names, travelling_layers
+from fedssl.schedule.phases import end_to_end
+from server_app import federation as server
+from server_app.checkpoint import latest_checkpoint, save_checkpoint
+from server_app.federation import sample_clients
+from server_app.round import run_round
 from simulation.local_grid import LocalGrid
-from strategies.base import sample_clients
-from strategies.euc import EUC, MeasuredSum, intervals
+from strategies.base import Circumstances
+from strategies.discrepancy import MeasuredSum
+from strategies.euc import EUC, intervals
 from strategies.fedavg import FedAvg
-from strategies.server_optimizer import FedAvgM
+from strategies.server_optimizer import Assign, FedAvgM
+from strategies.state import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation
 
@@ -89,6 +95,16 @@ def test_discrepancy_of_clients_that_are_nearly_equal():
 # --- rounds ---
 
 
+class Blocks(Encoder):
+    """Modules by number."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        for number, module in enumerate(modules):
+            self.add_module(str(number), module)
+        self.divide(stages=(), widths=())
+
+
 class Toy(SSLMethod):
     """All kinds of layers, and a part that never travels."""
 
@@ -96,13 +112,27 @@ class Toy(SSLMethod):
 
     def __init__(self):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.encoder = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.Linear(6, 4))
+        self.encoder = Blocks(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.Linear(6, 4))
         self.projector = nn.Linear(4, 20, bias=False)
-        self.target_encoder = nn.Linear(2, 2)
-        for value in self.state_dict().values():
-            if value.is_floating_point():
-                value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
+        self.target_encoder = Blocks(nn.Linear(2, 2))
+        fill(self)
+
+
+class Plain(SSLMethod):
+    """No layer that could not wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Blocks(nn.Linear(5, 8, bias=False), nn.Linear(8, 6, bias=False))
+        self.projector = nn.Linear(6, 16, bias=False)
+        fill(self)
+
+
+def fill(method):
+    generator = torch.Generator().manual_seed(0)
+    for value in method.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
 
 
 STEP = {"encoder.0.weight": 0.1, "encoder.2.weight": 0.02, "encoder.3.weight": 0.3, "projector.weight": 0.01}
@@ -121,45 +151,73 @@ def trained(name, array, *, round, client):
 class Toys:
     """A federation of toys whose clients share one model object, as clients of one process do."""
 
-    def __init__(self, strategy, *, num_clients=3, clients_per_round=3, crashes=()):
-        self.strategy, self.states, self.method = strategy, {}, Toy()
-        self.begun, self.bytes_down, self.bytes_up = {}, {}, {}
-        self.layers = travelling_layers(self.method)
+    def __init__(
+        self,
+        strategy,
+        *,
+        num_clients=3,
+        clients_per_round=3,
+        crashes=(),
+        server_optimizer=None,
+        make=Toy,
+        trained=trained,
+    ):
+        self.strategy, self.states, self.method = strategy, {}, make()
+        self.begun, self.bytes_down, self.bytes_up, self.plans = {}, {}, {}, {}
+        start = travelling_layers(self.method)
         app = ClientApp()
 
         @app.train()
         def train(message, context):
             plan, client = TrainPlan.from_content(message.content), context.node_config["partition-id"]
-            half = EUC(interval=2) if isinstance(strategy, EUC) else FedAvg()  # another object than the server's
+            other = EUC(interval=2) if isinstance(strategy, EUC) else FedAvg()  # another object than the server's
+            half = other.client
             for value in self.method.tensors.values():
                 value.data.fill_(7777)  # whatever the client before left behind
-            half.load_global(self.method, plan, self.states.get(client))
+            state = self.states.get(client)
+            begun_with = half.load(self.method, plan, state)
             self.begun[plan.round, client] = {name: value.clone() for name, value in self.method.tensors.items()}
             for name, value in self.method.tensors.items():
                 new = trained(name, value.detach().numpy(), round=plan.round, client=client)
                 value.data.copy_(torch.from_numpy(np.asarray(new)))
-            kept = half.keep(self.method, plan)
+            kept = half.keep(self.method, plan, start=begun_with, state=state)
             if kept:
                 self.states[client] = kept
             if (plan.round, client) in crashes:
                 raise RuntimeError("the battery is empty")
             layers = half.send(self.method, plan)
+            self.plans[plan.round, client] = plan
             self.bytes_down[plan.round, client] = sum(array.nbytes for array in plan.layers.values())
             self.bytes_up[plan.round, client] = sum(array.nbytes for array in layers.values())
             update = ClientUpdate(layers=layers, partition_id=client, num_examples=10 * (client + 1))
             return Message(update.to_content(plan.metrics), reply_to=message)
 
         self.grid = LocalGrid(app, num_clients=num_clients)
-        nodes = list(self.grid.get_node_ids())
-        values = {"seed": 0, "clients-per-round": clients_per_round, "nodes": nodes}
-        self.config = ConfigRecord({**values, "settings": "{}", "keep-from": 0, "lr-factor": 1.0, "code": "x"})
+        self.federation = server.Federation(
+            strategy=strategy,
+            method=self.method,
+            phases=end_to_end(rounds=9, depth=0),
+            initial=lambda: start,
+            nodes=tuple(self.grid.get_node_ids()),
+            seed=0,
+            clients_per_round=clients_per_round,
+            timeout=60,
+            settings="{}",
+            code="x",
+            server_optimizer=server_optimizer or Assign(),
+        )
+        self.state, self.report = ServerState(), None
 
-    def round(self, number):
-        self.layers = run_round(self.grid, self.strategy, number, self.layers, config=self.config, timeout=60)
+    @property
+    def layers(self):
+        return self.federation.model(self.state, GLOBAL, 1).layers
+
+    def round(self):
+        self.state, self.report = run_round(self.grid, self.federation, self.state)
         return self.layers
 
 
-def slowly(start, rounds, *, phi, num_clients, clients_per_round, weighting="uniform", crashes=()):
+def slowly(start, rounds, *, phi, num_clients, clients_per_round, weighting="uniform", crashes=(), trained=trained):
     """FedLAMA with a whole model for every client; yields what each round begins and ends with."""
     names = list(start)
     candidates = [name for name in names if start[name].ndim == 2]
@@ -217,7 +275,7 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
     schedules = []
     before = dict.fromkeys(toys.layers, 1)
     for round, (new, begun, tau, synced) in enumerate(expected, start=1):
-        layers = toys.round(round)
+        layers = toys.round()
         for name, array in layers.items():
             np.testing.assert_allclose(array, new[name], rtol=1e-5, err_msg=name)
             assert array.dtype == toys.method.tensors[name].numpy(force=True).dtype
@@ -229,11 +287,11 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
                     rtol=1e-5,
                     err_msg=f"{round} {client} {name}",
                 )
-        findings = strategy.report.findings
+        findings = toys.report.findings
         assert findings["synced_layers"] == len(synced)
         slow = {name: phi for name, interval in tau.items() if interval == phi}
         assert findings.get("intervals") == (slow if tau != before else None)
-        assert set(strategy.report.dropped) == {client for r, client in crashes if r == round and client in begun}
+        assert set(toys.report.dropped) == {client for r, client in crashes if r == round and client in begun}
         before = tau
         schedules.append(slow.keys())
     assert any(0 < len(slow) < 4 for slow in schedules)  # some wait and some do not
@@ -242,12 +300,12 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
 
 def test_the_part_that_never_travels_stays_with_its_client():
     toys = Toys(EUC(interval=2))
-    for round in range(1, 5):
-        toys.round(round)
+    for _ in range(4):
+        toys.round()
     for round in range(2, 5):
         for client in range(3):
             for name, value in toys.begun[round, client].items():
-                if is_kept(toys.method, name):
+                if name in kept_names(toys.method):
                     own = toys.begun[round - 1, client][name].numpy(force=True)
                     expected = trained(name, own, round=round - 1, client=client)
                     assert np.array_equal(value.numpy(force=True), expected)
@@ -259,47 +317,73 @@ def test_the_report_counts_the_bytes_that_were_not_sent():
     whole = sum(array.nbytes for array in toys.layers.values())
     saved_up = saved_down = 0
     for round in range(1, 10):
-        toys.round(round)
-        clients = [row.client for row in toys.strategy.report.clients]
-        saved = toys.strategy.report.findings["bytes_saved"]
+        toys.round()
+        clients = [row.client for row in toys.report.clients]
+        saved = toys.report.findings["bytes_saved"]
         assert saved["up"] == sum(whole - toys.bytes_up[round, client] for client in clients)
         assert saved["down"] == sum(whole - toys.bytes_down[round, client] for client in clients)
         saved_up, saved_down = saved_up + saved["up"], saved_down + saved["down"]
-        for row in toys.strategy.report.clients:  # the rows count all of a message, the plan as well
+        for row in toys.report.clients:  # the rows count all of a message, the plan as well
             assert row.bytes_up == toys.bytes_up[round, row.client]
     assert saved_up > 0
     assert saved_down > 0
 
 
-@pytest.mark.parametrize("server_optimizer", [False, True])
+@pytest.mark.parametrize("server_optimizer", [None, FedAvgM(momentum=0.5)])
 def test_a_resumed_run_has_the_same_bits(tmp_path, server_optimizer):
-    def strategy():
-        made = EUC(interval=3)
-        if server_optimizer:
-            made.server_optimizer = FedAvgM(momentum=0.5)
-        return made
+    def toys():
+        return Toys(EUC(interval=3), num_clients=4, clients_per_round=2, server_optimizer=server_optimizer)
 
-    whole = Toys(strategy(), num_clients=4, clients_per_round=2)
-    resumed = Toys(strategy(), num_clients=4, clients_per_round=2)
-    for round in range(1, 10):
-        expected, layers = whole.round(round), resumed.round(round)
+    whole, resumed = toys(), toys()
+    for _ in range(9):
+        expected, layers = whole.round(), resumed.round()
         assert list(layers) == list(expected)
         assert all(np.array_equal(layers[name], expected[name]) for name in expected)
-        assert resumed.strategy.report == whole.strategy.report
-        save_checkpoint(tmp_path, Checkpoint(round, layers, resumed.strategy.state()), keep=1)
-        checkpoint = latest_checkpoint(tmp_path)
-        resumed.layers, resumed.strategy = checkpoint.layers, strategy()
-        resumed.strategy.restore(checkpoint.strategy)
+        assert resumed.report == whole.report
+        save_checkpoint(tmp_path, resumed.state, keep=1)
+        kept = resumed.states
+        resumed = toys()
+        resumed.state, resumed.states = latest_checkpoint(tmp_path), kept
 
 
 def test_a_checkpoint_is_not_changed_by_later_rounds():
     toys = Toys(EUC(interval=2))
-    toys.round(1)
-    state = toys.strategy.state()
-    before = {key: dict(value) for key, value in state.items()}
-    toys.round(2)
-    assert state == before
-    assert toys.strategy.state() != before
+    toys.round()
+    state = toys.state
+    memory = state.models[GLOBAL].memory
+    before = {key: dict(value) for key, value in memory.items()}
+    took_part = dict(state.took_part)
+    toys.round()
+    assert (memory, state.took_part) == (before, took_part)
+    assert toys.state.models[GLOBAL].memory != before
+    assert toys.state.took_part != took_part
+
+
+def test_a_model_without_biases_may_send_nothing_at_all():
+    # All but a trace of what clients differ by is in the projector, the last in the order of the walk, which has nearly
+    # half of the numbers: the share of numbers that is left stays above that of d until the projector is taken, too.
+    def step(name, array, *, round, client):
+        random = np.random.default_rng([round, client, zlib.crc32(name.encode())])
+        size = 0.5 if name.startswith("projector") else 0.005
+        return (0.9 * array + size * random.uniform(0, 1, array.shape)).astype(array.dtype)
+
+    counts = {"num_clients": 4, "clients_per_round": 3}
+    toys = Toys(EUC(interval=2), **counts, make=Plain, trained=step)
+    toys.strategy.check(Circumstances(method=toys.method, clients_per_round=3))
+    for round, (new, begun, _, synced) in enumerate(slowly(toys.layers, 7, phi=2, **counts, trained=step), start=1):
+        layers = toys.round()
+        assert len(synced) == (0 if round in (3, 5, 7) else 3)  # the first adjustment is after round 2
+        for name, array in layers.items():
+            np.testing.assert_allclose(array, new[name], rtol=1e-5, err_msg=name)
+        assert {row.client for row in toys.report.clients} == begun.keys()
+        for client, model in begun.items():
+            assert toys.plans[round, client].up == (None if synced else ())
+            for name, array in model.items():
+                own = toys.begun[round, client][name].numpy(force=True)
+                np.testing.assert_allclose(own, array, rtol=1e-5, err_msg=f"{round} {client} {name}")
+        if not synced:
+            assert all(row.bytes_up == 0 for row in toys.report.clients)
+            assert toys.report.findings["synced_layers"] == 0
 
 
 # --- as part of the product ---
@@ -308,27 +392,27 @@ def test_a_checkpoint_is_not_changed_by_later_rounds():
 def test_an_interval_of_one_is_fedavg_bit_for_bit(tmp_path):
     plain = Federation(tmp_path / "fedavg", "strategy=fedavg", "strategy.weighting=uniform", "method=byol")
     euc = Federation(tmp_path / "euc", "strategy=euc", "strategy.interval=1", "method=byol")
-    expected, layers = plain.run(1, 2, 3), euc.run(1, 2, 3)
+    expected, layers = plain.run(3), euc.run(3)
     assert list(layers) == list(expected)
     assert all(np.array_equal(layers[name], expected[name]) for name in expected)
-    assert euc.strategy.report.findings == {"synced_layers": len(layers), "bytes_saved": {"up": 0, "down": 0}}
+    assert euc.report.findings == {"synced_layers": len(layers), "bytes_saved": {"up": 0, "down": 0}}
 
 
 def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_everything(tmp_path):
     federation = Federation(tmp_path, "strategy=euc", "method=simclr", "num_clients=3")
     federation.grid = LocalGrid(client_app, num_clients=3)  # without the federation's assertion that nobody fails
-    federation.run(1, 2, 3)
-    assert federation.strategy.report.findings["bytes_saved"]["up"] > 0  # some layers stayed with the clients
+    federation.run(3)
+    assert federation.report.findings["bytes_saved"]["up"] > 0  # some layers stayed with the clients
     shutil.rmtree(tmp_path / "clients" / "0")
-    federation.run(4)
-    (reason,) = federation.strategy.report.dropped.values()
+    federation.run(1)
+    (reason,) = federation.report.dropped.values()
     assert "it failed with ValueError: the plan lacks" in reason
-    assert [row.client for row in federation.strategy.report.clients] == [1, 2]
-    federation.run(5)
-    rows = federation.strategy.report.clients
+    assert [row.client for row in federation.report.clients] == [1, 2]
+    federation.run(1)
+    rows = federation.report.clients
     assert [row.client for row in rows] == [0, 1, 2]
-    federation.run(6)
-    assert federation.strategy.report.dropped == {}
+    federation.run(1)
+    assert federation.report.dropped == {}
 
 
 def test_clients_start_at_every_process_from_files_alone(tmp_path):
@@ -337,10 +421,10 @@ def test_clients_start_at_every_process_from_files_alone(tmp_path):
 
     words = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
     usual, forgetful = Federation(tmp_path / "a", *words), Federation(tmp_path / "b", *words)
-    for round in range(1, 6):
-        expected = usual.run(round)
+    for _ in range(5):
+        expected = usual.run(1)
         resident.cache_clear()
-        layers = forgetful.run(round)
+        layers = forgetful.run(1)
         assert all(np.array_equal(layers[name], expected[name]) for name in expected)
 
 
@@ -350,18 +434,16 @@ def test_settings_are_refused_with_the_reason():
     with pytest.raises(InputError, match="strategy.weighting=loss is not a choice; allowed are examples, uniform"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
-        EUC().check(Toy(), clients_per_round=1)
-    EUC(interval=1).check(Toy(), clients_per_round=1)
-    EUC().check(Toy(), clients_per_round=2)
-    bare = SSLMethod()
-    bare.encoder = nn.Linear(2, 2, bias=False)
-    with pytest.raises(InputError, match="needs layers that travel every round, such as biases"):
-        EUC().check(bare, clients_per_round=2)
+        EUC().check(Circumstances(method=Toy(), clients_per_round=1))
+    EUC(interval=1).check(Circumstances(method=Toy(), clients_per_round=1))
+    EUC().check(Circumstances(method=Toy(), clients_per_round=2))
 
 
 def test_what_travels_in_words():
-    travels = EUC(interval=4, metrics=["seconds"]).travels(Toy())
+    travels = EUC(interval=4, weighting="examples").travels(Toy())
     assert travels.up == "encoder, projector; of these some weights only every 4 rounds"
     assert travels.stays == "layers that are not averaged in the round, target_encoder"
-    assert travels.metrics == ("seconds",)
+    assert travels.needs == ("num-examples",)
+    assert EUC(interval=4).travels(Toy()).needs == ()
     assert EUC(interval=1).travels(Toy()).up == "encoder, projector"
+    assert EUC(interval=1).travels(Toy()).stays == "target_encoder"

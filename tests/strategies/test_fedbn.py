@@ -9,6 +9,7 @@ from client_app.state import load_state
 from fedssl.errors import InputError
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
+from strategies.base import Circumstances
 from strategies.fedbn import FedBN, batch_norm_names
 from tests.federation import Federation
 
@@ -30,7 +31,7 @@ def test_batch_norm_is_found_by_type():
 
 def test_models_without_batch_norm_are_refused():
     with pytest.raises(InputError, match="strategy=fedbn but the model has no batch normalisation"):
-        FedBN().check(Toy(nn.Linear(2, 2), nn.LayerNorm(2)), clients_per_round=2)
+        FedBN().check(Circumstances(method=Toy(nn.Linear(2, 2), nn.LayerNorm(2)), clients_per_round=2))
 
 
 def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):
@@ -42,7 +43,7 @@ def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):
     assert norms < set(first)
 
     # The global model, which is evaluated, has the average of everything.
-    shares = np.array([row.examples for row in federation.strategy.report.clients], float)
+    shares = np.array([row.examples for row in federation.report.clients], float)
     for name, array in first.items():
         mean = sum(
             share * layers[name].astype(float) for share, layers in zip(shares / shares.sum(), sent, strict=True)
@@ -53,7 +54,7 @@ def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):
     plan = TrainPlan(round=2, layers=first, settings="", metrics=(), keep_from=0, code="")
     for client, own in enumerate(sent):
         state = load_state(tmp_path / "clients" / str(client), before=2)
-        federation.strategy.load_global(federation.method, plan, state)
+        federation.strategy.client.load(federation.method, plan, state)
         for name in first:
             expected = own[name] if name in norms else first[name]
             assert torch.equal(federation.method.tensors[name], torch.from_numpy(expected)), name

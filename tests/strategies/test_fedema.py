@@ -17,7 +17,9 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.model_layers import travelling_layers, travelling_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
+from strategies.base import Circumstances
 from strategies.fedema import DISTANCE, LAMBDA, FedEMA, blend
+from strategies.state import GLOBAL
 
 HEAD = partial(MLP, hidden=6, out=4)
 
@@ -52,16 +54,18 @@ def snapshot(method):
 
 def participate(method, strategy, plan, folder, *, step):
     """One client's part in a round as `Resident` plays it; training moves kernels by ``step`` and all else by 1."""
-    strategy.load_global(method, plan, load_state(folder, before=plan.round))
+    half, state = strategy.client, load_state(folder, before=plan.round)
+    start = half.load(method, plan, state)
     began = snapshot(method)
+    assert all(np.array_equal(array, began[name]) for name, array in start.items())
     with torch.no_grad():
         for value in method.tensors.values():
             value.add_(step if value.ndim == 4 else 1)
     ended = snapshot(method)
-    kept = strategy.keep(method, plan)
+    kept = half.keep(method, plan, start=start, state=state)
     if kept:
         save_state(folder, kept, round=plan.round, keep_from=0)
-    sent = strategy.send(method, plan)
+    sent = half.send(method, plan)
     assert list(sent) == travelling_names(method)
     for name, array in sent.items():
         np.testing.assert_array_equal(array, ended[name])  # NaN equals NaN here
@@ -181,15 +185,16 @@ def test_without_training_the_global_model_is_taken(tmp_path):
     method, strategy, name = make_simclr(), FedEMA(), "encoder.blocks.0.0.weight"
     for round, step in {1: 0.0, 2: 0.0, 3: 0.5}.items():
         plan = make_plan(round, method, round)
-        strategy.load_global(method, plan, load_state(tmp_path, before=round))
+        before = load_state(tmp_path, before=round)
+        start = strategy.client.load(method, plan, before)
         assert same(snapshot(method), plan.layers)
         with torch.no_grad():
             method.tensors[name].add_(step)
-        state = strategy.keep(method, plan)
+        state = strategy.client.keep(method, plan, start=start, state=before)
         assert (LAMBDA in state) == (step > 0)  # set by the first d that is not 0
         save_state(tmp_path, state, round=round, keep_from=0)
     ended, plan = snapshot(method), make_plan(4, method, 4)
-    strategy.load_global(method, plan, load_state(tmp_path, before=4))
+    strategy.client.load(method, plan, load_state(tmp_path, before=4))
     expected = 0.7 * ended[name].astype(float) + 0.3 * plan.layers[name].astype(float)
     np.testing.assert_allclose(snapshot(method)[name], expected, rtol=1e-5)
 
@@ -232,13 +237,13 @@ def test_refused_settings():
     method = make_simclr()
     method.encoder = torch.nn.Linear(3, 2)
     with pytest.raises(InputError, match="no convolution; set it to squared_l2"):
-        FedEMA().check(method, clients_per_round=2)
-    FedEMA(distance="squared_l2").check(method, clients_per_round=2)
+        FedEMA().check(Circumstances(method=method, clients_per_round=2))
+    FedEMA(distance="squared_l2").check(Circumstances(method=method, clients_per_round=2))
 
 
 def test_the_server_averages_by_examples():
-    assert FedEMA().needs() == (NUM_EXAMPLES,)
-    assert FedEMA(weighting="uniform").needs() == ()
+    assert FedEMA().server.rule(1).needs == (NUM_EXAMPLES,)
+    assert FedEMA(weighting="uniform").server.rule(1).needs == ()
 
 
 QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
@@ -251,8 +256,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method):
     run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
     run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
-    whole, parts = (latest_checkpoint(tmp_path / name / "checkpoints").layers for name in ("whole", "parts"))
+    whole, parts = (newest(tmp_path / name) for name in ("whole", "parts"))
     assert same(whole, parts)
     # Own weights were mixed in: without them the global model is another one.
     run([*words, "rounds=4", "strategy.tau=0", f"output_dir={tmp_path / 'plain'}"])
-    assert not same(whole, latest_checkpoint(tmp_path / "plain" / "checkpoints").layers)
+    assert not same(whole, newest(tmp_path / "plain"))
+
+
+def newest(folder):
+    return latest_checkpoint(folder / "checkpoints").models[GLOBAL].layers

@@ -19,9 +19,12 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.model_layers import travelling_layers, travelling_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from strategies.fedu import DISTANCE, TAKE_GLOBAL, FedU, compared, divergence
+from strategies.base import Circumstances
+from strategies.distance import compared, divergence
+from strategies.fedu import DISTANCE, TAKE_GLOBAL, FedU
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
+from strategies.state import GLOBAL
 
 HEAD = partial(MLP, hidden=6, out=4)
 
@@ -49,6 +52,10 @@ def some_layers(method, seed):
     }
 
 
+def in_pairs(method):
+    return Circumstances(method=method, clients_per_round=2)
+
+
 def snapshot(method):
     return {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
 
@@ -63,14 +70,16 @@ def train(method, *, step):
 
 def participate(method, strategy, plan, folder, *, step=0.25):
     """One client's part in a round as `Resident` plays it; the layers it began with, ended with and sent."""
-    strategy.load_global(method, plan, load_state(folder, before=plan.round))
+    half, state = strategy.client, load_state(folder, before=plan.round)
+    start = half.load(method, plan, state)
     began = snapshot(method)
+    assert all(np.array_equal(array, began[name]) for name, array in start.items())
     train(method, step=step)
     ended = snapshot(method)
-    kept = strategy.keep(method, plan)
+    kept = half.keep(method, plan, start=start, state=state)
     if kept:
         save_state(folder, kept, round=plan.round, keep_from=0)
-    sent = {name: array.copy() for name, array in strategy.send(method, plan).items()}
+    sent = {name: array.copy() for name, array in half.send(method, plan).items()}
     return began, ended, sent
 
 
@@ -141,7 +150,7 @@ def test_a_resnet18_has_17_kernels_to_compare():
 @pytest.mark.parametrize("aggregate", ["online", "target"])
 def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
     shared_method, shared_strategy = make_byol(), FedU(aggregate=aggregate, update=update, predictor=predictor)
-    shared_strategy.check(shared_method, clients_per_round=2)
+    shared_strategy.check(in_pairs(shared_method))
     previous = {}
     for round in (1, 2, 3):
         layers = some_layers(shared_method, round)
@@ -183,7 +192,7 @@ def test_what_travels_is_said():
 
 def test_the_first_target_is_a_copy():
     method, strategy = make_byol(), FedU()
-    strategy.load_global(method, make_plan(1, some_layers(method, 1)), None)
+    strategy.client.load(method, make_plan(1, some_layers(method, 1)), None)
     before = snapshot(method)
     with torch.no_grad():
         for name in travelling_names(method):
@@ -194,7 +203,7 @@ def test_the_first_target_is_a_copy():
 
 def test_a_target_that_is_copied_every_round_goes_with_update_both(tmp_path):
     method, strategy = make_byol(target="copy"), FedU(update="both")
-    strategy.check(method, clients_per_round=2)
+    strategy.check(in_pairs(method))
     for round in (1, 2):
         plan = make_plan(round, some_layers(method, round))
         began, *_ = participate(method, strategy, plan, tmp_path, step=0)
@@ -239,8 +248,8 @@ def test_the_threshold_itself_is_far(tmp_path):
     method = make_simclr()
     plan = make_plan(1, some_layers(method, 0))
     strategy = FedU(predictor_threshold=0.0)
-    strategy.load_global(method, plan, None)
-    state = strategy.keep(method, plan)  # nothing was trained: d = 0 < 0 is false
+    start = strategy.client.load(method, plan, None)
+    state = strategy.client.keep(method, plan, start=start, state=None)  # nothing was trained: d = 0 < 0 is false
     assert (float(state[DISTANCE]), bool(state[TAKE_GLOBAL])) == (0, False)
 
 
@@ -250,9 +259,9 @@ def test_the_squared_distance_counts_every_weight_of_the_encoder(threshold, take
     # 2 + 4 + 8 + 8 = 22 channels a scale and a shift, which move by 1: 954 * 4 + 44 = 3860.
     method, strategy = make_byol(), FedU(distance="squared_l2", predictor_threshold=threshold)
     plan = make_plan(1, some_layers(method, 0))
-    strategy.load_global(method, plan, None)
+    start = strategy.client.load(method, plan, None)
     train(method, step=2)
-    state = strategy.keep(method, plan)
+    state = strategy.client.keep(method, plan, start=start, state=None)
     assert float(state[DISTANCE]) == pytest.approx(3860, rel=1e-5)
     assert bool(state[TAKE_GLOBAL]) == takes_global
 
@@ -303,23 +312,23 @@ def make_bare():
 @pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
 def test_refused_combinations(strategy, options, make, sentence):
     with pytest.raises(InputError, match=sentence):
-        strategy(**options).check(make(), clients_per_round=2)
+        strategy(**options).check(in_pairs(make()))
 
 
 def test_an_encoder_without_convolutions_needs_the_other_distance():
     method = make_simclr()
     method.encoder = torch.nn.Linear(3, 2)
     with pytest.raises(InputError, match="no convolution; set it to squared_l2"):
-        FedU().check(method, clients_per_round=2)
-    FedU(distance="squared_l2").check(method, clients_per_round=2)
-    FedU(predictor="local").check(method, clients_per_round=2)  # measures nothing
+        FedU().check(in_pairs(method))
+    FedU(distance="squared_l2").check(in_pairs(method))
+    FedU(predictor="local").check(in_pairs(method))  # measures nothing
     method = make_simclr()
     method.encoder = vit_tiny(channels=1, size=8, patch=4, depth=1, width=6, heads=1)
-    FedU().check(method, clients_per_round=2)  # it cuts patches by a convolution
+    FedU().check(in_pairs(method))  # it cuts patches by a convolution
 
 
 def test_global_predictors_ask_for_no_heads():
-    FedU(predictor="global").check(make_bare(), clients_per_round=2)
+    FedU(predictor="global").check(in_pairs(make_bare()))
 
 
 @pytest.mark.parametrize(
@@ -344,16 +353,16 @@ def test_refused_options(strategy, option, sentence):
 
 def test_l_dawa_fedu_is_eq_5_on_the_server():
     method, strategy = make_byol(), LDAWAFedU()
-    assert strategy.needs() == (NUM_EXAMPLES,)
+    assert strategy.travels(method).needs == (NUM_EXAMPLES,)
     layers = some_layers(method, 0)
     updates = [
         ClientUpdate(layers=some_layers(method, client + 1), partition_id=client, num_examples=10 + client)
         for client in range(3)
     ]
-    reference, rule = GlobalLayers(layers), strategy.rule(1)
+    reference, rule = GlobalLayers(layers), strategy.server.rule(1)
     rule.start(reference)
     for update in updates:
-        rule.add(update, reference.align(update.layers))
+        rule.add(update, reference.compare(update.layers))
     assert same(rule.finish(), l_dawa(layers, updates, weighting="examples"))
 
 
@@ -374,7 +383,7 @@ QUICK += ["evaluate_every=0", "final_evaluation=none", "keep_checkpoints=4"]
 
 
 def weights(folder):
-    return latest_checkpoint(folder / "checkpoints").layers
+    return latest_checkpoint(folder / "checkpoints").models[GLOBAL].layers
 
 
 @pytest.mark.parametrize(("method", "threshold"), [("byol", 0.042), ("simclr", 0.056)])

@@ -1,6 +1,7 @@
 """Median, trimmed mean and Krum against NumPy, SciPy, Flower and the definition of Krum; poison, buffers, dropouts."""
 
 import logging
+import tracemalloc
 from functools import partial
 from math import ceil
 
@@ -10,13 +11,17 @@ import scipy.stats
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg
+from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from fedssl.errors import InputError
-from fedssl.layers import is_weight
+from fedssl.layers import GlobalLayers, is_weight
 from fedssl.messages import ClientUpdate, from_record, to_record
 from simulation.local_grid import LocalGrid
+from strategies.base import Circumstances
 from strategies.fedavg import fedavg
-from strategies.robust import Krum, Median, TrimmedMean, closest, krum, median, trimmed_mean
+from strategies.gram import deviation_gram
+from strategies.krum import Krum, closest, krum, scores
+from strategies.robust import Median, TrimmedMean, median, trimmed_mean
 from tests.federation import Federation
 from tests.server_app.test_round import LAYERS, crash, good, run_round
 
@@ -155,11 +160,11 @@ def krum_slowly(start, updates, *, malicious, select):
         np.concatenate([update.layers[name].astype(float).ravel() for name in start if is_weight(name, start[name])])
         for update in updates
     ]
-    scores = []
+    sums = []
     for k, own in enumerate(models):
         distances = sorted(np.sum((own - other) ** 2) for j, other in enumerate(models) if j != k)
-        scores.append(sum(distances[: len(models) - malicious - 2]))
-    chosen = sorted(np.argsort(scores)[:select])
+        sums.append(sum(distances[: len(models) - malicious - 2]))
+    chosen = sorted(np.argsort(sums)[:select])
     mean = {name: np.mean([updates[k].layers[name].astype(float) for k in chosen], axis=0) for name in start}
     return [updates[k].partition_id for k in chosen], mean
 
@@ -180,7 +185,7 @@ def test_krum_equals_its_definition(malicious, select):
 
 def test_krum_sees_small_differences_between_large_models():
     # Weights are about 100 and clients differ by about 0.001: expanded in float32, squared distances of 0.1 are lost in
-    # squared norms of 3e8. Fed with weights instead of deviations, Flower's function fails this test.
+    # squared norms of 3e8. Flower's own function fails this test when it is fed with weights.
     random = np.random.default_rng(0)
     start = {"fc.weight": (100 + random.standard_normal((200, 150))).astype(np.float32)}
     for _ in range(5):
@@ -194,6 +199,65 @@ def test_krum_sees_small_differences_between_large_models():
         clients.sort(key=lambda client: client.partition_id)
         chosen, _ = krum_slowly(start, clients, malicious=1, select=2)
         assert [client.partition_id for client in closest(start, clients, malicious=1, select=2)] == chosen
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 9, 20])
+@pytest.mark.parametrize(("malicious", "select"), [(0, 1), (1, 1), (3, 2)])
+def test_krum_chooses_as_flower_does(number, malicious, select):
+    start = model(0)
+    for seed in (1, 50):
+        clients = clients_of(start, number, seed=seed)
+        contents = []
+        for position, client in enumerate(clients):
+            deviations = {
+                name: client.layers[name].astype(float) - array
+                for name, array in start.items()
+                if is_weight(name, array)
+            }
+            metrics = MetricRecord({"position": position})
+            contents.append(RecordDict({"arrays": to_record(deviations), "metrics": metrics}))
+        chosen = select_multikrum(contents, num_malicious_nodes=malicious, num_nodes_to_select=select)
+        expected = sorted(content["metrics"]["position"] for content in chosen)
+        found = closest(start, clients, malicious=malicious, select=select)
+        assert [client.partition_id for client in found] == expected
+
+
+def test_scores_by_hand():
+    # The numbers of the five clients above, as deviations from zero and from three.
+    for origin in (0, 3):
+        deviations = np.array([NUMBERS]).T - origin
+        assert scores(deviations @ deviations.T, malicious=1) == pytest.approx([52, 10, 17680, 5, 13])
+    assert scores(np.array([[4.0]]), malicious=1).tolist() == [0]
+
+
+def test_scores_are_exact_where_clients_are_nearly_the_same():
+    # All have moved far and in the same direction; they differ by a millionth of that.
+    random = np.random.default_rng(0)
+    start = {"fc.weight": random.standard_normal((300, 400)).astype(np.float32)}
+    step = random.standard_normal((300, 400))
+    clients = [
+        update(k, **{"fc.weight": start["fc.weight"].astype(float) + step * (1 + 1e-6 * random.standard_normal())})
+        for k in range(6)
+    ]
+    start = {name: array.astype(float) for name, array in start.items()}
+    models = [client.layers["fc.weight"] for client in clients]
+    gram = deviation_gram(GlobalLayers(start), [client.layers for client in clients], exact=True)
+    for k, found in enumerate(scores(gram, malicious=1)):
+        distances = sorted(np.sum((models[k] - other) ** 2) for other in models)
+        assert found == pytest.approx(sum(distances[1:4]), rel=1e-2)
+
+
+def test_krum_needs_little_memory_beside_the_models():
+    start = {"fc.weight": np.zeros(1_000_000, np.float32)}
+    random = np.random.default_rng(0)
+    clients = [update(k, **{"fc.weight": random.standard_normal(1_000_000, np.float32)}) for k in range(10)]
+    tracemalloc.start()
+    try:
+        closest(start, clients)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.1 * sum(client.layers["fc.weight"].nbytes for client in clients)
 
 
 def test_krum_does_not_measure_statistics_and_counters():
@@ -322,17 +386,17 @@ def test_settings_of_krum_out_of_range_are_refused():
 )
 def test_krum_needs_enough_clients(malicious, select, least):
     strategy = Krum(malicious=malicious, select=select)
-    strategy.check(None, clients_per_round=least)
+    strategy.check(Circumstances(method=None, clients_per_round=least))
     with pytest.raises(InputError, match=f"needs clients_per_round of {least} or more .* but it is {least - 1}"):
-        strategy.check(None, clients_per_round=least - 1)
+        strategy.check(Circumstances(method=None, clients_per_round=least - 1))
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.4])
 def test_trimming_needs_a_client_to_trim(beta):
     least = ceil(1 / beta)
-    TrimmedMean(beta=beta).check(None, clients_per_round=least)
+    TrimmedMean(beta=beta).check(Circumstances(method=None, clients_per_round=least))
     with pytest.raises(InputError, match=f"strategy.beta={beta} of clients_per_round={least - 1} is less than one"):
-        TrimmedMean(beta=beta).check(None, clients_per_round=least - 1)
+        TrimmedMean(beta=beta).check(Circumstances(method=None, clients_per_round=least - 1))
 
 
 # --- strategies ---
@@ -349,14 +413,14 @@ def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog
     result = federation.run(1)
     updates = [
         ClientUpdate.from_content(content, row.client)
-        for content, row in zip(federation.updates, federation.strategy.report.clients, strict=True)
+        for content, row in zip(federation.updates, federation.report.clients, strict=True)
     ]
     assert type(federation.strategy) is kind
     assert same(result, rule(start, updates))
-    assert federation.strategy.metrics() == ()
+    assert all(not content["metrics"] for content in federation.updates)
     assert not any(record.name.startswith("flwr") for record in caplog.records)
     if name == "krum":
-        (chosen,) = federation.strategy.report.findings["selected"]
+        (chosen,) = federation.report.findings["selected"]
         assert same(result, updates[chosen].layers)
 
 
@@ -372,7 +436,7 @@ def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog
     ids=["median", "trimmed_mean", "krum"],
 )
 def test_with_few_clients_left_the_round_goes_on_with_a_warning(caplog, strategy, shift, warning):
-    result = run_round(strategy, [crash, good, good, crash, good])
+    result, _ = run_round(strategy, [crash, good, good, crash, good])
     for name, array in LAYERS.items():
         np.testing.assert_allclose(result[name], array + shift, rtol=1e-6)
     said = [record.getMessage() for record in caplog.records if "dropped" not in record.getMessage()]
@@ -381,6 +445,6 @@ def test_with_few_clients_left_the_round_goes_on_with_a_warning(caplog, strategy
 
 def test_one_update_left_is_the_result():
     for strategy in (Median(), TrimmedMean(), Krum()):
-        result = run_round(strategy, [crash, crash, good, crash, crash])
+        result, _ = run_round(strategy, [crash, crash, good, crash, crash])
         for name, array in LAYERS.items():
             assert np.array_equal(result[name], array + 2)

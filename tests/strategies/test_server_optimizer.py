@@ -1,6 +1,5 @@
 """Server optimisers: by hand, against Flower's strategies of the same names, and what they leave alone."""
 
-from functools import partial
 from math import sqrt
 
 import flwr.serverapp.strategy as flower
@@ -10,15 +9,17 @@ import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedssl.config import compose, make
+from fedssl.config import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.layers import is_weight
 from fedssl.messages import ClientUpdate, from_record, to_record
+from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from simulation.local_grid import LocalGrid
 from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import Assign, FedAdam, FedAvgM, FedYogi
+from strategies.state import GLOBAL, Model, ServerState
 from tests.federation import Federation
 
 every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
@@ -44,10 +45,11 @@ def same(one, other):
 
 def moves(optimizer, old, deltas):
     """A scalar after each round, where clients agree on what it was before plus one of ``deltas``."""
-    values = []
+    values, moments = [], {}
     for round, delta in enumerate(deltas, start=1):
         array = np.array([old])
-        old = float(optimizer.step(round, {"a": array}, {"a": array + delta})["a"][0])
+        moments, new = optimizer.step(moments, round, {"a": array}, {"a": array + delta})
+        old = float(new["a"][0])
         values.append(old)
     return values
 
@@ -101,6 +103,7 @@ def test_fedyogi_by_hand():
 )
 def test_weights_equal_those_of_flowers_strategies(ours, theirs):
     grid = LocalGrid(ClientApp(), num_clients=2)
+    moments = {}
     mine = flowers = {name: array for name, array in model(0).items() if is_weight(name, array)}
     for round in range(1, 4):
         theirs.configure_train(round, to_record(flowers), ConfigRecord(), grid)
@@ -110,7 +113,7 @@ def test_weights_equal_those_of_flowers_strategies(ours, theirs):
         content = RecordDict({"arrays": to_record(client), "metrics": MetricRecord({"num-examples": 7})})
         arrays, _ = theirs.aggregate_train(round, [Message(content, 1, "train")])
         flowers = from_record(arrays)
-        mine = ours.step(round, mine, client)
+        moments, mine = ours.step(moments, round, mine, client)
         for name, array in mine.items():
             np.testing.assert_allclose(array, flowers[name], rtol=1e-6, atol=1e-6, err_msg=name)
             assert array.dtype == np.float32
@@ -122,29 +125,29 @@ def test_weights_equal_those_of_flowers_strategies(ours, theirs):
 
 @every_optimizer
 def test_statistics_and_counters_are_what_the_rule_made_them(kind):
-    optimizer, old = kind(), model(0)
+    optimizer, moments, old = kind(), {}, model(0)
     for round in (1, 2, 3):
         aggregated = model(round)
-        new = optimizer.step(round, old, aggregated)
+        moments, new = optimizer.step(moments, round, old, aggregated)
         for name, array in aggregated.items():
             assert is_weight(name, array) or new[name] is array
         old = new
-    assert set(next(iter(optimizer.moments.values()))) == {"conv.weight", "fc.bias", "temperature"}
+    assert set(next(iter(moments.values()))) == {"conv.weight", "fc.bias", "temperature"}
 
 
 @every_optimizer
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_names_order_shapes_and_dtypes_survive_and_inputs_stay_as_they_are(kind, dtype):
-    optimizer, old = kind(), model(0, dtype)
+    optimizer, moments, old = kind(), {}, model(0, dtype)
     for round in (1, 2):
         aggregated = model(round, dtype)
-        before = [{name: array.copy() for name, array in layers.items()} for layers in (old, aggregated)]
-        for layers in (old, aggregated):
+        inputs = (old, aggregated, *moments.values())
+        before = [{name: array.copy() for name, array in layers.items()} for layers in inputs]
+        for layers in inputs:
             for array in layers.values():
                 array.flags.writeable = False
-        new = optimizer.step(round, old, aggregated)
-        assert same(old, before[0])
-        assert same(aggregated, before[1])
+        moments, new = optimizer.step(moments, round, old, aggregated)
+        assert all(same(layers, copy) for layers, copy in zip(inputs, before, strict=True))
         assert list(new) == list(old)
         for name, array in new.items():
             assert type(array) is np.ndarray
@@ -156,25 +159,27 @@ def test_names_order_shapes_and_dtypes_survive_and_inputs_stay_as_they_are(kind,
 @every_optimizer
 def test_an_aggregate_equal_to_the_global_model_changes_nothing(kind):
     old = model(0)
-    assert same(kind().step(1, old, old), old)
+    assert same(kind().step({}, 1, old, old)[1], old)
 
 
 def test_neutral_settings_assign_the_aggregate():
     old, aggregated = model(0), model(1)
-    assert Assign().step(1, old, aggregated) is aggregated
-    for name, array in FedAvgM(lr=1.0, momentum=0.0).step(1, old, aggregated).items():
+    moments, new = Assign().step({}, 1, old, aggregated)
+    assert new is aggregated
+    assert moments == {}
+    for name, array in FedAvgM(lr=1.0, momentum=0.0).step({}, 1, old, aggregated)[1].items():
         np.testing.assert_allclose(array, aggregated[name], rtol=1e-6, atol=1e-6)
 
 
 @every_optimizer
 def test_layers_that_are_absent_in_a_round_keep_their_moments(kind):
     # As with EUC, where a layer may be averaged in every second round only.
-    old, step = model(0), partial(kind().step)
-    first = step(1, old, model(1))
+    old, step = model(0), kind().step
+    moments, first = step({}, 1, old, model(1))
     part = {name: array for name, array in first.items() if not name.startswith("conv")}
-    rest = step(2, part, {name: array for name, array in model(2).items() if name in part})
+    moments, rest = step(moments, 2, part, {name: array for name, array in model(2).items() if name in part})
     assert set(rest) == set(part)
-    moved = step(3, first, first)["conv.weight"] - first["conv.weight"]
+    moved = step(moments, 3, first, first)[1]["conv.weight"] - first["conv.weight"]
     assert np.abs(moved).max() > 0  # by the momentum of round 1 alone
 
 
@@ -182,17 +187,18 @@ def test_layers_that_are_absent_in_a_round_keep_their_moments(kind):
 
 
 @every_optimizer
-def test_a_restored_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
-    whole, resumed = kind(), kind()
-    old = model(0)
+def test_restored_moments_go_on_with_the_same_bits(tmp_path, kind):
+    whole, resumed, old = {}, {}, model(0)
     for round in range(1, 5):
-        new = whole.step(round, old, model(round))
-        assert same(resumed.step(round, old, model(round)), new)
-        torch.save(resumed.state(), tmp_path / "state.pt")
-        resumed = kind()
-        resumed.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+        whole, new = kind().step(whole, round, old, model(round))
+        resumed, again = kind().step(resumed, round, old, model(round))  # nothing is left in the object
+        assert same(again, new)
+        saved = Model(layers=again, moments=resumed)
+        save_checkpoint(tmp_path, ServerState(round=round, models={GLOBAL: saved}), keep=1)
+        resumed = latest_checkpoint(tmp_path).models[GLOBAL].moments
         old = new
-    assert not same(kind().step(4, old, model(5)), whole.step(4, old, model(5)))  # it does depend on the past
+    without = kind().step({}, 4, old, model(5))[1]
+    assert not same(without, kind().step(whole, 4, old, model(5))[1])  # it does depend on the past
 
 
 # --- as part of the product ---
@@ -201,12 +207,12 @@ def test_a_restored_optimizer_goes_on_with_the_same_bits(tmp_path, kind):
 @pytest.mark.parametrize(("name", "kind"), [("fedavgm", FedAvgM), ("fedadam", FedAdam), ("fedyogi", FedYogi)])
 def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
     federation = Federation(tmp_path, "strategy=l_dawa", f"server_optimizer={name}", "num_clients=2")
-    optimizer, layers = kind(), federation.layers  # the settings are the defaults of the class
+    optimizer, moments, layers = kind(), {}, federation.layers  # the settings are the defaults of the class
     for round in (1, 2):
         federation.updates.clear()
-        result = federation.run(round)
+        result = federation.run(1)
         updates = [ClientUpdate.from_content(content, client) for client, content in enumerate(federation.updates)]
-        layers = optimizer.step(round, layers, l_dawa(layers, updates))
+        moments, layers = optimizer.step(moments, round, layers, l_dawa(layers, updates))
         assert same(result, layers)
 
 
@@ -225,7 +231,7 @@ def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
 def test_settings_out_of_range_are_refused_in_one_sentence(words, reason):
     name, setting = words
     with pytest.raises(InputError, match=f"^{reason}") as refusal:
-        make(compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).server_optimizer)
+        compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.make()
     assert "\n" not in str(refusal.value)
 
 

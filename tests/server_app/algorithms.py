@@ -1,0 +1,68 @@
+"""Small algorithms with several models, as somebody else might write them in a package of their own."""
+
+from functools import partial
+
+from strategies.base import FedSSLStrategy, ServerHalf
+from strategies.eua import EUARule, UnifiedServer
+from strategies.fedavg import mean
+from strategies.weighted_sum import WeightedSum
+
+
+class Groups(ServerHalf):
+    """A model for the clients with even partition ids, and one for the others."""
+
+    def start_of(self, state, round, client):
+        return ("even", "odd")[client % 2]
+
+
+class TwoGroups(FedSSLStrategy):
+    """Federated averaging within each of two groups of clients."""
+
+    def __init__(self):
+        super().__init__(Groups(mean("examples")))
+
+
+class Neighbours(ServerHalf):
+    """A model for every client of a ring, into which its own update goes and those of the clients beside it."""
+
+    def __init__(self, *, clients):
+        super().__init__(WeightedSum)
+        self._clients = clients
+
+    def start_of(self, state, round, client):
+        return str(client)
+
+    def into(self, state, round, client):
+        return tuple(str((client + step) % self._clients) for step in (-1, 0, 1))
+
+
+class Ring(FedSSLStrategy):
+    """Gossip: after a round, every client of a ring has the mean of its own model and its two neighbours'."""
+
+    def __init__(self, *, clients):
+        super().__init__(Neighbours(clients=clients))
+
+
+class UnifiedGroups(Groups, UnifiedServer):
+    """EUA's server, once for each group."""
+
+
+class TwoUnifiedGroups(FedSSLStrategy):
+    """EUA within each of two groups of clients."""
+
+    def __init__(self):
+        super().__init__(UnifiedGroups(partial(EUARule)))
+
+
+class Switching(Groups):
+    """As `Groups`, but in round 6 client 1 goes over to the even ones."""
+
+    def start_of(self, state, round, client):
+        return "even" if (round, client) == (6, 1) else super().start_of(state, round, client)
+
+
+class TwoGroupsOneSwitch(FedSSLStrategy):
+    """As `TwoGroups` with a client that changes its model."""
+
+    def __init__(self):
+        super().__init__(Switching(mean("examples")))

@@ -1,0 +1,127 @@
+"""A method's server half under every averaging rule: Orchestra's centroids, and parts for it that cannot be used."""
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+
+from fedssl.messages import to_record
+from server_app.replies import receive
+from server_app.round import Round
+from strategies.state import GLOBAL
+from tests.federation import Federation
+
+RULES = ["fedavg", "l_dawa", "m_dawa", "eua", "fedu", "fedema", "euc", "median", "local_only"]
+SMALL = ["num_clients=3", "clients_per_round=3", "dataset.limit=90", "batch_size=16", "method=orchestra"]
+SMALL += ["method.local_clusters=3", "method.global_clusters=5", "method.memory_size=24"]
+SMALL += ["method.projector.hidden=16", "method.projector.out=8"]
+
+
+def normalised(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def clustered_slowly(local, *, clusters):
+    """k-means on the sphere with assignments by Sinkhorn-Knopp, in float64, number by number."""
+    points = normalised(local.astype(float))
+    mean = points.mean(axis=0)
+    chosen = [min(range(len(points)), key=lambda i: points[i] @ mean)]
+    while len(chosen) < min(clusters, len(points)):
+        others = [i for i in range(len(points)) if i not in chosen]
+        chosen.append(min(others, key=lambda i: max(points[i] @ points[j] for j in chosen)))
+    centroids = np.array([points[chosen[k % len(chosen)]] for k in range(clusters)])
+    for _ in range(5):
+        share = np.exp(25 * points @ centroids.T)
+        for _ in range(10):
+            share = share / share.sum(axis=0)
+            share = share / share.sum(axis=1, keepdims=True)
+        nearest = share.argmax(axis=1)
+        for k in range(clusters):
+            members = points[nearest == k].sum(axis=0)
+            if members.any():
+                centroids[k] = normalised(members)
+    return centroids
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_centroids_are_gathered_and_shared_under_every_rule(tmp_path, rule):
+    federation = Federation(tmp_path, *SMALL, f"strategy={rule}")
+    given = {}
+    for _ in range(2):
+        federation.run(1)
+        assert federation.report.dropped == {}
+        rows = federation.report.clients
+        assert [row.client for row in rows] == [0, 1, 2]
+        plans, updates = federation.plans[-3:], federation.updates[-3:]
+        for row, plan, update in zip(rows, plans, updates, strict=True):
+            for record in (plan["arrays"], update["arrays"]):
+                assert not any("centroids" in name or "memory" in name for name in record)
+            assert set(plan["shared"]) == {"centroids"}
+            assert set(update["gathered"]) == {"local_centroids"}
+            expected = given.get(row.model)
+            found = plan["shared"]["centroids"].numpy()
+            assert not found.any() if expected is None else np.array_equal(found, expected)
+        for name, model in federation.state.models.items():
+            assert not any("centroids" in layer or "memory" in layer for layer in model.layers)
+            local = [
+                update["gathered"]["local_centroids"].numpy()
+                for row, update in zip(rows, updates, strict=True)
+                if row.model == name
+            ]
+            assert len(local) == (1 if rule == "local_only" else 3)
+            slow = clustered_slowly(np.concatenate(local), clusters=5)
+            np.testing.assert_allclose(model.shared["centroids"], slow, atol=1e-6)
+            given[name] = model.shared["centroids"].copy()
+        assert len(given) == (3 if rule == "local_only" else 1)
+    sent = [update["gathered"]["local_centroids"].numpy() for update in federation.updates]
+    assert all(one.any() and not np.array_equal(one, other) for one, other in zip(sent[:3], sent[3:], strict=True))
+
+
+def missing(gathered):
+    return {}
+
+
+def misshapen(gathered):
+    return {name: array[:-1] for name, array in gathered.items()}
+
+
+def of_another_dtype(gathered):
+    return {name: array.astype(np.float64) for name, array in gathered.items()}
+
+
+def not_finite(gathered):
+    bad = {name: array.copy() for name, array in gathered.items()}
+    bad["local_centroids"][-1, -1] = np.nan
+    return bad
+
+
+def more(gathered):
+    return {**gathered, "centroids": np.zeros((5, 8), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (missing, "layer local_centroids is missing"),
+        (misshapen, "layer local_centroids has shape (2, 8) instead of (3, 8)"),
+        (of_another_dtype, "layer local_centroids has dtype float64 instead of float32"),
+        (not_finite, "layer local_centroids has values that are not finite, or far too large"),
+        (more, "layer centroids is not part of the global model"),
+        (None, "record 'gathered' is missing"),
+    ],
+)
+def test_a_part_that_cannot_be_used_drops_the_client(tmp_path, spoil, reason):
+    federation = Federation(tmp_path, *SMALL, "strategy=fedavg")
+    one = Round(federation.prepared.federation, federation.state)
+    replies = list(receive(federation.grid, one.messages, timeout=60))
+    local = [reply.content["gathered"]["local_centroids"].numpy() for reply in replies]
+    content = replies[1].content
+    if spoil is None:
+        del content["gathered"]
+    else:
+        gathered = {"local_centroids": local[1]}
+        content["gathered"] = to_record(spoil(gathered)) if spoil(gathered) else ArrayRecord()
+    state, report = one.end(replies)
+    assert report.dropped == {1: reason}
+    assert [row.client for row in report.clients] == [0, 2]
+    slow = clustered_slowly(np.concatenate([local[0], local[2]]), clusters=5)
+    np.testing.assert_allclose(state.models[GLOBAL].shared["centroids"], slow, atol=1e-6)

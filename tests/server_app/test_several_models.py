@@ -1,0 +1,243 @@
+"""Several models at once: groups, a ring of neighbours, and a client that changes its model, through the real apps."""
+
+import inspect
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.export import load_encoder
+from fedssl.messages import ClientUpdate, TrainPlan, from_record
+from server_app.checkpoint import latest_checkpoint
+from server_app.replies import receive
+from server_app.round import Round
+from simulation.cli import run
+from strategies.eua import eua
+from strategies.state import GLOBAL
+from tests.federation import Federation
+from tests.server_app import algorithms
+
+PLUGGED = ["strategy=median", "strategy.metrics=[train-loss,num-examples]"]
+TWO_GROUPS = [*PLUGGED, "strategy._target_=tests.server_app.algorithms.TwoGroups"]
+RING = [*PLUGGED, "strategy._target_=tests.server_app.algorithms.Ring"]
+FOUR = ["num_clients=4", "clients_per_round=4"]
+
+
+def copied(layers):
+    return {name: array.copy() for name, array in layers.items()}
+
+
+def equal(one, other):
+    return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("parts", [(algorithms.Groups, algorithms.TwoGroups), (algorithms.Neighbours, algorithms.Ring)])
+def test_such_an_algorithm_takes_no_more_than_thirty_lines(parts):
+    assert sum(len(inspect.getsource(part).splitlines()) for part in parts) <= 30
+
+
+# --- groups ---
+
+
+def separately(folder, group, *, rounds, words):
+    """Federated averaging in which nobody but the group takes part; the report and the model of every round."""
+    federation = Federation(folder, "strategy=fedavg", *words)
+    for _ in range(rounds):
+        one = Round(federation.prepared.federation, federation.state)
+        wanted = {federation.prepared.federation.nodes[client] for client in group}
+        messages = [message for message in one.messages if message.metadata.dst_node_id in wanted]
+        federation.state, report = one.end(receive(federation.grid, messages, timeout=60))
+        yield report, federation.state.models[GLOBAL].layers
+
+
+@pytest.mark.parametrize("words", [["method=byol"], ["server_optimizer=fedadam"]])
+def test_two_groups_are_two_separate_federations(tmp_path, words):
+    words = [*FOUR, *words]
+    federation = Federation(tmp_path / "both", *TWO_GROUPS, *words)
+    even = separately(tmp_path / "even", (0, 2), rounds=3, words=words)
+    odd = separately(tmp_path / "odd", (1, 3), rounds=3, words=words)
+    for expected in zip(even, odd, strict=True):
+        federation.run(1)
+        assert federation.state.names() == ["odd", "even"]  # the shorter name first
+        assert federation.report.dropped == {}
+        rows = federation.report.clients
+        assert [(row.client, row.model) for row in rows] == [(0, "even"), (1, "odd"), (2, "even"), (3, "odd")]
+        for (report, layers), name, members in zip(expected, ("even", "odd"), ((0, 2), (1, 3)), strict=True):
+            assert equal(federation.state.models[name].layers, layers)
+            assert [row.client for row in report.clients] == list(members)
+            for row in report.clients:  # relative to the model that the client itself had started from
+                assert rows[row.client].cosine == row.cosine
+                assert rows[row.client].loss == row.loss
+    models = federation.state.models
+    assert not equal(models["even"].layers, models["odd"].layers)
+
+
+def test_findings_are_recorded_by_name(tmp_path):
+    target = "strategy._target_=tests.server_app.algorithms.TwoUnifiedGroups"
+    federation = Federation(tmp_path, *PLUGGED, target, *FOUR)
+    start = copied(federation.layers)
+    federation.run(1)
+    assert set(federation.report.findings) == {
+        f"{key}-{name}" for key in ("weights", "conflict_before", "conflict_after") for name in ("even", "odd")
+    }
+    for name, members in (("even", (0, 2)), ("odd", (1, 3))):
+        updates = [ClientUpdate.from_content(federation.updates[client], client) for client in members]
+        assert equal(federation.state.models[name].layers, eua(start, updates))
+        assert federation.report.findings[f"weights-{name}"].keys() == {str(client) for client in members}
+
+
+# --- ring ---
+
+
+def slow_cosine(one, other):
+    one, other = one.astype(float).ravel(), other.astype(float).ravel()
+    lengths = np.sqrt(one @ one) * np.sqrt(other @ other)
+    return one @ other / lengths if lengths else 1.0
+
+
+def test_on_a_ring_every_model_is_the_mean_of_three_updates(tmp_path):
+    federation = Federation(tmp_path, *RING, "+strategy.clients=5", "method=byol")
+    start = copied(federation.layers)
+    expected = dict.fromkeys(range(5), start)
+    for round in range(1, 4):
+        federation.run(1)
+        plans = [TrainPlan.from_content(content) for content in federation.plans[-5:]]
+        sent = [from_record(content["arrays"]) for content in federation.updates[-5:]]
+        for client, plan in enumerate(plans):
+            for name, array in plan.layers.items():
+                np.testing.assert_allclose(array, expected[client][name], rtol=1e-6, atol=1e-7, err_msg=name)
+        for client, row in enumerate(federation.report.clients):
+            assert (row.round, row.client, row.model) == (round, client, str(client))
+            for name, cosine in row.cosine.items():
+                assert cosine == pytest.approx(slow_cosine(plans[client].layers[name], sent[client][name]), abs=1e-6)
+        for client in range(5):
+            three = [sent[(client + step) % 5] for step in (-1, 0, 1)]
+            means = {name: sum(one[name].astype(float) for one in three) / 3 for name in start}
+            expected[client] = {
+                name: np.rint(mean).astype(int) if start[name].dtype.kind == "i" else mean
+                for name, mean in means.items()
+            }
+        assert federation.state.names() == ["0", "1", "2", "3", "4"]
+        for client in range(5):
+            for name, array in federation.state.models[str(client)].layers.items():
+                np.testing.assert_allclose(array, expected[client][name], rtol=1e-6, atol=1e-7, err_msg=name)
+                assert array.dtype == start[name].dtype
+    assert not equal(federation.state.models["0"].layers, federation.state.models["2"].layers)
+
+
+def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp_path):
+    federation = Federation(tmp_path, *RING, "+strategy.clients=5", "clients_per_round=1")
+    start = copied(federation.layers)
+    federation.run(1)
+    (row,) = federation.report.clients
+    (update,) = federation.updates
+    names = [str((row.client + step) % 5) for step in (-1, 0, 1)]
+    assert federation.state.names() == sorted(names)
+    for name in names:
+        assert equal(federation.state.models[name].layers, copied(from_record(update["arrays"])))
+    beyond = str((row.client + 2) % 5)  # no model yet: it would begin untrained
+    assert equal(federation.prepared.federation.model(federation.state, beyond, 2).layers, start)
+
+
+# --- a client that changes its model ---
+
+
+def test_a_client_that_changes_its_model_receives_the_frozen_layers_again(tmp_path):
+    target = "strategy._target_=tests.server_app.algorithms.TwoGroupsOneSwitch"
+    vit = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
+    schedule = ["schedule=layer_wise", "rounds=7"]  # rounds 1 to 4 train the first stage, 5 to 7 the second one
+    federation = Federation(tmp_path, *PLUGGED, target, *FOUR, *vit, *schedule)
+    frozen = {}
+    for round in range(1, 8):
+        before = {name: model.layers for name, model in federation.state.models.items()}
+        federation.run(1)
+        assert federation.report.dropped == {}
+        phase = federation.prepared.lr_schedule.phase(round)
+        plans = [TrainPlan.from_content(content) for content in federation.plans[-4:]]
+        trained = set(federation.prepared.federation.stages.trained(phase, plans[0].layers))
+        for client, plan in enumerate(plans):
+            frozen[round, client] = plan.layers.keys() - trained
+            if frozen[round, client]:  # of the model that the client starts from
+                model = before[federation.report.clients[client].model]
+                assert all(np.array_equal(plan.layers[name], model[name]) for name in frozen[round, client])
+    first = set(federation.prepared.federation.stages.frozen(phase, federation.state.models["odd"].layers))
+    assert first
+    assert all(not frozen[round, client] for round in range(1, 5) for client in range(4))
+    assert all(frozen[5, client] == first for client in range(4))  # trained until now, frozen from now on
+    assert [frozen[6, client] for client in range(4)] == [set(), first, set(), set()]  # client 1 came from "odd"
+    assert [frozen[7, client] for client in range(4)] == [set(), first, set(), set()]  # and has gone back
+    held = torch.load(tmp_path / "clients" / "1" / "frozen" / "round-000006.pt", weights_only=True)
+    even = federation.state.models["even"].layers
+    assert held.keys() == first
+    assert all(np.array_equal(value.numpy(), even[name]) for name, value in held.items())
+
+
+def test_last_round_is_that_of_the_same_model(tmp_path):
+    federation = Federation(tmp_path, *TWO_GROUPS, "num_clients=2")
+    federation.run(2)
+    state = federation.state
+    assert (state.last_round(0, "even"), state.last_round(0, "odd"), state.last_round(2, "even")) == (2, None, None)
+
+
+# --- whole runs ---
+
+QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+
+
+@pytest.fixture(scope="module", params=["groups", "ring"])
+def whole(request, tmp_path_factory):
+    """A run of four rounds, the words that make it, and the names of its models."""
+    folder = tmp_path_factory.mktemp(request.param) / "whole"
+    plugged, names = {
+        "groups": (TWO_GROUPS, ["odd", "even"]),
+        "ring": ([*RING, "+strategy.clients=3"], ["0", "1", "2"]),
+    }[request.param]
+    words = [*QUICK, *plugged, "method=byol", "evaluate_every=2", "final_evaluation=knn", "partition=iid"]
+    run([*words, "rounds=4", f"output_dir={folder}"])
+    return folder, words, names
+
+
+def test_the_files_of_a_run_are_by_model(whole):
+    folder, _, names = whole
+    state = latest_checkpoint(folder / "checkpoints")
+    assert state.names() == names
+    assert state.round == 4
+    assert {file.name for file in folder.glob("encoder*.pt")} == {f"encoder-{name}.pt" for name in names}
+    for name in names:
+        encoder = load_encoder(folder / f"encoder-{name}.pt").state_dict()
+        layers = state.models[name].layers
+        assert all(np.array_equal(value.numpy(), layers[f"encoder.{key}"]) for key, value in encoder.items())
+
+
+def test_rows_are_by_model(whole):
+    folder, _, names = whole
+    clients = lines(folder / "clients.jsonl")
+    assert {row["model"] for row in clients} == set(names)
+    if "even" in names:
+        assert all(row["model"] == ("even", "odd")[row["client"] % 2] for row in clients)
+    else:
+        assert all(row["model"] == str(row["client"]) for row in clients)
+    health = [row for row in lines(folder / "health.jsonl") if row["client"] is None]
+    assert [(row["round"], row["model"]) for row in health] == [(round, name) for round in (2, 4) for name in names]
+    evaluated = [line["evaluation"] for line in lines(folder / "metrics.jsonl") if "evaluation" in line]
+    assert len(evaluated) == 2
+    assert all({"knn", "knn_std"} <= results.keys() for results in evaluated)
+    final = json.loads((folder / "summary.json").read_text())["final"]
+    assert {"knn", "knn_std"} <= final["federated"].keys()
+    assert set(final["untrained"]) == {"knn"}
+
+
+def test_a_resumed_run_has_the_same_bits(whole, tmp_path):
+    folder, words, names = whole
+    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    run([f"resume={tmp_path / 'parts'}", "rounds=4"])
+    one, other = (latest_checkpoint(place / "checkpoints") for place in (folder, tmp_path / "parts"))
+    assert (one.round, one.took_part) == (other.round, other.took_part)
+    assert other.names() == names
+    for name in names:
+        assert equal(one.models[name].layers, other.models[name].layers)
