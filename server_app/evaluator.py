@@ -84,8 +84,8 @@ class _Rehearsal(Subject):
 
     @cached_property
     def features(self) -> Features:
-        nothing = torch.zeros(len(self.train.labels), 1)
-        return Features(nothing, self.train.labels, nothing[:1], self.test.labels[:1], num_classes=self.num_classes)
+        train, test = torch.zeros(len(self.train.labels), 1), torch.zeros(len(self.test.labels), 1)[:2]
+        return Features(train, self.train.labels, test, self.test.labels[:2], num_classes=self.num_classes)
 
 
 class _EndOfRehearsal(Exception):

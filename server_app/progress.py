@@ -1,6 +1,6 @@
 """The progress lines of a run.
 
-    round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  14.2 s/round  44 min left
+round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  14.2 s/round  44 min left
 """
 
 from collections.abc import Mapping

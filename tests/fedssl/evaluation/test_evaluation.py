@@ -444,7 +444,12 @@ def test_a_protocol_may_train_the_encoder():
 
 
 def test_scores_come_back_from_files_as_they_were():
-    scores = {"knn": Score(0.5), "few": Score(0.25, spread=0.1), "loss": Score(2.5, "nats", 0.5), "epochs": Score(3, "")}
+    scores = {
+        "knn": Score(0.5),
+        "few": Score(0.25, spread=0.1),
+        "loss": Score(2.5, "nats", 0.5),
+        "epochs": Score(3, ""),
+    }
     numbers, units = as_numbers(scores), units_of(scores)
     assert numbers == {"knn": 0.5, "few": 0.25, "few_std": 0.1, "loss": 2.5, "loss_std": 0.5, "epochs": 3}
     assert units == {"knn": "accuracy", "few": "accuracy", "loss": "nats", "epochs": ""}
