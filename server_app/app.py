@@ -18,7 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedssl.config import load_run
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
-from fedssl.export import save_encoder
+from fedssl.evaluation.scores import Score
 from fedssl.fingerprint import code_fingerprint
 from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
@@ -27,9 +27,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.partition import split
-from fedssl.report import accuracy_table
-from fedssl.report.curves import draw_curves
-from fedssl.report.partition import draw, write_table
+from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import at_stage
@@ -48,11 +46,11 @@ from server_app.recorder import Recorder, logging_to
 from server_app.round import run_round
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
-from strategies.state import ServerState, suffix
+from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
 
-Results = dict[str, dict[str, float]]
+Results = dict[str, dict[str, Score]]
 
 app = ServerApp()
 
@@ -77,7 +75,7 @@ def main(grid: Grid, context: Context) -> None:
                 recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results)
-        log.info("%s\nresults are in %s", accuracy_table.format_table(results), recorder.folder)
+        log.info("%s\nresults are in %s", format_table(results), recorder.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +121,14 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> Results:
             "were, or start a new run"
         )
     state = ServerState() if resumed is None else recorder.restore()
-    recorder.begin()
-    write_table(recorder.folder / "partition.csv", prepared.parts, prepared.pictures.labels, prepared.pictures.classes)
+    recorder.begin(prepared.pictures, prepared.parts)
     log.info(
         "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
         *(settings.num_clients, len(prepared.pictures.images), settings.rounds),
         *(sum(array.nbytes for array in travelling_layers(prepared.method).values()), recorder.folder),
     )
     state = rounds(grid, prepared, state, recorder, last=settings.rounds)
-    return finish(prepared, state, settings, recorder.folder)
+    return finish(prepared, state, settings, recorder)
 
 
 def prepare(grid: Grid, settings: Settings) -> Prepared:
@@ -143,8 +140,8 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
     strategy: FedSSLStrategy = settings.algorithm.strategy.make()
     server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=seed)
-    evaluator.check()
     method = build(settings.model).to(device)
+    evaluator.check(method.encoder)
     strategy.check(
         Circumstances(
             method=method,
@@ -234,18 +231,17 @@ def rounds(grid: Grid, prepared: Prepared, state: ServerState, recorder: Recorde
     return state
 
 
-def finish(prepared: Prepared, state: ServerState, settings: Settings, folder: Path) -> Results:
+def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder: Recorder) -> Results:
     """Compare, export and draw what the rounds have led to."""
-    method, pictures = prepared.method, prepared.pictures
+    method = prepared.method
     with at_stage(method, depth=prepared.federation.phases[-1].depth):
         models = layers_of(state)
         untrained = build(settings.model).to(pick_device(settings.machine.device))
         results = prepared.evaluator.compare({"untrained": [untrained], "federated": in_turn(method, models)})
         for name, layers in models.items():
             load_layers(method, layers)
-            export(folder / f"encoder{suffix(name)}.pt", method, settings)
-    draw(folder / "figures" / "partition.png", prepared.parts, pictures.labels, pictures.classes)
-    draw_curves(folder)
+            recorder.encoder(name, method, settings)
+    recorder.figures(prepared.pictures, prepared.parts)
     return results
 
 
@@ -270,21 +266,3 @@ def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[SSLMeth
     for layers in models.values():
         load_layers(method, layers)
         yield method
-
-
-def export(path: Path, method: SSLMethod, settings: Settings) -> None:
-    """Write the encoder for use elsewhere."""
-    save_encoder(
-        path,
-        method.encoder,
-        settings=settings.model.encoder.values,
-        mean=settings.data.mean,
-        std=settings.data.std,
-        metadata={
-            "method": settings.model.method.name,
-            "strategy": settings.algorithm.strategy.name,
-            "dataset": settings.data.name,
-            "rounds": settings.rounds,
-            "seed": settings.seed,
-        },
-    )

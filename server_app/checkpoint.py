@@ -92,7 +92,8 @@ def _to_plain(value: Any) -> Any:
         return {one.name: _to_plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):
         return {key: _to_plain(inner) for key, inner in value.items()}
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    # A scalar of NumPy, as arithmetic on an array without dimensions gives it, is such an array again.
+    return torch.from_numpy(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _to_state(saved: dict[str, Any]) -> ServerState:

@@ -1,17 +1,18 @@
-"""Evaluation on the server: frozen encoders under the protocols that the settings name."""
+"""Evaluation on the server: the models of the run under the protocols that the settings name."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean, stdev
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
-from fedssl.datasets.base import load
-from fedssl.evaluation.features import Features, accuracy, extract, pixels
-from fedssl.evaluation.probes import Evaluation
+from fedssl.evaluation.features import Features, accuracy
+from fedssl.evaluation.probes import Evaluation, evaluate
+from fedssl.evaluation.scores import Score, over_models
+from fedssl.evaluation.subject import Subject, make_subject
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.supervised import Supervised
-from fedssl.report.runs import SPREAD
 from fedssl.settings import DataSettings, EvaluationSettings
 
 
@@ -29,65 +30,67 @@ class Evaluator:
         self._protocol: Evaluation = settings.protocol.make()
         self._final_protocol: Evaluation = settings.final_protocol.make()
 
-    def check(self) -> None:
-        """Find before any training a protocol that the labels do not allow: run all on features that say nothing."""
-        train, test = load(self._data, "train"), load(self._data, "test")
-        if train is not None and test is not None:
-            classes = int(train.labels.max()) + 1
-            nothing = torch.zeros(len(train.labels), 1)
-            features = Features(nothing, train.labels, nothing[:1], test.labels[:1], num_classes=classes)
+    def check(self, encoder: nn.Module) -> None:
+        """Find before any training a protocol that the labels do not allow, by a rehearsal.
+
+        Protocols are run on features that say nothing, and no further than to where pictures come to the encoder: what
+        they refuse they refuse before.
+        """
+        subject = make_subject(encoder, self._data, device=self._device)
+        if subject is None:
+            return
+        rehearsal = _Rehearsal(**vars(subject))
+        end = encoder.register_forward_pre_hook(_end_rehearsal)
+        try:
             for protocol in (self._protocol, self._final_protocol):
-                protocol(features, seed=self._seed)
+                with suppress(_EndOfRehearsal):
+                    protocol(rehearsal, seed=self._seed)
+        finally:
+            end.remove()
 
     def due(self, round: int) -> bool:
         """Whether the encoder is evaluated after this round."""
         return self._every > 0 and (round % self._every == 0 or round == self._rounds)
 
-    def evaluate(self, models: Iterable[SSLMethod]) -> dict[str, float]:
-        """Results of the protocol for the rounds, over the models (see `over_models`), which are used in turn."""
-        return over_models([self._results(self._protocol, model) for model in models])
+    def evaluate(self, models: Iterable[SSLMethod]) -> dict[str, Score]:
+        """Judge the models by the protocol for the rounds; they are used in turn, see `over_models`."""
+        return over_models([self._judge(self._protocol, model) for model in models])
 
-    def compare(self, columns: Mapping[str, Iterable[SSLMethod]]) -> dict[str, dict[str, float]]:
-        """Results of the final protocols for each named group of models and for raw pixels, on the same draws."""
+    def compare(self, columns: Mapping[str, Iterable[SSLMethod]]) -> dict[str, dict[str, Score]]:
+        """Judge each named group of models, and raw pixels, by the final protocols on the same draws."""
         results = {
-            name: over_models([self._results(self._final_protocol, model) for model in models])
+            name: over_models([self._judge(self._final_protocol, model) for model in models])
             for name, models in columns.items()
         }
-        raw = self._features(None)
-        return {} if raw is None else {**results, "pixels": self._final_protocol(raw, seed=self._seed)}
+        raw = make_subject(None, self._data, device=self._device)
+        return {} if raw is None else {**results, "pixels": evaluate(self._final_protocol, raw, seed=self._seed)}
 
-    def _results(self, protocol: Evaluation, method: SSLMethod) -> dict[str, float]:
-        """What the protocol says of the encoder, and the accuracy of a classifier of the method's own."""
-        features = self._features(method.encoder)
-        if features is None:
+    def _judge(self, protocol: Evaluation, method: SSLMethod) -> dict[str, Score]:
+        """Run the protocol on the encoder, and test a classifier of the method's own."""
+        subject = make_subject(method.encoder, self._data, device=self._device)
+        if subject is None:
             return {}
-        results = protocol(features, seed=self._seed)
-        if isinstance(method, Supervised):
+        results = evaluate(protocol, subject, seed=self._seed)
+        if method.uses_labels:
             with torch.inference_mode():
-                logits = method.classifier(features.test.to(self._device))
-            results["classifier"] = accuracy(logits.argmax(dim=1), features.test_labels)
+                logits = method.classify(subject.features.test.to(self._device))
+            if logits is not None:
+                results["classifier"] = Score(accuracy(logits.argmax(dim=1), subject.test.labels))
         return results
 
-    def _features(self, encoder: nn.Module | None) -> Features | None:
-        train, test = load(self._data, "train"), load(self._data, "test")
-        if train is None or test is None:
-            return None
-        maps = [
-            pixels(split.images)
-            if encoder is None
-            else extract(encoder, split.images, mean=self._data.mean, std=self._data.std, device=self._device)
-            for split in (train, test)
-        ]
-        return Features(maps[0], train.labels, maps[1], test.labels, num_classes=int(train.labels.max()) + 1)
+
+class _Rehearsal(Subject):
+    """A subject whose features cost nothing."""
+
+    @cached_property
+    def features(self) -> Features:
+        train, test = torch.zeros(len(self.train.labels), 1), torch.zeros(len(self.test.labels), 1)[:2]
+        return Features(train, self.train.labels, test, self.test.labels[:2], num_classes=self.num_classes)
 
 
-def over_models(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The results of one model as they are; of several the mean and, under ``_std``, the standard deviation."""
-    if len(results) == 1:
-        return dict(results[0])
-    averaged: dict[str, float] = {}
-    for name in results[0]:
-        if not name.endswith(SPREAD):
-            values = [result[name] for result in results]
-            averaged |= {name: mean(values), name + SPREAD: stdev(values)}
-    return averaged
+class _EndOfRehearsal(Exception):
+    """Pictures came to the encoder."""
+
+
+def _end_rehearsal(encoder: nn.Module, pictures: Any) -> None:
+    raise _EndOfRehearsal

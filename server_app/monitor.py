@@ -41,8 +41,8 @@ class Measurement:
     Attributes
     ----------
     rows : list of dict
-        Numbers of health by name, for the global models and then for the clients': under ``client`` whose model it is
-        (None: a global one) and under ``model`` the name of the global model that it is, or that the client had.
+        Numbers of health by name, for the global models and then for the clients': under ``client`` whose model it is,
+        or None and under ``model`` the name of the global model that it is.
     representations : Representations
         Of the same models, in the same order.
     """
@@ -116,7 +116,7 @@ class Monitor:
                 self._measured[client] = measured
 
     def finish(self, models: Mapping[str, Layers]) -> Measurement | None:
-        """The global models and the clients observed since the last call; None without a model that has numbers."""
+        """Measure the global models, beside the clients since the last call; None if no global model has numbers."""
         clients, self._measured = self._measured, {}
         names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
         measured = {name: self._measure(layers, f"the {names[name]}") for name, layers in models.items()}
@@ -142,7 +142,7 @@ class Monitor:
         return {name for name in travelling_names(self._method) if name.startswith(parts)}
 
     def _measure(self, layers: Layers, name: str) -> Found | None:
-        """A warning and None if some numbers are not finite."""
+        """Measure one model; if some numbers are not finite there is a warning, and None."""
         load_layers(self._method, {layer: layers[layer] for layer in self._needed()})
         maps = [extract(part, self._images, mean=self._mean, std=self._std, device=self._device) for part in self._maps]
         numbers: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class Monitor:
 
 
 def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the global models, and over the clients', without spectra but for that of an only global model."""
+    """Average over the global models, and over the clients', without spectra but for that of an only global model."""
     models = [row for row in measured if row["client"] is None]
     clients = [row for row in measured if row["client"] is not None]
     result = {"global": _means(models)}
@@ -172,7 +172,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
-    """A line in the log for models whose pictures lie on nearly one point or one line."""
+    """Write a line into the log for models whose pictures lie on nearly one point or one line."""
     ill = [row for row in measured if any(row[name] < least for name, least in LEAST.items())]
     if ill:
         names = ", ".join(_name(row) for row in ill)

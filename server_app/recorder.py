@@ -1,4 +1,8 @@
-"""The only writer of a run folder: settings, metrics, checkpoints, summary, figures and the progress lines."""
+"""What the server writes into a run folder, from the settings to the summary, and the progress lines.
+
+It is the only one that writes there while rounds run, but for what clients keep in ``clients/`` if they run on the same
+machine. The command line completes the summary of a run that could not, and ``fedssl-report`` draws figures anew.
+"""
 
 import fcntl
 import json
@@ -18,15 +22,23 @@ from typing import Any
 import numpy as np
 
 from fedssl.config import save_run
+from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import Score, as_numbers, units_of
+from fedssl.export import save_encoder
 from fedssl.files import write_text
+from fedssl.methods.base import SSLMethod
 from fedssl.report.cost_table import totals
+from fedssl.report.curves import draw_curves
+from fedssl.report.partition import draw, write_table
 from fedssl.report.runs import read_lines
-from fedssl.settings import RecordingSettings
+from fedssl.settings import RecordingSettings, Settings
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.monitor import Measurement, summary, warn_of_collapse
+from server_app.progress import Progress
 from server_app.report import RoundReport
-from strategies.state import ServerState
+from server_app.tracker import make_tracker
+from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
 
@@ -55,8 +67,8 @@ class Recorder:
         self._settings, self._rounds = settings, rounds
         self._make_folder()
         self._start = time.monotonic()
-        self._times: list[float] = []
-        self._tracker = _tracker(settings.tracker, self.folder)
+        self._progress = Progress(rounds)
+        self._tracker = make_tracker(settings.tracker, self.folder)
 
     def _make_folder(self) -> None:
         try:
@@ -83,14 +95,15 @@ class Recorder:
                 raise InputError(f"{self.folder} is in use by another run; wait for its end or stop it") from error
             yield
 
-    def begin(self) -> None:
-        """Make the folder that of this run: all settings have been found usable."""
+    def begin(self, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
+        """Make the folder that of this run: all settings have been found usable, and it is known who holds what."""
         save_run(self._settings, self.folder)
+        write_table(self.folder / "partition.csv", parts, pictures.labels, pictures.classes)
 
     # --- one round ---
 
     def restore(self) -> ServerState:
-        """The state to go on from; what was written after it is cut off, since its rounds run again.
+        """Read the state to go on from; what was written after it is cut off, since its rounds run again.
 
         Raises
         ------
@@ -112,7 +125,7 @@ class Recorder:
         report: RoundReport,
         *,
         seconds: float,
-        evaluation: Mapping[str, float],
+        evaluation: Mapping[str, Score],
         health: Measurement | None,
         cost: Mapping[str, float] | None = None,
     ) -> None:
@@ -138,7 +151,7 @@ class Recorder:
         if report.findings:
             line["strategy"] = report.findings
         if evaluation:
-            line["evaluation"] = dict(evaluation)
+            line |= {"evaluation": as_numbers(evaluation), "units": units_of(evaluation)}
         if health:
             line["health"] = summary(health.rows)
             warn_of_collapse(health.rows)
@@ -147,21 +160,7 @@ class Recorder:
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
         self._tracker(report.round, line)
-        self._times.append(seconds)
-        log.info(self._progress(line))
-
-    def _progress(self, line: Mapping[str, Any]) -> str:
-        pace = float(np.mean(self._times[-5:]))
-        left = pace * (self._rounds - line["round"])
-        parts = [f"round {line['round']}/{self._rounds}"]
-        if line["loss"] is not None:
-            parts.append(f"loss {line['loss']:.3f}")
-        parts.append(f"cosine {line['cosine']:.4f}")
-        parts += [f"{name} {value:.1%}" for name, value in line.get("evaluation", {}).items()]
-        if line["dropped"]:
-            parts.append(f"{len(line['dropped'])} dropped")
-        parts += [f"{pace:.1f} s/round", f"{_duration(left)} left"]
-        return "  ".join(parts)
+        log.info(self._progress.line(line, evaluation))
 
     def checkpoint(self, state: ServerState) -> None:
         """Save the server's state if a checkpoint is due."""
@@ -170,10 +169,41 @@ class Recorder:
 
     # --- the end ---
 
-    def summary(self, status: str, *, reason: str | None = None, **results: Any) -> None:
-        """Write ``summary.json``: how the run ended, its results, versions, and the command that repeats it."""
+    def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
+        """Write the encoder of the model of this name, for use elsewhere."""
+        save_encoder(
+            self.folder / f"encoder{suffix(name)}.pt",
+            method.encoder,
+            settings=settings.model.encoder.values,
+            mean=settings.data.mean,
+            std=settings.data.std,
+            metadata={
+                "method": settings.model.method.name,
+                "strategy": settings.algorithm.strategy.name,
+                "dataset": settings.data.name,
+                "rounds": settings.rounds,
+                "seed": settings.seed,
+            },
+        )
+
+    def figures(self, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
+        """Draw who holds what, and the curves of the rounds."""
+        draw(self.folder / "figures" / "partition.png", parts, pictures.labels, pictures.classes)
+        draw_curves(self.folder)
+
+    def summary(
+        self, status: str, *, reason: str | None = None, final: Mapping[str, Mapping[str, Score]] | None = None
+    ) -> None:
+        """Write ``summary.json``: how the run ended, its results, versions, and the command that repeats it.
+
+        ``final`` has the results of every encoder in the final comparison; None: it has not come to that.
+        """
         lines = read_lines(self.folder / "metrics.jsonl")
         repeat = [word for word in self._settings.words if word.partition("=")[0] not in ("output_dir", "resume")]
+        results: dict[str, Any] = {}
+        if final is not None:
+            units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}
+            results = {"final": {name: as_numbers(scores) for name, scores in final.items()}, "units": units}
         content = {
             "status": status,
             "reason": reason,
@@ -209,42 +239,10 @@ def logging_to(folder: Path) -> Iterator[None]:
 
 
 def _kind(reason: str) -> str:
-    """A reason without its particulars, for counting."""
+    """Reduce a reason to what can be counted, without its particulars."""
     return reason.split(":")[0]
-
-
-def _tracker(name: str, folder: Path) -> Any:
-    """A function of (round, line) that passes numbers on to an experiment tracker."""
-    if name == "none":
-        return lambda round, line: None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError(
-            "tracker=tensorboard needs TensorBoard; install it: uv sync --extra tensorboard, or pip install tensorboard"
-        ) from error
-    writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(round: int, line: Mapping[str, Any]) -> None:
-        values = {**line, **line.get("evaluation", {})}
-        for key, value in values.items():
-            if isinstance(value, int | float) and key != "round":
-                writer.add_scalar(key, value, round)
-        writer.flush()
-
-    return write
 
 
 def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     with file.open("a") as stream:
         stream.write("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )

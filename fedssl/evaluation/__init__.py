@@ -1,0 +1,1 @@
+"""What encoders are worth: protocols with labels, and numbers of collapse without."""

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fedssl.config import compose_evaluation
-from fedssl.datasets.base import load
 from fedssl.errors import InputError
-from fedssl.evaluation.features import Features, extract
+from fedssl.evaluation.probes import evaluate
+from fedssl.evaluation.scores import Score, as_numbers, units_of
+from fedssl.evaluation.subject import Subject, load_labelled, make_subject
 from fedssl.export import load_encoder
 from fedssl.files import write_text
 from fedssl.machine.devices import pick_device
 from fedssl.report.accuracy_table import format_table
-from fedssl.settings import DataSettings
+from fedssl.settings import DataSettings, Settings
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [dataset.path=PATH] "
@@ -61,37 +61,22 @@ def run(words: Sequence[str]) -> str:
     others = [word for word in words if _split(word)[0] not in own]
     file = encoder_file(own)
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
-    evaluation = settings.evaluation.protocol.make()
+    protocol = settings.evaluation.protocol.make()
     torch.set_num_threads(settings.machine.threads)
-    encoder: Any = load_encoder(file)
-    data = settings.data
-    if data.channels != encoder.channels:
-        raise InputError(
-            f"the encoder takes pictures with {encoder.channels} channel(s) but dataset.channels="
-            f"{data.channels}; add dataset.channels={encoder.channels} to convert the pictures"
-        )
-    if not any(_split(word)[0] == "dataset.size" for word in words):
-        data = data.resized(encoder.size)
-    data = replace(data, mean=encoder.mean, std=encoder.std)
-    found = features(encoder, data, device=settings.machine.device)
-    results = evaluation(found, seed=settings.seed)
+    encoder = load_encoder(file)
+    own_size = any(_split(word)[0] == "dataset.size" for word in words)
+    data = as_in_training(encoder, settings.data, own_size=own_size)
+    subject = subject_of(encoder, data, device=settings.machine.device)
+    results = evaluate(protocol, subject, seed=settings.seed)
     name = data.name.rpartition("/")[2]
-    protocol = {"evaluation": "knn", **{key: value for key, _, value in map(_split, others)}}["evaluation"]
-    report = file.parent / "evaluation" / f"{protocol}-{name}.json"
-    content = {
-        "encoder": str(file),
-        "evaluation": settings.evaluation.protocol.values,
-        "dataset": asdict(data),
-        "seed": settings.seed,
-        "pictures": {"train": len(found.train), "test": len(found.test)},
-        "results": results,
-    }
-    _write(report, content)
+    chosen = {"evaluation": "knn", **{key: value for key, _, value in map(_split, others)}}["evaluation"]
+    report = file.parent / "evaluation" / f"{chosen}-{name}.json"
+    _write(report, _content(file, settings, data, subject, results))
     return f"{format_table({name: results})}\nwritten to {report}"
 
 
 def encoder_file(own: Mapping[str, str]) -> Path:
-    """The encoder that ``run=DIR`` or ``encoder=FILE`` names; raises `InputError` if there is none."""
+    """Find the encoder that ``run=DIR`` or ``encoder=FILE`` names; raises `InputError` if there is none."""
     if len(own) != 1:
         raise InputError("give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt")
     file = Path(own["run"], "encoder.pt") if "run" in own else Path(own["encoder"])
@@ -107,20 +92,49 @@ def encoder_file(own: Mapping[str, str]) -> Path:
     return file
 
 
-def features(encoder: nn.Module, data: DataSettings, *, device: str) -> Features:
-    """Features of the labelled pictures of the data set; raises `InputError` if it has none."""
-    train, test = load(data, "train"), load(data, "test")
-    if train is None or train.labels is None or test is None or test.labels is None:
-        missing = "training" if train is None else "test"
+def as_in_training(encoder: Any, data: DataSettings, *, own_size: bool) -> DataSettings:
+    """Bring the pictures into the form that the encoder was trained on, the size only if they have no ``own_size``.
+
+    Raises
+    ------
+    InputError
+        The encoder takes another number of channels.
+    """
+    if data.channels != encoder.channels:
+        raise InputError(
+            f"the encoder takes pictures with {encoder.channels} channel(s) but dataset.channels="
+            f"{data.channels}; add dataset.channels={encoder.channels} to convert the pictures"
+        )
+    if not own_size:
+        data = data.resized(encoder.size)
+    return replace(data, mean=encoder.mean, std=encoder.std)
+
+
+def subject_of(encoder: Any, data: DataSettings, *, device: str) -> Subject:
+    """Join the encoder and the labelled pictures of the data set; raises `InputError` if it has none."""
+    subject = make_subject(encoder, data, device=pick_device(device))
+    if subject is None:
+        missing = "training" if load_labelled(data, "train") is None else "test"
         raise InputError(
             f"the data set has no labelled {missing} pictures to evaluate with; choose another with dataset=, or give "
             "dataset=image_folder a folder with one subfolder per class"
         )
-    maps = [
-        extract(encoder, pictures.images, mean=data.mean, std=data.std, device=pick_device(device))
-        for pictures in (train, test)
-    ]
-    return Features(maps[0], train.labels, maps[1], test.labels, num_classes=int(train.labels.max()) + 1)
+    return subject
+
+
+def _content(
+    file: Path, settings: Settings, data: DataSettings, subject: Subject, results: Mapping[str, Score]
+) -> dict[str, Any]:
+    """Collect what the JSON file says."""
+    return {
+        "encoder": str(file),
+        "evaluation": settings.evaluation.protocol.values,
+        "dataset": asdict(data),
+        "seed": settings.seed,
+        "pictures": {"train": len(subject.train.labels), "test": len(subject.test.labels)},
+        "results": as_numbers(results),
+        "units": units_of(results),
+    }
 
 
 def _split(word: str) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""What the evaluation protocols work on: the features of labelled pictures, computed once and shared by all protocols.
+"""Features of labelled pictures: what protocols work on that leave the encoder as it is.
 
 The encoder is frozen: eval mode, no augmentation, the representation h and not the projection z. L-DAWA's code leaves
 batch normalisation in training mode while it probes, and EasyFL monitors the projection; neither is followed here.

@@ -11,6 +11,7 @@ labels are not used). Scaling each feature by itself, as in the full probe, cost
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import mean, stdev
 
 import numpy as np
@@ -20,6 +21,8 @@ from torch import Tensor
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.linear import check_solver, softmax_regression
+from fedssl.evaluation.scores import Score
+from fedssl.evaluation.subject import Subject
 from fedssl.seeding import numpy_generator
 
 
@@ -64,7 +67,7 @@ def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FewLabels:
-    """Mean accuracy over draws as ``linear_<n>_per_class``, its standard deviation as ``linear_<n>_per_class_std``.
+    """Accuracy as ``linear_<n>_per_class``, the mean over draws, with their standard deviation.
 
     Parameters
     ----------
@@ -100,27 +103,29 @@ class FewLabels:
         self.labels_per_class, self.draws = tuple(labels_per_class), draws
         self.l2, self.max_iterations = l2, max_iterations
 
-    def __call__(self, data: Features, *, seed: int) -> dict[str, float]:
+    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+        """Judge the subject on the draws of this seed."""
+        data = subject.features
         train, test = center_and_scale(data.train, data.test)
-        labels = data.train_labels.to(train.device)
-        results: dict[str, float] = {}
+        scaled = replace(data, train=train, test=test)
+        results = {}
         for per_class in self.labels_per_class:
-            accuracies = []
-            for draw in range(self.draws):
-                generator = numpy_generator(seed, "few labels", per_class, draw)
-                chosen = draw_few(labels, per_class=per_class, num_classes=data.num_classes, generator=generator).to(
-                    train.device
-                )
-                weight, bias = softmax_regression(
-                    train[chosen],
-                    labels[chosen],
-                    num_classes=data.num_classes,
-                    l2=self.l2,
-                    max_iterations=self.max_iterations,
-                )
-                accuracies.append(accuracy(torch.addmm(bias, test, weight).argmax(dim=1), data.test_labels))
-            name = f"linear_{per_class}_per_class"
-            results[name] = mean(accuracies)
-            if self.draws > 1:
-                results[f"{name}_std"] = stdev(accuracies)
+            accuracies = [self._accuracy(scaled, per_class, draw, seed=seed) for draw in range(self.draws)]
+            spread = stdev(accuracies) if self.draws > 1 else None
+            results[f"linear_{per_class}_per_class"] = Score(mean(accuracies), spread=spread)
         return results
+
+    def _accuracy(self, data: Features, per_class: int, draw: int, *, seed: int) -> float:
+        """Train on the labels of one draw, and test."""
+        labels = data.train_labels.to(data.train.device)
+        generator = numpy_generator(seed, "few labels", per_class, draw)
+        drawn = draw_few(labels, per_class=per_class, num_classes=data.num_classes, generator=generator)
+        chosen = drawn.to(data.train.device)
+        weight, bias = softmax_regression(
+            data.train[chosen],
+            labels[chosen],
+            num_classes=data.num_classes,
+            l2=self.l2,
+            max_iterations=self.max_iterations,
+        )
+        return accuracy(torch.addmm(bias, data.test, weight).argmax(dim=1), data.test_labels)

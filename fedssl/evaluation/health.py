@@ -24,7 +24,8 @@ TOP = 100
 def spectrum(h: Tensor) -> Tensor:
     """Singular values of the covariance (divisor n) in float64, descending, ``(min(n, dim),)``; FedU2, Fig. 3."""
     centred = h.double() - h.double().mean(dim=0)
-    return torch.linalg.svdvals(centred).square() / len(h)
+    values: Tensor = torch.linalg.svdvals(centred)
+    return values.square() / len(h)
 
 
 def effective_rank(h: Tensor) -> float:
@@ -36,9 +37,10 @@ def effective_rank(h: Tensor) -> float:
 
 
 def covariance_rank(h: Tensor) -> float:
-    """The same of the covariance's singular values: in how many directions pictures vary, by their variance.
+    """Count directions in which pictures vary: exp of the entropy of the shares of the covariance's singular values.
 
-    1 if they lie on one line; what little they stray from it, `effective_rank` counts for more. 0 on one point.
+    1 if all pictures lie on one line, 0 if on one point. A direction counts by its variance, so small deviations from
+    the line count less than in `effective_rank`.
     """
     return _rank(spectrum(h))
 
@@ -51,7 +53,7 @@ def _rank(values: Tensor) -> float:
 
 
 def spread(h: Tensor) -> float:
-    """Standard deviation per dimension of h / ||h||, times sqrt(dim): 0 collapsed, about 1 on the whole sphere."""
+    """Measure the deviation per dimension of h / ||h||, times sqrt(dim): 0 collapsed, about 1 on the whole sphere."""
     return float(F.normalize(h.double(), dim=1).std(dim=0, correction=0).mean() * math.sqrt(h.shape[1]))
 
 
@@ -102,7 +104,7 @@ class Health:
         self._mean, self._std, self._device = mean, std, device
 
     def measure(self, encoder: nn.Module) -> dict[str, Any]:
-        """The numbers above by name, and under ``singular_values`` the largest of the covariance."""
+        """Return the numbers above by name, and under ``singular_values`` the largest of the covariance."""
         h = extract(encoder, self._images, mean=self._mean, std=self._std, device=self._device)
         h1, h2 = (_forward(encoder, view) for view in self._views)
         return {
@@ -119,6 +121,6 @@ def _forward(encoder: nn.Module, pictures: Tensor) -> Tensor:
     """Representations of pictures that are normalised already."""
     training = encoder.training
     with torch.inference_mode():
-        h = encoder.eval()(pictures).float().cpu()
+        h: Tensor = encoder.eval()(pictures).float().cpu()
     encoder.train(training)
     return h

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.evaluation.features import Features, accuracy
+from fedssl.evaluation.features import accuracy
+from fedssl.evaluation.scores import Score
+from fedssl.evaluation.subject import Subject
 
 _SIMILARITIES = 2**24  # numbers in a block of the similarity matrix: 64 MB
 
@@ -18,7 +20,7 @@ _SIMILARITIES = 2**24  # numbers in a block of the similarity matrix: 64 MB
 def knn_predict(
     train: Tensor, labels: Tensor, test: Tensor, *, num_classes: int, k: int = 200, temperature: float = 0.1
 ) -> Tensor:
-    """The class with the largest vote for each test picture.
+    """Predict for each test picture the class with the largest vote.
 
     Parameters
     ----------
@@ -66,7 +68,9 @@ class KNN:
             raise InputError(f"temperature={temperature} of the kNN evaluation must be above 0; the papers use 0.1")
         self.k, self.temperature = k, temperature
 
-    def __call__(self, data: Features, *, seed: int) -> dict[str, float]:
+    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+        """Judge the subject; nothing is drawn at random."""
+        data = subject.features
         predictions = knn_predict(
             data.train,
             data.train_labels,
@@ -75,4 +79,4 @@ class KNN:
             k=self.k,
             temperature=self.temperature,
         )
-        return {"knn": accuracy(predictions, data.test_labels)}
+        return {"knn": Score(accuracy(predictions, data.test_labels))}

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.evaluation.features import Features, accuracy
+from fedssl.evaluation.features import accuracy
+from fedssl.evaluation.scores import Score
+from fedssl.evaluation.subject import Subject
 
 
 def softmax_regression(
@@ -74,7 +76,8 @@ def _cholesky_factor(x: Tensor, *, l2: float) -> Tensor:
     moment = x.T @ x / len(x)
     diagonal = moment.diagonal()
     diagonal += l2 + 1e-3 * diagonal.mean().clamp_min(1e-12)
-    return torch.linalg.cholesky(moment)
+    factor: Tensor = torch.linalg.cholesky(moment)
+    return factor
 
 
 def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +122,9 @@ class Linear:
         check_solver(l2=l2, max_iterations=max_iterations)
         self.l2, self.max_iterations = l2, max_iterations
 
-    def __call__(self, data: Features, *, seed: int) -> dict[str, float]:
+    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+        """Judge the subject; nothing is drawn at random."""
+        data = subject.features
         predictions = linear_probe(
             data.train,
             data.train_labels,
@@ -128,7 +133,7 @@ class Linear:
             l2=self.l2,
             max_iterations=self.max_iterations,
         )
-        return {"linear": accuracy(predictions, data.test_labels)}
+        return {"linear": Score(accuracy(predictions, data.test_labels))}
 
 
 def check_solver(*, l2: float, max_iterations: int) -> None:

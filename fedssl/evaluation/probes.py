@@ -1,18 +1,27 @@
-"""Several evaluation protocols as one."""
+"""What an evaluation protocol is, and several of them as one."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
-from fedssl.evaluation.features import Features
+from fedssl.evaluation.scores import Score, as_scores
+from fedssl.evaluation.subject import Subject
 
 
 class Evaluation(Protocol):
-    """An evaluation protocol: features to accuracies in [0, 1], under keys that name the protocol.
+    """An evaluation protocol: a subject to results, under keys that name the protocol.
 
-    What it draws at random depends on ``seed`` and the labels only, so representations are compared on the same draws.
+    A result is a `Score`, or a plain number, which is taken as an accuracy in [0, 1]. What is drawn at random depends
+    on ``seed`` and the labels only, so representations are compared on the same draws. A protocol that cannot judge
+    raw pixels returns nothing for them.
     """
 
-    def __call__(self, data: Features, *, seed: int) -> dict[str, float]: ...
+    def __call__(self, subject: Subject, *, seed: int) -> Mapping[str, Score | float]:
+        """Judge the subject."""
+
+
+def evaluate(protocol: Evaluation, subject: Subject, *, seed: int) -> dict[str, Score]:
+    """Run a protocol, whatever form its results have."""
+    return as_scores(protocol(subject, seed=seed))
 
 
 class Probes:
@@ -21,5 +30,9 @@ class Probes:
     def __init__(self, *, protocols: Mapping[str, Evaluation]) -> None:
         self.protocols = dict(protocols)
 
-    def __call__(self, data: Features, *, seed: int) -> dict[str, float]:
-        return {name: value for run in self.protocols.values() for name, value in run(data, seed=seed).items()}
+    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+        """Judge the subject by all protocols."""
+        results: dict[str, Score] = {}
+        for protocol in self.protocols.values():
+            results |= evaluate(protocol, subject, seed=seed)
+        return results

@@ -83,6 +83,13 @@ class SSLMethod(nn.Module):
     def end_round(self) -> None:
         """Follow-up of local training, before it is read what stays with the client and what travels."""
 
+    def classify(self, h: Tensor) -> Tensor | None:
+        """Logits ``(batch, num_classes)`` of representations by a classifier of the method's own; None without one.
+
+        Only methods that use labels are asked.
+        """
+        return None
+
     def gather(self, gathered: Sequence[Layers], shared: Layers) -> Layers:
         """The server half: what clients are given next.
 

@@ -46,3 +46,8 @@ class Supervised(SSLMethod):
         """Mean cross entropy over both views; ``labels``: int64, ``(batch,)``."""
         logits = self.classifier(self.encoder(torch.cat((view1, view2))))
         return F.cross_entropy(logits.float(), labels.repeat(2))
+
+    def classify(self, h: Tensor) -> Tensor:
+        """Logits ``(batch, num_classes)`` by the classifier."""
+        logits: Tensor = self.classifier(h)
+        return logits

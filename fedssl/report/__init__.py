@@ -1,0 +1,1 @@
+"""Tables and figures of runs, from what their folders hold."""

@@ -1,37 +1,39 @@
 """Tables of results: encoders side by side, the jobs of a sweep, any runs."""
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
 from fedssl.config import MAY_CHANGE
-from fedssl.report.runs import SPREAD, Run, read_run
+from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
+from fedssl.files import write_text
+from fedssl.report.runs import Run, read_run
+from fedssl.report.tables import align, markdown, to_csv
 
 # What a table of any runs always tells of them, and what it never does: settings that change no final number.
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds"}
 
 
-def format_table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """Accuracies side by side: a column for each key of ``results``, a row for each protocol, in per cent.
+def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
+    """Put scores side by side: a column for each key of ``results``, a row for each protocol.
+
+    Accuracies are in per cent; a protocol of another unit has it behind its name.
 
     Parameters
     ----------
     results : mapping
-        What was evaluated (``"federated"``) to protocol (``"knn"``) to accuracy in [0, 1]. A protocol's standard
-        deviation, under its name with ``_std``, is put behind its accuracy.
+        What was evaluated (``"federated"``) to protocol (``"knn"``) to score.
     """
-    protocols = _protocols(results.values())
-    if not protocols:
+    units = {name: unit for column in results.values() for name, unit in units_of(column).items()}
+    if not units:
         return "nothing was evaluated: no labelled pictures, or no protocol"
     body = [
-        [name, *(_percent(column.get(name), column.get(name + SPREAD)) for column in results.values())]
-        for name in protocols
+        [name if unit == ACCURACY else heading(name, unit), *(_cell(column.get(name)) for column in results.values())]
+        for name, unit in units.items()
     ]
-    return align([["accuracy in %", *results], *body], left=1)
+    return align([["accuracy in %" if ACCURACY in units.values() else "", *results], *body], left=1)
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Row:
     settings : dict
         Key to value, as on the command line.
     metrics : dict
-        Protocol to one accuracy per finished run.
+        Protocol to one value per finished run.
     runs, failed : int
         Number of finished and of other runs.
     """
@@ -56,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Settings that vary, the federated encoder's accuracy over seeds, and the runs that did not finish.
+    """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish.
 
     Standard deviations are those of a sample (divisor n - 1), and absent where there is one run.
 
@@ -65,12 +67,15 @@ class Table:
     rows : list of Row
     failures : list of str
         A line for each run that did not finish.
+    units : dict
+        Protocol to the unit of its values, in the order in which protocols ran.
     always : tuple of str
         Settings that are shown even if all rows agree in them, unless none has them.
     """
 
     rows: list[Row]
     failures: list[str]
+    units: dict[str, str] = field(default_factory=dict)
     always: tuple[str, ...] = ()
 
     @property
@@ -88,7 +93,7 @@ class Table:
     @property
     def metrics(self) -> list[str]:
         """Protocols, in the order in which they ran."""
-        return _protocols(row.metrics for row in self.rows)
+        return list(self.units)
 
     def text(self) -> str:
         """For the terminal; accuracies in per cent."""
@@ -96,48 +101,47 @@ class Table:
 
     def markdown(self) -> str:
         """As a Markdown table; accuracies in per cent."""
-        header, *body = self._cells()
-        rule = ["---"] * len(self.keys) + ["---:"] * (len(header) - len(self.keys))
-        lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in (header, rule, *body)]
-        return "\n".join([*lines, *self._failure_lines(bullet="- ")]) + "\n"
+        table = markdown(self._cells(), left=len(self.keys))
+        return table + "".join(f"{line}\n" for line in self._failure_lines(bullet="- "))
 
     def csv(self) -> str:
         """As comma-separated values; accuracies in [0, 1], in full precision."""
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
         columns = [f"{name}_{kind}" for name in self.metrics for kind in ("mean", "std")]
-        writer.writerow([*self.keys, *columns, "runs", "failed"])
+        lines: list[list[object]] = [[*self.keys, *columns, "runs", "failed"]]
         for row in self.rows:
-            numbers = [value for name in self.metrics for value in _mean_std(row.metrics.get(name, []))]
-            writer.writerow([*(row.settings.get(key, "") for key in self.keys), *numbers, row.runs, row.failed])
-        return stream.getvalue()
+            scores = [self._over_seeds(row, name) for name in self.metrics]
+            numbers = [number for one in scores for number in ((one.value, one.spread) if one else (None, None))]
+            lines.append([*self._settings(row), *numbers, row.runs, row.failed])
+        return to_csv(lines)
 
     def write(self, folder: Path) -> None:
         """Write ``results.csv`` and ``results.md``."""
-        (folder / "results.csv").write_text(self.csv())
-        (folder / "results.md").write_text(self.markdown())
+        write_text(folder / "results.csv", self.csv())
+        write_text(folder / "results.md", self.markdown())
 
     def _cells(self) -> list[list[str]]:
-        header = [*self.keys, *(f"{name} (%)" for name in self.metrics), "runs", "failed"]
-        body = [
-            [
-                *(row.settings.get(key, "") for key in self.keys),
-                *(_percent(*_mean_std(row.metrics.get(name, []))) for name in self.metrics),
-                str(row.runs),
-                str(row.failed),
-            ]
-            for row in self.rows
-        ]
+        header = [*self.keys, *(heading(name, unit) for name, unit in self.units.items()), "runs", "failed"]
+        body = []
+        for row in self.rows:
+            scores = [_cell(self._over_seeds(row, name)) for name in self.metrics]
+            body.append([*self._settings(row), *scores, str(row.runs), str(row.failed)])
         return [header, *body]
 
+    def _settings(self, row: Row) -> list[str]:
+        return [row.settings.get(key, "") for key in self.keys]
+
+    def _over_seeds(self, row: Row, name: str) -> Score | None:
+        values = row.metrics.get(name)
+        return Score(mean(values), self.units[name], stdev(values) if len(values) > 1 else None) if values else None
+
     def _failure_lines(self, *, bullet: str = "  ") -> list[str]:
-        return (
-            ["", "runs that did not finish:", "", *(bullet + line for line in self.failures)] if self.failures else []
-        )
+        if not self.failures:
+            return []
+        return ["", "runs that did not finish:", "", *(bullet + line for line in self.failures)]
 
 
 def sweep_table(folders: Sequence[Path]) -> Table:
-    """The jobs of a sweep as one table; jobs that differ only in their seed make one row.
+    """Make one table of the jobs of a sweep; jobs that differ only in their seed make one row.
 
     Parameters
     ----------
@@ -151,7 +155,7 @@ def sweep_table(folders: Sequence[Path]) -> Table:
 
 
 def run_table(runs: Sequence[Run]) -> Table:
-    """Any runs as one table: those that agree in `MAIN` and in all settings that one of them was given make one row.
+    """Make one table of any runs: those that agree in `MAIN` and all settings that one of them was given make one row.
 
     Settings that one run was given and another has by default are compared by their values, so that it does not matter
     how a run was told them.
@@ -162,6 +166,7 @@ def run_table(runs: Sequence[Run]) -> Table:
 
 def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *, always: tuple[str, ...] = ()) -> Table:
     rows: dict[frozenset[tuple[str, str]], Row] = {}
+    units: dict[str, str] = {}
     failures = []
     for run in runs:
         if not run.finished:
@@ -173,34 +178,13 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
         row = rows.setdefault(frozenset(settings.items()), Row(settings))
         row.runs += run.finished
         row.failed += not run.finished
-        for name, value in run.results.items():
-            if not name.endswith(SPREAD):
-                row.metrics.setdefault(name, []).append(value)
-    return Table(list(rows.values()), failures, always)
+        for name, score in run.results.items():
+            if units.setdefault(name, score.unit) != score.unit:  # another program's protocol of the same name
+                name = f"{name}, {score.unit}"
+                units.setdefault(name, score.unit)
+            row.metrics.setdefault(name, []).append(score.value)
+    return Table(list(rows.values()), failures, units, always)
 
 
-def _protocols(results: Iterable[Mapping[str, object]]) -> list[str]:
-    """Names of the accuracies in several mappings, each once, without the standard deviations."""
-    return [name for name in dict.fromkeys(name for one in results for name in one) if not name.endswith(SPREAD)]
-
-
-def _mean_std(values: Sequence[float]) -> tuple[float | None, float | None]:
-    return mean(values) if values else None, stdev(values) if len(values) > 1 else None
-
-
-def _percent(value: float | None, spread: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f}" if spread is None else f"{100 * value:.1f} ± {100 * spread:.1f}"
-
-
-def align(lines: Sequence[Sequence[str]], *, left: int) -> str:
-    """Columns of equal width; the first ``left`` start, the others end, at the same place."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if position < left else cell.rjust(width)
-            for position, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+def _cell(score: Score | None) -> str:
+    return "-" if score is None else score.number

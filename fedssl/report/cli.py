@@ -1,9 +1,9 @@
-"""The command ``fedssl-report``: the results of any runs as one table, and pictures of each of them.
+"""The command ``fedssl-report``: the results of any runs as one table, and figures of each of them.
 
-    fedssl-report DIR... [--pictures] [--out FILE.md|FILE.csv]
+    fedssl-report DIR... [--figures] [--out FILE.md|FILE.csv]
 
 A folder is that of a run, or has runs below it (``multirun/...``, ``runs``). Runs that differ only in their seed make
-one row, with mean and standard deviation; runs that did not finish are listed with the reason. ``--pictures`` draws
+one row, with mean and standard deviation; runs that did not finish are listed with the reason. ``--figures`` draws
 what a run folder has numbers for into its ``figures/``, also while the run goes on.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl.errors import InputError
+from fedssl.files import write_text
 from fedssl.report.accuracy_table import Table, run_table
 from fedssl.report.cost_table import CostTable, cost_table
 from fedssl.report.runs import Run, find_runs
@@ -26,7 +27,9 @@ def main() -> int:
     """Entry point; returns the exit status, 2 for what the user has to put right."""
     options = _parser().parse_args()
     try:
-        report(options.folders, pictures=options.pictures, out=options.out)
+        if options.pictures:
+            raise InputError("--pictures is called --figures now; write fedssl-report DIR... --figures")
+        report(options.folders, figures=options.figures, out=options.out)
         sys.stdout.flush()
     except InputError as error:
         print(f"fedssl-report: {error}", file=sys.stderr)
@@ -36,8 +39,8 @@ def main() -> int:
     return 0
 
 
-def report(folders: Sequence[Path], *, pictures: bool, out: Path | None) -> None:
-    """Print the tables of the runs in the folders, write them to ``out``, and draw the pictures.
+def report(folders: Sequence[Path], *, figures: bool, out: Path | None) -> None:
+    """Print the tables of the runs in the folders, write them to ``out``, and draw the figures.
 
     Raises
     ------
@@ -47,7 +50,7 @@ def report(folders: Sequence[Path], *, pictures: bool, out: Path | None) -> None
     if out is not None and out.suffix not in FORMATS:
         raise InputError(f"--out {out} ends in neither of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
     runs = find_runs(folders)
-    if pictures:
+    if figures:
         _draw(runs)
     if not any(run.finished for run in runs):
         listed = "; ".join(f"{run.folder}: {run.ending}" for run in runs[:LISTED])
@@ -76,22 +79,23 @@ def _draw(runs: Sequence[Run]) -> None:
 
 def _write(file: Path, text: str) -> None:
     try:
-        file.write_text(text)
+        write_text(file, text)
     except OSError as error:
         raise InputError(f"--out {file} cannot be written ({error.strerror}); choose another place") from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fedssl-report", description="The results of any runs as one table, and pictures of each of them."
+        prog="fedssl-report", description="The results of any runs as one table, and figures of each of them."
     )
     parser.add_argument(
         "folders", metavar="DIR", type=Path, nargs="+", help="folder of a run, or folder with runs below it"
     )
     parser.add_argument(
-        "--pictures",
+        "--figures",
         action="store_true",
         help="draw curves, spectra, t-SNE and sphere of every run into its figures/ (takes some seconds each)",
     )
+    parser.add_argument("--pictures", action="store_true", help=argparse.SUPPRESS)  # the old name of --figures
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the table to FILE.md or FILE.csv as well")
     return parser

@@ -3,15 +3,14 @@
 Memory and FLOPs are those of `fedssl.step_cost`, bytes those of the messages, heads included.
 """
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import mean
 from typing import Any
 
-from fedssl.report.accuracy_table import LEFT_OUT, align
+from fedssl.report.accuracy_table import LEFT_OUT
 from fedssl.report.runs import Run, read_lines
+from fedssl.report.tables import align, markdown, to_csv
 
 BASELINE = "end_to_end"
 HARDWARE = {"device", "threads", "engine"}  # change no result, but what it costs
@@ -27,20 +26,22 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Cost of a client over all rounds of a run, if it took part in each: of a round it is the mean over its clients.
+    """What a client that takes part in every round of a run has to bear.
+
+    A round costs it as much as it cost the clients of that round on average.
 
     Attributes
     ----------
     memory : float or None
-        Bytes at the worst moment of a training step; None: it was not measured.
+        Bytes, at the worst moment of a training step; None: it was not measured.
     flops : float or None
         Of all training steps.
     bytes_down, bytes_up : float
         Of the messages.
     seconds : float or None
-        Of its part in the rounds; None: clients did not report it.
+        That it works; None: clients did not report it.
     round_seconds : float
-        Of the rounds, in which clients take turns or work at once.
+        That the rounds last, in which clients take turns or work at the same time.
     """
 
     memory: float | None
@@ -57,7 +58,7 @@ class Totals:
 
 
 def totals(rounds: Sequence[Mapping[str, Any]]) -> Totals:
-    """Totals of the lines of ``metrics.jsonl``."""
+    """Add up the lines of ``metrics.jsonl``."""
     costs = [line.get("cost") for line in rounds]
     seconds = [line.get("client_seconds") for line in rounds]
     measured = [cost for cost in costs if cost is not None]
@@ -105,20 +106,17 @@ class CostTable:
 
     def markdown(self) -> str:
         """As a Markdown table."""
-        header, *body = self._cells()
-        rule = ["---"] * len(self._keys) + ["---:"] * (len(header) - len(self._keys))
-        lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in (header, rule, *body)]
-        return "\n".join(lines) + "\n"
+        return markdown(self._cells(), left=len(self._keys))
 
     def csv(self) -> str:
         """As comma-separated values: bytes, FLOPs and seconds in full precision, and each relative to the baseline."""
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow([*self._keys, *(word for name in COLUMNS for word in (name, f"{name}_relative")), "runs"])
+        lines: list[list[object]] = [
+            [*self._keys, *(word for name in COLUMNS for word in (name, f"{name}_relative")), "runs"]
+        ]
         for row in self.rows:
             numbers = [number for name in COLUMNS for number in self._pair(row, name)]
-            writer.writerow([*row.settings.values(), *numbers, row.runs])
-        return stream.getvalue()
+            lines.append([*row.settings.values(), *numbers, row.runs])
+        return to_csv(lines)
 
     @property
     def _keys(self) -> list[str]:
@@ -132,49 +130,59 @@ class CostTable:
         return [[*self._keys, *COLUMNS.values(), "runs"], *body]
 
     def _pair(self, row: CostRow, name: str) -> tuple[float | None, float | None]:
-        """A cost, and the same relative to the baseline's; None where it is not known."""
+        """Return a cost, and the same relative to the baseline's; None where it is not known."""
         if name == "seconds" and any(one.cost.seconds is None for one in self.rows):
-            name = "round_seconds"  # the one for all, or else the other
+            name = "round_seconds"  # runs whose clients reported no time can be compared by this only
         value, base = (getattr(one.cost, name) for one in (row, next(one for one in self.rows if one.baseline)))
         return value, value / base if value is not None and base else None
 
 
 def cost_table(runs: Sequence[Run]) -> CostTable:
-    """Those of the runs that finished as a table; if they differ only in their seed they make one row.
+    """Make a table of those runs that finished and have numbers of their rounds.
 
-    There are no rows without a run that has numbers of its rounds.
+    Runs that differ only in their seed, and in settings that change neither a number nor a cost, make one row. All rows
+    are relative to the first one that trains end to end, or to the first one if none does.
     """
     lines = {run.folder: read_lines(run.folder / "metrics.jsonl") for run in runs if run.finished}
     runs = [run for run in runs if lines.get(run.folder)]
+    groups = _by_settings(runs)
+    if not groups:
+        return CostTable([])
+    keys = list(groups[0][0])
+    shown = [key for key in keys if len({settings[key] for settings, _ in groups}) > 1]
+    end_to_end = [position for position, (_, same) in enumerate(groups) if same[0].value("schedule") == BASELINE]
+    baseline = end_to_end[0] if end_to_end else 0
+    return CostTable(
+        [
+            CostRow(
+                settings={key: settings[key] for key in shown},
+                cost=_mean([totals(lines[run.folder]) for run in same]),
+                baseline=position == baseline,
+                runs=len(same),
+            )
+            for position, (settings, same) in enumerate(groups)
+        ]
+    )
+
+
+def _by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, str], list[Run]]]:
+    """Put runs with the same settings together; settings that no run was given are left out."""
     left_out = LEFT_OUT - HARDWARE
     given = dict.fromkeys(key for run in runs for key in run.words if key.partition(".")[0] not in left_out)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(run.value(key) for key in given), []).append(run)
-    differing = [key for key, values in zip(given, zip(*groups, strict=True), strict=True) if len(set(values)) > 1]
-    whole = [values for values, members in groups.items() if members[0].value("schedule") == BASELINE]
-    baseline = next(iter([*whole, *groups]), None)
-    return CostTable(
-        [
-            CostRow(
-                {key: value for key, value in zip(given, values, strict=True) if key in differing},
-                _mean([totals(lines[run.folder]) for run in members]),
-                values == baseline,
-                len(members),
-            )
-            for values, members in groups.items()
-        ]
-    )
+    return [(dict(zip(given, values, strict=True)), same) for values, same in groups.items()]
 
 
 def _mean(costs: Sequence[Totals]) -> Totals:
-    """Means over those that know the number."""
-
-    def over(numbers: Iterable[float | None]) -> float | None:
-        known = [number for number in numbers if number is not None]
-        return mean(known) if known else None
-
-    return Totals(**{field.name: over(getattr(cost, field.name) for cost in costs) for field in fields(Totals)})  # type: ignore[arg-type]  # bytes are always known
+    """Average every number over those that know it."""
+    known = {
+        field.name: [number for cost in costs if (number := getattr(cost, field.name)) is not None]
+        for field in fields(Totals)
+    }
+    averages: dict[str, Any] = {name: mean(numbers) if numbers else None for name, numbers in known.items()}
+    return Totals(**averages)
 
 
 def _cell(name: str, value: float | None, ratio: float | None) -> str:

@@ -1,54 +1,55 @@
 """Curves from the lines of a run folder: loss and accuracy, cosines (L-DAWA, Fig. 4), spectra (FedU2, Fig. 3).
 
-A run draws them at its end; ``fedssl-report --pictures`` draws them again, also while it goes on.
+A run draws them at its end; ``fedssl-report --figures`` draws them again, also while it goes on.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.report.runs import SPREAD, read_lines
+from fedssl.evaluation.scores import as_scores
+from fedssl.report.figures import axes_over_rounds, new_figure, save_figure
+from fedssl.report.runs import read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Points = list[tuple[int, float]]
 
+NAMED = 6
+"""Global models that a legend names one by one; more get one line in it."""
+
 
 def draw_curves(folder: Path) -> list[Path]:
-    """Draw everything below for which the run folder has lines, and return the pictures."""
+    """Draw everything below for which the run folder has lines, and return the figures' files."""
     drawn = (draw_metrics(folder), draw_cosines(folder), draw_spectra(folder))
     return [file for file in drawn if file is not None]
 
 
 def draw_metrics(folder: Path) -> Path | None:
-    """Draw the loss and the accuracies of a run over its rounds to ``figures/metrics.png``.
+    """Draw the loss and the results of evaluations of a run over its rounds to ``figures/metrics.png``.
+
+    With several global models the results are means over them. Every unit has a panel of its own.
 
     Returns
     -------
     Path or None
-        The picture; None if the run recorded neither.
+        The figure; None if the run recorded neither.
     """
     lines = read_lines(folder / "metrics.jsonl")
-    losses = {"loss": [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]}
-    accuracies: dict[str, Points] = {}
+    losses = [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]
+    panels: dict[str, dict[str, Points]] = {"mean loss of the clients": {"loss": losses}} if losses else {}
     for line in lines:
-        for name, value in line.get("evaluation", {}).items():
-            if not name.endswith(SPREAD):
-                accuracies.setdefault(name, []).append((line["round"], value))
-    panels = [
-        (title, series)
-        for title, series in (("mean loss of the clients", losses), ("accuracy", accuracies))
-        if any(series.values())
-    ]
+        for name, score in as_scores(line.get("evaluation", {}), line.get("units")).items():
+            panels.setdefault(score.unit or name, {}).setdefault(name, []).append((line["round"], score.value))
     if not panels:
         return None
     figure = new_figure(height=3.0 * len(panels))
-    for position, (title, series) in enumerate(panels, start=1):
-        axes = _over_rounds(figure, (len(panels), 1, position), title)
+    for position, (title, series) in enumerate(panels.items(), start=1):
+        axes = axes_over_rounds(figure, (len(panels), 1, position), title)
         for name, points in series.items():
             axes.plot(*zip(*points, strict=True), marker=".", label=name)
         axes.legend()
@@ -56,7 +57,7 @@ def draw_metrics(folder: Path) -> Path | None:
 
 
 def draw_cosines(folder: Path) -> Path | None:
-    """Draw how close the clients stay to the global model to ``figures/cosines.png`` (L-DAWA, Fig. 4).
+    """Draw how close the clients stay to their global model to ``figures/cosines.png`` (L-DAWA, Fig. 4).
 
     A client's value is the mean over its layers; the line is the mean over the clients of a round, the band one
     standard deviation over them to either side. Thin lines are layers, each the mean over clients.
@@ -64,84 +65,88 @@ def draw_cosines(folder: Path) -> Path | None:
     Returns
     -------
     Path or None
-        The picture; None if no cosines were recorded.
+        The figure; None if no cosines were recorded.
     """
-    clients: dict[int, list[float]] = {}
-    layers: dict[str, dict[int, list[float]]] = {}
-    for line in read_lines(folder / "clients.jsonl"):
-        if line["cosine"]:
-            clients.setdefault(line["round"], []).append(mean(line["cosine"].values()))
-        for name, value in line["cosine"].items():
-            layers.setdefault(name, {}).setdefault(line["round"], []).append(value)
-    if not clients:
+    lines = [line for line in read_lines(folder / "clients.jsonl") if line["cosine"]]
+    if not lines:
         return None
+    several = len({line.get("model") for line in lines}) > 1
+    figure = new_figure(height=3.5)
+    title = "cosine with the client's global model" if several else "cosine with the global model"
+    axes = axes_over_rounds(figure, (1, 1, 1), title)
+    _plot_layers(axes, lines)
+    _plot_clients(axes, lines)
+    axes.legend()
+    return save_figure(figure, folder, "cosines")
+
+
+def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
     from matplotlib import colormaps
 
-    figure = new_figure(height=3.5)
-    axes = _over_rounds(figure, (1, 1, 1), "cosine with the global model")
+    layers: dict[str, dict[int, list[float]]] = {}
+    for line in lines:
+        for name, value in line["cosine"].items():
+            layers.setdefault(name, {}).setdefault(line["round"], []).append(value)
     shades = colormaps["viridis"](np.linspace(0, 1, len(layers)))
     for shade, (name, values) in zip(shades, layers.items(), strict=True):
         means = [float(np.mean(values[round])) for round in sorted(values)]
         axes.plot(sorted(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
     axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")
+
+
+def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
+    clients: dict[int, list[float]] = {}
+    for line in lines:
+        clients.setdefault(line["round"], []).append(mean(line["cosine"].values()))
     rounds = sorted(clients)
     center = np.array([np.mean(clients[round]) for round in rounds])
     spread = np.array([np.std(clients[round]) for round in rounds])
     axes.plot(rounds, center, marker=".", color="tab:red", label="mean over clients and layers")
     band = (center - spread, center + spread)
     axes.fill_between(rounds, *band, color="tab:red", alpha=0.25, label="standard deviation over clients")
-    axes.legend()
-    return save_figure(figure, folder, "cosines")
 
 
 def draw_spectra(folder: Path) -> Path | None:
     """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
 
-    Those of the global model and of every client, in the last round in which they were measured, as base-10 logarithms.
+    Those of every global model and of every client's, in the last round in which they were measured, as base-10
+    logarithms.
 
     Returns
     -------
     Path or None
-        The picture; None if nothing was measured.
+        The figure; None if nothing was measured.
     """
     lines = read_lines(folder / "health.jsonl")
     if not lines:
         return None
-    last = lines[-1]["round"]
+    round = lines[-1]["round"]
+    lines = [line for line in lines if line["round"] == round]
     figure = new_figure(height=3.5)
     axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
-    for line in (line for line in lines if line["round"] == last):
-        values = np.log10(np.maximum(line["singular_values"], 1e-12))
-        if line["client"] is None:
-            axes.plot(values, color="black", linewidth=2, zorder=3, label=f"global model, round {last}")
-        else:
-            axes.plot(values, color="tab:blue", alpha=0.4, label="clients")
+    for line in lines:
+        if line["client"] is not None:
+            axes.plot(_logarithms(line), color="tab:blue", alpha=0.4, label="clients")
+    _plot_models(axes, [line for line in lines if line["client"] is None], round=round)
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     axes.legend(once.values(), once.keys())
     return save_figure(figure, folder, "spectrum")
 
 
-def new_figure(*, height: float) -> "Figure":
-    """An empty figure, 7 inches wide."""
-    # Not pyplot: it keeps figures and may look for a display. Imported here because it takes half a second.
-    from matplotlib.figure import Figure
+def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int) -> None:
+    """Plot the spectra of global models: the only one, each with its name, or, of many, all alike."""
+    from matplotlib import colormaps
 
-    return Figure(figsize=(7.0, height), layout="constrained")
-
-
-def save_figure(figure: "Figure", folder: Path, name: str) -> Path:
-    """Write the figure to ``figures/<name>.png`` of the run folder."""
-    file = folder / "figures" / f"{name}.png"
-    file.parent.mkdir(exist_ok=True)
-    figure.savefig(file, dpi=150)
-    return file
+    for position, line in enumerate(lines):
+        color: Any = "black"
+        label = f"global model, round {round}" if len(lines) == 1 else f"global models, round {round}"
+        if 1 < len(lines) <= NAMED:
+            color = colormaps["inferno"](0.8 * position / (len(lines) - 1))
+            label = f"model {line['model']}, round {round}"
+        axes.plot(_logarithms(line), color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
 
 
-def _over_rounds(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":
-    """Axes over rounds, with whole numbers on the horizontal one."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes = figure.add_subplot(*position, xlabel="round", ylabel=title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return axes
+def _logarithms(line: Mapping[str, Any]) -> np.ndarray:
+    values: np.ndarray = np.log10(np.maximum(line["singular_values"], 1e-12))
+    return values

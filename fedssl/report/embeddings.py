@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.report.curves import new_figure, save_figure
+from fedssl.report.figures import new_figure, save_figure
 from fedssl.report.representations import Representations, read_representations
 from fedssl.seeding import derive
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 1500  # of a t-SNE: six seconds on one core; with more models every model shows fewer pictures
 SPHERES = 6  # models that are drawn
+MARKS = "os^DvP"  # of global models; where there are more of them, all have the first
 
 
 def draw_embeddings(folder: Path) -> list[Path]:
@@ -92,7 +93,10 @@ def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def tsne_figure(representations: Representations, *, round: int, seed: int = 0) -> "Figure":
-    """Circles for global models and crosses for the clients' models; colours are classes, or else models."""
+    """Draw every picture once for every model; colours are classes, or else models.
+
+    Global models are full marks, one kind for each where they are few, and clients' models are crosses.
+    """
     from matplotlib.lines import Line2D
 
     models = len(representations.h)
@@ -102,24 +106,36 @@ def tsne_figure(representations: Representations, *, round: int, seed: int = 0) 
     figure = new_figure(height=6.0)
     axes = figure.add_subplot(1, 1, 1, xticks=[], yticks=[])
     shades = _shades(np.arange(models)) if labels is None else _shades(labels)[:used]
-    globals = int(representations.globals)
+    marks = _marks(representations)
     for model in reversed(range(models)):  # the global models on top
+        mark, _ = marks[model]
         color = np.tile(shades[model], (used, 1)) if labels is None else shades
+        size, edge = (14, 0.6) if mark == "x" else (22, 0.0)
         x, y = points[model].T
-        if model >= globals:
-            axes.scatter(x, y, c=color, marker="x", s=14, linewidths=0.6)
-        else:
-            axes.scatter(x, y, c=color, marker="o", s=22, linewidths=0)
-    marks = {"global model" if globals == 1 else "global models": "o"}
-    marks |= {"clients' models": "x"} if models > globals else {}
-    axes.legend(handles=[Line2D([], [], marker=m, color="grey", linewidth=0, label=name) for name, m in marks.items()])
+        axes.scatter(x, y, c=color, marker=mark, s=size, linewidths=edge)
+    axes.legend(
+        handles=[
+            Line2D([], [], marker=mark, color="grey", linewidth=0, label=label) for mark, label in dict.fromkeys(marks)
+        ]
+    )
     colors = "models" if labels is None else "classes"
     axes.set_xlabel(f"t-SNE of the representations of {used} pictures, round {round}; colours: {colors}")
     return figure
 
 
+def _marks(representations: Representations) -> list[tuple[str, str]]:
+    """Choose the mark of every model and what the legend says of it."""
+    names = [str(name) for name in representations.names]
+    first = names[: int(representations.globals)]
+    if len(first) <= len(MARKS):
+        marks = list(zip(MARKS, first, strict=False))
+    else:
+        marks = [(MARKS[0], "global models")] * len(first)
+    return marks + [("x", "clients' models")] * (len(names) - len(first))
+
+
 def sphere_figure(representations: Representations, *, round: int) -> "Figure":
-    """A sphere for the global model and for each of the first clients' models; much blank space is a collapse."""
+    """Draw a sphere for each of the first models, global ones before clients'; much blank space is a collapse."""
     vectors = representations.h if representations.z is None else representations.z
     models = min(SPHERES, len(vectors))
     columns = min(3, models)
@@ -158,7 +174,7 @@ def _globe() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _shades(numbers: np.ndarray) -> np.ndarray:
-    """A colour for each number, ``(n, 4)``: distinct ones up to 10, a scale beyond."""
+    """Give each number a colour, ``(n, 4)``: distinct ones up to 10, a scale beyond."""
     from matplotlib import colormaps
 
     highest = int(numbers.max())

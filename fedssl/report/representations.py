@@ -49,7 +49,7 @@ class Representations:
 
 
 def read_representations(folder: Path) -> tuple[int, Representations] | None:
-    """The round and what `Representations.save` wrote; None if nothing was kept or the file cannot be read."""
+    """Read the round and what `Representations.save` wrote; None if nothing was kept or the file cannot be read."""
     try:
         with np.load(folder / FILE) as file:
             arrays = dict(file)

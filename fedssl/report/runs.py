@@ -11,9 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import Score, as_scores
 from fedssl.words import groups
-
-SPREAD = "_std"  # ending of a result that is the standard deviation of another
 
 # Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
 MARKS = ("summary.json", "config.yaml", "run.log")
@@ -29,7 +28,8 @@ class Run:
     words : dict
         Key to value, of the command line that gave the settings.
     choices : dict
-        The choice in every group of the configuration; of one that the settings have not chosen there is none.
+        The choice in every group of the configuration, by whatever it was made; of a folder without ``choices.yaml``
+        only those among the words.
     settings : DictConfig or None
         All settings, resolved; None if it ended before they were found usable.
     summary : dict or None
@@ -48,10 +48,11 @@ class Run:
         return self.summary is not None and self.summary["status"] == "finished"
 
     @property
-    def results(self) -> dict[str, float]:
-        """Accuracies of the federated encoder by protocol, in [0, 1]; none without a finished evaluation."""
-        final: dict[str, dict[str, float]] = self.summary["final"] if self.summary and self.finished else {}
-        return final.get("federated", {})
+    def results(self) -> dict[str, Score]:
+        """What the federated encoder is worth, by protocol; none without a finished evaluation."""
+        if self.summary is None or not self.finished:
+            return {}
+        return as_scores(self.summary["final"].get("federated", {}), self.summary.get("units"))
 
     @property
     def ending(self) -> str:
@@ -61,7 +62,7 @@ class Run:
         return " ".join((self.summary["reason"] or self.summary["status"]).split())
 
     def value(self, key: str) -> str:
-        """A setting as on the command line, a choice by its name; empty where the run has no such setting."""
+        """Tell a setting as on the command line, a choice by its name; empty where the run has no such setting."""
         if key in self.choices:
             return self.choices[key]
         value = None
@@ -71,7 +72,7 @@ class Run:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs that the folders are, or that lie below them, each once.
+    """Find the runs that the folders are, or that lie below them, each once.
 
     Raises
     ------
@@ -89,7 +90,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """What the files of a run folder tell; one that is missing or cut short counts as not written."""
+    """Read what the files of a run folder tell; one that is missing or cut short counts as not written."""
     summary, settings = _read_summary(folder), _read_yaml(folder / "config.yaml")
     words = summary["overrides"] if summary else _read_yaml(folder / "overrides.yaml")
     pairs = dict(str(word).partition("=")[::2] for word in words or [])
@@ -99,7 +100,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, none if it is missing; a last line that a crash cut short is left out."""
+    """Read the lines of a JSONL file, none if it is missing; a last line that a crash cut short is left out."""
     if not file.exists():
         return []
     text = file.read_text()

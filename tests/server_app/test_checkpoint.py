@@ -1,23 +1,73 @@
+"""Checkpoints: what is written is read back, and damage is noticed."""
+
+import hashlib
+
 import numpy as np
 import pytest
+import torch
 
 from fedssl.errors import InputError
-from server_app.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint, saved_rounds
+from server_app.checkpoint import latest_checkpoint, save_checkpoint, saved_rounds
+from strategies.state import GLOBAL, Model, ServerState
 
 
 def checkpoint(round):
     layers = {"weight": np.full((1000,), round, dtype=np.float32), "counter": np.array(round, dtype=np.int64)}
-    return Checkpoint(round, layers)
+    return ServerState(round=round, models={GLOBAL: Model(layers=layers)})
 
 
 def test_round_trip_keeps_dtypes_and_shapes(tmp_path):
     save_checkpoint(tmp_path, checkpoint(3), keep=2)
     back = latest_checkpoint(tmp_path)
     assert back.round == 3
-    for name, array in checkpoint(3).layers.items():
-        assert np.array_equal(back.layers[name], array)
-        assert back.layers[name].dtype == array.dtype
-        assert back.layers[name].shape == array.shape
+    assert_same(back.models[GLOBAL].layers, checkpoint(3).models[GLOBAL].layers)
+
+
+def assert_same(found, expected):
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert np.array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+        assert found[name].shape == array.shape
+
+
+def test_round_trip_keeps_all_that_the_server_carries(tmp_path):
+    layers = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "counter": np.array(7, dtype=np.int64)}
+    twice = {name: 2 * array for name, array in layers.items()}
+    first = Model(
+        layers=layers,
+        shared=twice,
+        memory={"intervals": {"weight": 3}, "word": "on", "sums": twice, "nothing": None},
+        moments={"first": layers, "second": twice},
+        phase=2,
+    )
+    models = {"1": first, "10": Model(layers=twice)}
+    state = ServerState(round=4, models=models, took_part={0: (4, "1"), 12: (3, "10")})
+    save_checkpoint(tmp_path, state, keep=1)
+    back = latest_checkpoint(tmp_path)
+    assert (back.round, back.names(), back.took_part) == (4, ["1", "10"], {0: (4, "1"), 12: (3, "10")})
+    assert back.last_round(12, "10") == 3
+    found = back.models["1"]
+    assert found.phase == 2
+    for one, other in ((found.layers, layers), (found.shared, twice), (found.memory["sums"], twice)):
+        assert_same(one, other)
+    assert {name: found.memory[name] for name in ("intervals", "word", "nothing")} == {
+        "intervals": {"weight": 3},
+        "word": "on",
+        "nothing": None,
+    }
+    assert list(found.moments) == ["first", "second"]
+    assert_same(found.moments["second"], twice)
+    assert_same(back.models["10"].layers, twice)
+    assert (back.models["10"].shared, back.models["10"].memory, back.models["10"].phase) == ({}, {}, 1)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    file = tmp_path / "round-000001.pt"
+    torch.save({"round": 1, "layers": {"weight": torch.zeros(1)}}, file)
+    file.with_suffix(".sha256").write_text(hashlib.sha256(file.read_bytes()).hexdigest())
+    with pytest.raises(InputError, match="round-000001.pt is of an earlier version of fedssl; go on with that version"):
+        latest_checkpoint(tmp_path)
 
 
 def test_only_the_newest_are_left(tmp_path):

@@ -10,20 +10,30 @@ from PIL import Image
 
 from fedssl.config import compose
 from fedssl.datasets.base import load
-from fedssl.methods import build
+from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
 from fedssl.report.representations import read_representations
-from fedssl.schedule.stages import enter
+from fedssl.schedule.stages import at_stage
 from server_app.monitor import Monitor, summary, warn_of_collapse
 from simulation.cli import run
+from strategies.state import GLOBAL
+from tests.federation import Federation
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1"]
 
 
 def monitor(*words):
     settings = compose([*TINY, *words])
-    method = build(settings)
-    return Monitor(settings, method, torch.device("cpu")), travelling_layers(method)
+    method = build(settings.model)
+    watch = Monitor(
+        method,
+        data=settings.data,
+        pictures=settings.evaluation.health_pictures,
+        augment=settings.training.augmentation.make(),
+        device=torch.device("cpu"),
+        seed=settings.seed,
+    )
+    return watch, travelling_layers(method)
 
 
 def collapsed(layers):
@@ -34,20 +44,22 @@ def test_models_are_measured_on_the_same_pictures():
     watch, layers = monitor("health_pictures=40")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
-    rows = watch.finish(layers).rows
+    rows = watch.finish({GLOBAL: layers}).rows
     assert [row["client"] for row in rows] == [None, 2, 0]
-    assert rows[1] | {"client": None} == rows[0]
+    assert rows[1] | {"client": None, "model": GLOBAL} == rows[0]
     assert rows[2]["spread"] < 1e-6 < rows[0]["spread"]
-    assert [row["client"] for row in watch.finish(layers).rows] == [None]  # clients of an earlier round are gone
+    assert [row["client"] for row in watch.finish({GLOBAL: layers}).rows] == [
+        None
+    ]  # clients of an earlier round are gone
 
 
 def test_representations_of_test_pictures_are_kept():
     watch, layers = monitor("health_pictures=40", "method.projector.out=5")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
-    kept = watch.finish(layers).representations
-    assert kept.clients.tolist() == [2, 0]
-    assert kept.names == ["global model", "client 2", "client 0"]
+    kept = watch.finish({GLOBAL: layers}).representations
+    assert kept.globals == 1
+    assert kept.names.tolist() == ["global model", "client 2", "client 0"]
     assert kept.h.shape == (3, 40, 16)
     assert kept.h.dtype == np.float16
     assert kept.z is None
@@ -55,9 +67,10 @@ def test_representations_of_test_pictures_are_kept():
     np.testing.assert_allclose(np.linalg.norm(kept.h[0].astype(float), axis=1), 1, atol=1e-3)
     # Among all test pictures, those with these representations have these labels.
     settings = compose(TINY)
-    test, encoder = load(settings.dataset, "test"), build(settings).encoder.eval()
+    data = settings.data
+    test, encoder = load(data, "test"), build(settings.model).encoder.eval()
     with torch.no_grad():
-        everything = encoder((test.images / 255 - settings.dataset.mean[0]) / settings.dataset.std[0])
+        everything = encoder((test.images / 255 - data.mean[0]) / data.std[0])
     distance = torch.cdist(torch.from_numpy(kept.h[0]).float(), torch.nn.functional.normalize(everything))
     assert distance.amin(dim=1).max() < 1e-3
     np.testing.assert_array_equal(test.labels[distance.argmin(dim=1)], kept.labels)
@@ -67,8 +80,8 @@ def test_projections_are_kept_where_they_have_three_dimensions():
     watch, layers = monitor("health_pictures=40", "method.projector.out=3")
     watch.observe(1, {name: array for name, array in layers.items() if name.startswith("encoder.")})  # no projector
     watch.observe(2, layers)
-    kept = watch.finish(layers).representations
-    assert kept.clients.tolist() == [2]
+    kept = watch.finish({GLOBAL: layers}).representations
+    assert kept.names.tolist() == ["global model", "client 2"]
     assert kept.z.shape == (2, 40, 3)
     np.testing.assert_allclose(np.linalg.norm(kept.z.astype(float), axis=2), 1, atol=1e-3)
 
@@ -77,10 +90,10 @@ def test_stages_that_do_not_run_are_not_needed():
     watch, layers = monitor("health_pictures=40")
     first = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.0.")}
     watch.observe(0, first)
-    assert len(watch.finish(layers).rows) == 1
-    enter(watch._method, depth=1)
-    watch.observe(0, first)
-    kept = watch.finish(layers).representations
+    assert len(watch.finish({GLOBAL: layers}).rows) == 1
+    with at_stage(watch._method, depth=1):
+        watch.observe(0, first)
+        kept = watch.finish({GLOBAL: layers}).representations
     assert kept.h.shape == (2, 40, 4)  # as wide as the first stage
     np.testing.assert_array_equal(kept.h[0], kept.h[1])
 
@@ -90,7 +103,7 @@ def test_without_test_pictures_those_of_the_clients_are_taken(tmp_path):
         Image.new("L", (8, 8), 40 * number).save(tmp_path / f"{number}.png")
     words = ["dataset=image_folder", f"dataset.path={tmp_path}", "dataset.size=8", "dataset.channels=1"]
     watch, layers = monitor(*words, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid")
-    kept = watch.finish(layers).representations
+    kept = watch.finish({GLOBAL: layers}).representations
     assert kept.h.shape == (1, 6, 16)
     assert kept.labels is None
 
@@ -102,20 +115,34 @@ def test_a_model_without_numbers_is_left_out_and_told(caplog):
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         watch.observe(3, huge)
     assert "client 3 gives representations that are NaN or infinite" in caplog.text
-    assert len(watch.finish(layers).rows) == 1
-    assert watch.finish(huge) is None
+    assert len(watch.finish({GLOBAL: layers}).rows) == 1
+    assert watch.finish({GLOBAL: huge}) is None
 
 
 def test_an_encoder_of_which_parts_are_missing_is_left_out():
     watch, layers = monitor()
     watch.observe(0, dict(list(layers.items())[1:]))
-    assert len(watch.finish(layers).rows) == 1
+    assert len(watch.finish({GLOBAL: layers}).rows) == 1
 
 
-def test_it_can_be_turned_off():
-    watch, layers = monitor("health_pictures=0")
-    watch.observe(0, layers)
-    assert watch.finish(layers) is None
+def test_several_global_models_are_measured_one_by_one(caplog):
+    watch, layers = monitor("health_pictures=40")
+    huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
+    watch.observe(3, layers)
+    with caplog.at_level(logging.WARNING, logger="fedssl"):
+        found = watch.finish({"0": collapsed(layers), "1": huge, "2": layers})
+    assert "the model 1 gives representations that are NaN or infinite" in caplog.text
+    assert [(row["client"], row.get("model")) for row in found.rows] == [(None, "0"), (None, "2"), (3, None)]
+    assert found.rows[0]["spread"] < 1e-6 < found.rows[1]["spread"] == found.rows[2]["spread"]
+    kept = found.representations
+    assert kept.names.tolist() == ["model 0", "model 2", "client 3"]
+    assert kept.globals == 2
+    np.testing.assert_array_equal(kept.h[1], kept.h[2])
+
+
+def test_it_can_be_turned_off(tmp_path):
+    assert Federation(tmp_path, "health_pictures=0").prepared.monitor is None
+    assert Federation(tmp_path, "health_pictures=2").prepared.monitor is not None
 
 
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():
@@ -125,8 +152,13 @@ def test_summary_has_the_global_model_and_the_mean_of_the_clients():
     assert summary(rows[:1]) == {"global": own}
 
 
+def test_summary_averages_over_several_global_models():
+    rows = [{"client": None, "model": str(n), "spread": 1.0 + n, "singular_values": [1.0]} for n in range(3)]
+    assert summary([*rows, {"client": 0, "spread": 4.0}]) == {"global": {"spread": 2.0}, "clients": {"spread": 4.0}}
+
+
 def test_collapse_is_told(caplog):
-    healthy = {"client": None, "spread": 0.5, "effective_rank": 30.0, "covariance_rank": 9.0}
+    healthy = {"client": None, "model": GLOBAL, "spread": 0.5, "effective_rank": 30.0, "covariance_rank": 9.0}
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         warn_of_collapse([healthy])
         assert not caplog.records
@@ -136,6 +168,13 @@ def test_collapse_is_told(caplog):
         f"the representation has collapsed in client {client}" for client in range(3)
     ]
     assert caplog.records[2].message.endswith("effective rank 30.0, rank of the covariance 1.7, spread 0.500")
+    with caplog.at_level(logging.WARNING, logger="fedssl"):
+        warn_of_collapse([{**healthy, "spread": 0.0}])
+        warn_of_collapse([{**healthy, "model": "a", "spread": 0.0}, {**healthy, "model": "b", "spread": 0.0}])
+    assert [record.message.partition(":")[0] for record in caplog.records[3:]] == [
+        "the representation has collapsed in the global model",
+        "the representation has collapsed in model a, model b",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +189,13 @@ def test_a_run_records_and_draws_it(folder):
     assert ["health" in line for line in rounds] == [False, True, True]
     rows = [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
     assert [(row["round"], row["client"]) for row in rows] == [(r, c) for r in (2, 3) for c in (None, 0, 1, 2)]
+    assert [row["model"] for row in rows if row["client"] is None] == [GLOBAL, GLOBAL]
     assert rows[0]["singular_values"] == sorted(rows[0]["singular_values"], reverse=True)
     assert (folder / "figures" / "spectrum.png").stat().st_size > 0
     round, kept = read_representations(folder)
     assert round == 3  # the last one
-    assert kept.clients.tolist() == [0, 1, 2]
+    assert kept.names.tolist() == ["global model", "client 0", "client 1", "client 2"]
+    assert kept.globals == 1
 
 
 def test_measuring_changes_no_number_of_the_training(folder, tmp_path):

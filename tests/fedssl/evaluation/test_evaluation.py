@@ -1,20 +1,20 @@
 """Evaluation protocols against slow transcriptions and hand-computed numbers, and the command around them."""
 
+import copy
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
-from fedssl.config import compose, make
+from fedssl.config import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation import cli, knn
@@ -22,7 +22,9 @@ from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.few_labels import FewLabels, center_and_scale, draw_few
 from fedssl.evaluation.knn import KNN, knn_predict
 from fedssl.evaluation.linear import Linear, linear_probe, softmax_regression, standardise
-from fedssl.evaluation.probes import Probes
+from fedssl.evaluation.probes import Evaluation, Probes, evaluate
+from fedssl.evaluation.scores import Score, as_numbers, as_scores, heading, over_models, units_of
+from fedssl.evaluation.subject import Labelled, Subject
 from fedssl.export import save_encoder
 from fedssl.seeding import numpy_generator
 
@@ -48,6 +50,28 @@ def blobs(seed: int = 0, *, n: int = 200, dim: int = 8, classes: int = 4, spread
         return (centers[labels] + spread * noise) @ mixing + 3, labels
 
     return Features(*sample(n), *sample(n), num_classes=classes)
+
+
+class Given(Subject):
+    """A subject whose features are there already."""
+
+    def __init__(self, data: Features) -> None:
+        test = torch.zeros(len(data.test), 1, 2, 2, dtype=torch.uint8)
+        train = torch.zeros(len(data.train), 1, 2, 2, dtype=torch.uint8)
+        super().__init__(
+            encoder=None,
+            train=Labelled(train, data.train_labels),
+            test=Labelled(test, data.test_labels),
+            mean=(0.5,),
+            std=(0.5,),
+            device=torch.device("cpu"),
+        )
+        self.__dict__["features"] = data
+
+
+def results(protocol: Evaluation, data: Features, *, seed: int) -> dict[str, float]:
+    """As files have them."""
+    return as_numbers(evaluate(protocol, Given(data), seed=seed))
 
 
 # --- features ---
@@ -194,13 +218,13 @@ def test_knn_counts_only_directions():
     data = blobs()
     lengths = torch.rand(len(data.train), 1) * 10 + 0.1
     scaled = Features(data.train * lengths, data.train_labels, data.test * 7, data.test_labels, data.num_classes)
-    assert KNN()(scaled, seed=0) == KNN()(data, seed=0)
+    assert results(KNN(), scaled, seed=0) == results(KNN(), data, seed=0)
 
 
 def test_knn_accuracy_is_a_share():
     train = torch.eye(2)
     data = Features(train, torch.tensor([0, 1]), train[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 0]), num_classes=2)
-    assert KNN(k=1)(data, seed=0) == {"knn": 0.75}
+    assert results(KNN(k=1), data, seed=0) == {"knn": 0.75}
 
 
 # --- linear ---
@@ -241,20 +265,21 @@ def test_linear_probe_equals_scikit_learn():
 
 def test_linear_separates_what_can_be_separated():
     data = blobs(spread=0.01)
-    assert Linear()(data, seed=0) == {"linear": 1.0}
-    assert Linear(l2=0.0)(data, seed=0) == {"linear": 1.0}
+    assert results(Linear(), data, seed=0) == {"linear": 1.0}
+    assert results(Linear(l2=0.0), data, seed=0) == {"linear": 1.0}
 
 
 def test_linear_gives_the_same_number_every_time_whatever_the_seed():
     data = blobs()
-    assert Linear()(data, seed=0) == Linear()(data, seed=1)
+    assert results(Linear(), data, seed=0) == results(Linear(), data, seed=1)
 
 
 def test_linear_ignores_shift_and_scale_of_features():
     data = blobs()
     scale = torch.logspace(-3, 3, 8)
     other = Features(data.train * scale - 5, data.train_labels, data.test * scale - 5, data.test_labels, 4)
-    assert Linear()(other, seed=0)["linear"] == pytest.approx(Linear()(data, seed=0)["linear"], abs=0.01)
+    found = results(Linear(), other, seed=0)["linear"]
+    assert found == pytest.approx(results(Linear(), data, seed=0)["linear"], abs=0.01)
 
 
 def test_standardise_leaves_a_constant_feature_at_zero():
@@ -270,10 +295,8 @@ def test_standardise_leaves_a_constant_feature_at_zero():
 def test_a_collapsed_encoder_is_at_chance(protocol: KNN | Linear | FewLabels):
     labels = torch.arange(40) % 4
     data = Features(torch.full((40, 8), 0.3), labels, torch.full((40, 8), 0.3), labels, num_classes=4)
-    results = protocol(data, seed=0)
-    assert [value for name, value in results.items() if not name.endswith("_std")] == [0.25] * (
-        2 if isinstance(protocol, FewLabels) else 1
-    )
+    found = protocol(Given(data), seed=0)
+    assert [score.value for score in found.values()] == [0.25] * (2 if isinstance(protocol, FewLabels) else 1)
 
 
 # --- few labels ---
@@ -321,11 +344,11 @@ def test_few_labels_by_hand():
         first = draw_few(labels, per_class=1, num_classes=2, generator=generator)[0].item()
         expected.append(0.75 if first == 0 else 0.5)
     assert len(set(expected)) == 2
-    assert FewLabels(labels_per_class=[1], draws=6)(data, seed=5) == {
+    assert results(FewLabels(labels_per_class=[1], draws=6), data, seed=5) == {
         "linear_1_per_class": pytest.approx(np.mean(expected)),
         "linear_1_per_class_std": pytest.approx(np.std(expected, ddof=1)),
     }
-    assert FewLabels(labels_per_class=[1], draws=1)(data, seed=5) == {"linear_1_per_class": expected[0]}
+    assert results(FewLabels(labels_per_class=[1], draws=1), data, seed=5) == {"linear_1_per_class": expected[0]}
 
 
 def test_few_labels_draws_the_same_pictures_for_every_representation():
@@ -337,10 +360,10 @@ def test_few_labels_draws_the_same_pictures_for_every_representation():
         data.train @ rotation * 50, data.train_labels, data.test @ rotation * 50, data.test_labels, data.num_classes
     )
     protocol = FewLabels(draws=4)
-    results = protocol(data, seed=3)
-    assert results == protocol(data, seed=3)
-    assert protocol(rotated, seed=3) == pytest.approx(results, abs=0.004)
-    assert abs(protocol(rotated, seed=4)["linear_2_per_class"] - results["linear_2_per_class"]) > 0.004
+    found = results(protocol, data, seed=3)
+    assert found == results(protocol, data, seed=3)
+    assert results(protocol, rotated, seed=3) == pytest.approx(found, abs=0.004)
+    assert abs(results(protocol, rotated, seed=4)["linear_2_per_class"] - found["linear_2_per_class"]) > 0.004
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -348,7 +371,111 @@ def test_few_labels_draws_the_same_pictures_for_every_representation():
 def test_features_may_be_on_the_gpu(protocol: KNN | Linear | FewLabels):
     data = blobs()
     on_gpu = Features(data.train.cuda(), data.train_labels, data.test.cuda(), data.test_labels, data.num_classes)
-    assert protocol(on_gpu, seed=0) == pytest.approx(protocol(data, seed=0), abs=0.01)
+    assert results(protocol, on_gpu, seed=0) == pytest.approx(results(protocol, data, seed=0), abs=0.01)
+
+
+# --- subjects ---
+
+
+class Counting(nn.Flatten):
+    """Counts how often pictures come."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return super().forward(x)
+
+
+def subject(encoder: nn.Module | None) -> Subject:
+    """Pictures of 1 x 2 pixels: class 0 is bright on the left, class 1 on the right."""
+    images = torch.tensor([[255, 0], [0, 255], [204, 51], [51, 204]], dtype=torch.uint8).view(4, 1, 1, 2)
+    labels = torch.tensor([0, 1, 0, 1])
+    some = {"train": Labelled(images, labels), "test": Labelled(images[:3], labels[:3])}
+    return Subject(encoder=encoder, **some, mean=(0.5,), std=(0.1,), device=torch.device("cpu"))
+
+
+def test_features_are_computed_once_for_all_protocols():
+    encoder = Counting()
+    probes = Probes(protocols={"a": KNN(), "b": Linear(), "c": FewLabels(labels_per_class=[1])})
+    assert len(probes(subject(encoder), seed=0)) == 3
+    assert encoder.seen == 4 + 3
+
+
+def test_features_of_an_encoder_and_raw_pixels():
+    # Pixel 51 -> 0.2 -> (0.2 - 0.5) / 0.1 = -3.
+    features = subject(nn.Flatten()).features
+    torch.testing.assert_close(features.train[2:], torch.tensor([[3.0, -3.0], [-3.0, 3.0]]))
+    assert features.test.shape == (3, 2)
+    assert features.num_classes == 2
+    torch.testing.assert_close(subject(None).features.train[2:], torch.tensor([[0.8, 0.2], [0.2, 0.8]]))
+
+
+class FineTuned:
+    """A protocol that trains a copy of the encoder: no features, the pictures themselves."""
+
+    def __call__(self, subject: Subject, *, seed: int) -> Mapping[str, Score | float]:
+        if subject.encoder is None:
+            return {}
+        network = nn.Sequential(copy.deepcopy(subject.encoder), nn.LazyLinear(subject.num_classes)).train()
+        images = (subject.train.images.float() / 255 - subject.mean[0]) / subject.std[0]
+        network(images)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(network(images), subject.train.labels)
+            loss.backward()
+            optimizer.step()
+        return {"fine_tuned_loss": Score(loss.item(), "nats"), "steps": Score(20, ""), "fine_tuned": 1.0}
+
+
+def test_a_protocol_may_train_the_encoder():
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
+    before = copy.deepcopy(encoder.state_dict())
+    torch.manual_seed(0)
+    found = evaluate(FineTuned(), subject(encoder), seed=0)
+    assert found["fine_tuned_loss"].value < 0.1
+    assert units_of(found) == {"fine_tuned_loss": "nats", "steps": "", "fine_tuned": "accuracy"}
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    assert evaluate(FineTuned(), subject(None), seed=0) == {}
+
+
+# --- scores ---
+
+
+def test_scores_come_back_from_files_as_they_were():
+    scores = {
+        "knn": Score(0.5),
+        "few": Score(0.25, spread=0.1),
+        "loss": Score(2.5, "nats", 0.5),
+        "epochs": Score(3, ""),
+    }
+    numbers, units = as_numbers(scores), units_of(scores)
+    assert numbers == {"knn": 0.5, "few": 0.25, "few_std": 0.1, "loss": 2.5, "loss_std": 0.5, "epochs": 3}
+    assert units == {"knn": "accuracy", "few": "accuracy", "loss": "nats", "epochs": ""}
+    assert as_scores(json.loads(json.dumps(numbers)), units) == scores
+    assert as_scores(scores) == scores
+
+
+def test_plain_numbers_are_accuracies():
+    found = as_scores({"mine": 0.5, "mine_std": 0.1, "low_std": 0.2, "loss": Score(1.0, "nats")})
+    assert found == {"mine": Score(0.5, "accuracy", 0.1), "low_std": Score(0.2), "loss": Score(1.0, "nats")}
+
+
+def test_scores_for_people():
+    assert [Score(0.6134).text, Score(0.5, spread=0.05).text] == ["61.3%", "50.0 ± 5.0%"]
+    assert [Score(2.34567, "nats").text, Score(12345.678, "", 1.5).text] == ["2.346 nats", "1.235e+04 ± 1.5"]
+    assert [heading("knn", "accuracy"), heading("loss", "nats"), heading("k", "")] == ["knn (%)", "loss (nats)", "k"]
+
+
+def test_results_over_models_are_means_and_deviations():
+    found = over_models([{"few": Score(0.2, spread=0.01), "l": Score(1, "m")}, {"few": Score(0.6), "l": Score(3, "m")}])
+    # Deviations from the means 0.4 and 2 are 0.2 and 1; with divisor 2 - 1 they give 0.2 * sqrt 2 and sqrt 2.
+    few, length = found["few"], found["l"]
+    assert (few.value, few.spread, few.unit) == (pytest.approx(0.4), pytest.approx(0.2 * math.sqrt(2)), "accuracy")
+    assert (length.value, length.spread, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
+    assert over_models([{"few": Score(0.2, spread=0.01)}]) == {"few": Score(0.2, spread=0.01)}
+    assert over_models([{}, {}]) == {}
 
 
 # --- settings ---
@@ -369,14 +496,15 @@ def test_features_may_be_on_the_gpu(protocol: KNN | Linear | FewLabels):
     ],
 )
 def test_every_yaml_serves_in_both_places(slot: str, name: str, keys: set[str]):
-    word = f"evaluation={name}" if slot == "evaluation" else f"evaluation@final_evaluation={name}"
-    evaluation = make(compose([word])[slot])
-    assert set(evaluation(blobs(), seed=0)) == keys
+    settings = compose([f"{slot}={name}"]).evaluation
+    component = settings.protocol if slot == "evaluation" else settings.final_protocol
+    assert set(results(component.make(), blobs(), seed=0)) == keys
 
 
 def test_probes_merge_their_results():
-    merged = Probes(protocols={"a": KNN(), "b": Linear()})(blobs(), seed=0)
-    assert merged == {**KNN()(blobs(), seed=0), **Linear()(blobs(), seed=0)}
+    subject = Given(blobs())
+    merged = Probes(protocols={"a": KNN(), "b": Linear()})(subject, seed=0)
+    assert merged == {**KNN()(subject, seed=0), **Linear()(subject, seed=0)}
 
 
 @pytest.mark.parametrize(
@@ -406,7 +534,7 @@ def test_bad_settings_are_refused_by_name(protocol: type, settings: dict[str, ob
 def finished_run(tmp_path: Path) -> Path:
     """A run folder as far as the command needs it: settings and encoder of a run on the digits."""
     settings = compose(["seed=7", "dataset=digits", "dataset.limit=300", "encoder=conv_small", "encoder.width=4"])
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+    (tmp_path / "config.yaml").write_text(settings.recording.text)
     write_encoder(tmp_path / "encoder.pt")
     return tmp_path
 
@@ -418,7 +546,7 @@ def write_encoder(file: Path, *, channels: int = 1, size: int = 8) -> None:
     save_encoder(file, encoder, settings=settings, mean=[0.3] * channels, std=[0.4] * channels, metadata={})
 
 
-def evaluate(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["fedssl-evaluate", *words])
     monkeypatch.setattr(cli.torch, "set_num_threads", lambda threads: None)
     return cli.main()
@@ -427,11 +555,12 @@ def evaluate(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_command_evaluates_a_run_on_its_own_data(
     finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert evaluate(monkeypatch, f"run={finished_run}", "evaluation.k=20") == 0
+    assert command(monkeypatch, f"run={finished_run}", "evaluation.k=20") == 0
     report = json.loads((finished_run / "evaluation" / "knn-digits.json").read_text())
     assert report["pictures"]["train"] == 300
     assert report["seed"] == 7
     assert report["evaluation"]["k"] == 20
+    assert report["units"] == {"knn": "accuracy"}
     assert 0.3 < report["results"]["knn"] < 1  # an untrained encoder is far from chance
     output = capsys.readouterr().out
     assert f"{100 * report['results']['knn']:.1f}" in output
@@ -440,7 +569,7 @@ def test_command_evaluates_a_run_on_its_own_data(
 
 def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
     words = [f"run={finished_run}", "evaluation=probes", "evaluation.protocols.few_labels.draws=2", "seed=1"]
-    assert evaluate(monkeypatch, *words, "dataset.limit=200", "dataset.test_limit=50") == 0
+    assert command(monkeypatch, *words, "dataset.limit=200", "dataset.test_limit=50") == 0
     report = json.loads((finished_run / "evaluation" / "probes-digits.json").read_text())
     assert report["pictures"] == {"train": 200, "test": 50}
     assert report["seed"] == 1
@@ -450,7 +579,7 @@ def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: P
 def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
     words = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]
-    assert evaluate(monkeypatch, *words, "dataset.channels=3") == 0
+    assert command(monkeypatch, *words, "dataset.channels=3") == 0
     report = json.loads((tmp_path / "evaluation" / "knn-digits.json").read_text())
     assert report["dataset"]["size"] == 16
     assert report["dataset"]["mean"] == [0.3] * 3
@@ -479,7 +608,7 @@ def test_command_answers_bad_input_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    status = evaluate(monkeypatch, *(word.format(run=finished_run) for word in words or ["evaluation=knn"]))
+    status = command(monkeypatch, *(word.format(run=finished_run) for word in words or ["evaluation=knn"]))
     captured = capsys.readouterr()
     assert status == 2
     assert captured.out == ""
@@ -491,7 +620,7 @@ def test_command_tells_an_unfinished_run_from_a_wrong_folder(
     finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (finished_run / "encoder.pt").unlink()
-    assert evaluate(monkeypatch, f"run={finished_run}") == 2
+    assert command(monkeypatch, f"run={finished_run}") == 2
     assert f"fedssl resume={finished_run}" in capsys.readouterr().err
 
 
@@ -501,11 +630,11 @@ def test_command_names_the_encoders_of_a_run_that_has_several(
     for client in (0, 1):
         (finished_run / f"encoder-{client}.pt").write_bytes((finished_run / "encoder.pt").read_bytes())
     (finished_run / "encoder.pt").unlink()
-    assert evaluate(monkeypatch, f"run={finished_run}") == 2
+    assert command(monkeypatch, f"run={finished_run}") == 2
     assert f"has 2 encoders; give one of them: encoder={finished_run}/encoder-0.pt" in capsys.readouterr().err
 
 
 def test_command_without_words_shows_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    assert evaluate(monkeypatch) == 2
-    assert evaluate(monkeypatch, "--help") == 0
+    assert command(monkeypatch) == 2
+    assert command(monkeypatch, "--help") == 0
     assert capsys.readouterr().out.count("usage:") == 2

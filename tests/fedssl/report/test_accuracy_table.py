@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config import CONF
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import Score
 from fedssl.report.accuracy_table import format_table, run_table, sweep_table
 from fedssl.report.runs import find_runs, read_run
+from fedssl.words import CONF
 
 
 def job(folder: Path, words: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
@@ -30,9 +31,9 @@ def job(folder: Path, words: str, status: str = "finished", reason: str | None =
 def test_format_table():
     table = format_table(
         {
-            "untrained": {"linear_2_per_class": 0.5, "linear_2_per_class_std": 0.05, "knn": 0.6666},
-            "federated": {"linear_2_per_class": 0.875, "linear_2_per_class_std": 0.0123, "knn": 1.0},
-            "pixels": {"knn": 0.0},
+            "untrained": {"linear_2_per_class": Score(0.5, spread=0.05), "knn": Score(0.6666)},
+            "federated": {"linear_2_per_class": Score(0.875, spread=0.0123), "knn": Score(1.0)},
+            "pixels": {"knn": Score(0.0)},
         }
     )
     assert table.split("\n") == [
@@ -42,8 +43,19 @@ def test_format_table():
     ]
 
 
+def test_format_table_names_other_units():
+    nll = {"nll": Score(2.34567, "nats", 0.5), "epochs": Score(30.0, "")}
+    assert format_table({"federated": {"knn": Score(0.5), **nll}, "pixels": {"knn": Score(0.25)}}).split("\n") == [
+        "accuracy in %    federated  pixels",
+        "knn                   50.0    25.0",
+        "nll (nats)     2.346 ± 0.5       -",
+        "epochs                  30       -",
+    ]
+    assert format_table({"federated": nll}).split("\n")[0].split() == ["federated"]
+
+
 @pytest.mark.parametrize("results", [{}, {"federated": {}, "pixels": {}}])
-def test_format_table_without_results_says_so(results: dict[str, dict[str, float]]):
+def test_format_table_without_results_says_so(results: dict[str, dict[str, Score]]):
     assert "nothing was evaluated" in format_table(results)
 
 
@@ -131,6 +143,33 @@ def test_sweep_markdown(tmp_path: Path):
     )
 
 
+def with_units(folder: Path, **units: str) -> Path:
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "units": units}))
+    return folder
+
+
+def test_sweep_shows_other_units_as_plain_numbers(tmp_path: Path):
+    folders = [
+        with_units(job(tmp_path / str(seed), f"seed={seed}", knn=0.5, nll=nll, nll_std=9.0), knn="accuracy", nll="nats")
+        for seed, nll in enumerate((2.0, 3.0))
+    ]
+    # Sample deviation of 2 and 3: sqrt(2 * 0.5^2 / 1) = 0.7071.
+    table = sweep_table(folders)
+    assert table.metrics == ["knn", "nll"]
+    assert table.text() == "   knn (%)    nll (nats)  runs  failed\n50.0 ± 0.0  2.5 ± 0.7071     2       0"
+    assert table.csv().splitlines()[0] == "knn_mean,knn_std,nll_mean,nll_std,runs,failed"
+
+
+def test_numbers_of_different_units_are_not_mixed(tmp_path: Path):
+    folders = [
+        with_units(job(tmp_path / "0", "seed=0", loss=0.5), loss="nats"),
+        with_units(job(tmp_path / "1", "seed=1", loss=0.7), loss="bits"),
+    ]
+    (row,) = sweep_table(folders).rows
+    assert row.metrics == {"loss": [0.5], "loss, bits": [0.7]}
+
+
 def test_sweep_over_seeds_only_is_one_row(tmp_path: Path):
     folders = [job(tmp_path / str(seed), f"rounds=2 seed={seed}", knn=0.1 * seed) for seed in (1, 2, 3)]
     table = sweep_table(folders)
@@ -166,8 +205,10 @@ def test_sweep_in_which_nothing_was_evaluated_or_all_failed(tmp_path: Path):
 # --- any runs ---
 
 
-def with_settings(folder: Path, words: str, settings: dict[str, Any], **federated: float) -> Path:
-    """A finished run with settings, of which ``words`` were typed."""
+def with_settings(
+    folder: Path, words: str, settings: dict[str, Any], choices: dict[str, str] | None = None, **federated: float
+) -> Path:
+    """A finished run with settings, of which ``words`` were typed; ``choices`` were made without a word."""
     job(folder, words, **federated)
     defaults = {
         "seed": 0,
@@ -178,6 +219,8 @@ def with_settings(folder: Path, words: str, settings: dict[str, Any], **federate
     }
     defaults |= {name: {"_target_": target} for name, target in TARGETS.items()}
     (folder / "config.yaml").write_text(json.dumps(defaults | settings))  # JSON is YAML
+    typed = dict(word.split("=") for word in words.split() if word.split("=")[0] in CHOICES)
+    (folder / "choices.yaml").write_text(json.dumps(CHOICES | (choices or {}) | typed))
     return folder
 
 
@@ -190,6 +233,16 @@ TARGETS = {
     "method": "fedssl.methods.simclr.SimCLR",
     "encoder": "fedssl.encoders.conv_small",
     "regularizer": "fedssl.regularizers.base.Regularizer",
+}
+
+
+CHOICES = {
+    "strategy": "l_dawa",
+    "method": "simclr",
+    "encoder": "conv_small",
+    "partition": "dirichlet",
+    "regularizer": "none",
+    "dataset": "cifar10",
 }
 
 
@@ -217,11 +270,12 @@ def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
     prox = {"regularizer": {"_target_": "fedssl.regularizers.prox.Proximal"}}
     folders = [
         with_settings(tmp_path / "0", "", {}),
-        with_settings(tmp_path / "1", "+experiment=mine", fur),  # an experiment may choose without a word
+        with_settings(tmp_path / "1", "+experiment=mine", fur, {"regularizer": "fur"}),  # chosen without a word
         with_settings(tmp_path / "2", "regularizer=fur", fur),
         with_settings(tmp_path / "3", "partition=classes", by_class),
         with_settings(
-            tmp_path / "4", "strategy=fedprox", {"strategy": {"_target_": "strategies.fedavg.FedAvg"}} | prox
+            *(tmp_path / "4", "strategy=fedprox", {"strategy": {"_target_": "strategies.fedavg.FedAvg"}} | prox),
+            {"regularizer": "prox"},
         ),
     ]
     last = {"regularizer": "none", "experiment": ""}
@@ -234,12 +288,14 @@ def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
     ]
 
 
-def test_choices_with_one_target_are_told_apart_by_their_values(tmp_path: Path):
+def test_choices_with_one_target_are_told_apart_by_their_names(tmp_path: Path):
     names = ("cifar10", "cifar100")
     datasets = [OmegaConf.to_container(OmegaConf.load(CONF / "dataset" / f"{name}.yaml")) for name in names]
     folders = [
-        with_settings(tmp_path / str(number), "dataset=image_folder" if number == 2 else "", {"dataset": dataset})
-        for number, dataset in enumerate([*datasets, datasets[0]])
+        with_settings(tmp_path / name, words, {"dataset": dataset}, {"dataset": name})
+        for name, words, dataset in zip(
+            *((*names, "image_folder"), ("", "", "dataset=image_folder"), [*datasets, datasets[0]]), strict=True
+        )
     ]
     assert [settings["dataset"] for settings, _ in rows(*folders)] == ["cifar10", "cifar100", "image_folder"]
 

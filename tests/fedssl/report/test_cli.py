@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
-from fedssl.config import compose
+from fedssl.config import compose, save_run
 from fedssl.report.cli import main
 from fedssl.report.representations import Representations
 from fedssl.report.runs import read_run
@@ -33,6 +32,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def job(folder: Path, strategy: str, seed: int, status: str = "finished", knn: float = 0.5) -> Path:
+    """A folder as runs leave it; the words do not tell all choices, ``choices.yaml`` does."""
     folder.mkdir(parents=True)
     words = [f"strategy={strategy}", f"seed={seed}"]
     summary: dict[str, Any] = {"status": status, "reason": None if status == "finished" else "no GPU"}
@@ -45,6 +45,8 @@ def job(folder: Path, strategy: str, seed: int, status: str = "finished", knn: f
     }
     settings |= {"partition": {"_target_": "fedssl.partition.dirichlet", "alpha": 0.1}}
     (folder / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    choices = {"strategy": strategy, "method": "byol", "encoder": "vit_tiny", "partition": "dirichlet"}
+    (folder / "choices.yaml").write_text(json.dumps(choices))
     return folder
 
 
@@ -86,14 +88,52 @@ def test_table_into_a_file(sweep: Path, tmp_path: Path, command):
     assert lines[-1] == f"- {sweep / '2'} (strategy=eua seed=0): no GPU"
 
 
-def test_pictures_need_no_end_of_the_run(tmp_path: Path, command):
+def test_a_unit_is_named_in_every_form_of_the_table(sweep: Path, tmp_path: Path, command):
+    for folder in (sweep / "0", sweep / "1"):
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["final"]["federated"] |= {"nll": 2.5, "nll_std": 0.5}
+        (folder / "summary.json").write_text(json.dumps({**summary, "units": {"knn": "accuracy", "nll": "nats"}}))
+    _, out, _ = command(sweep, "--out", tmp_path / "table.md")
+    header, row = (line.split("  ") for line in out.splitlines()[:2])
+    assert [cell.strip() for cell in header if cell][-4:] == ["knn (%)", "nll (nats)", "runs", "failed"]
+    assert [cell.strip() for cell in row if cell][-4:] == ["60.0 ± 14.1", "2.5 ± 0", "2", "0"]
+    assert "| knn (%) | nll (nats) |" in (tmp_path / "table.md").read_text()
+    command(sweep, "--out", tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(newline="") as stream:
+        first = next(csv.DictReader(stream))
+    assert (first["nll_mean"], first["nll_std"]) == ("2.5", "0.0")
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Path, command, monkeypatch):
+    (tmp_path / "table.md").write_text("before")
+
+    def cut(path: Path, text: str, **how: Any) -> None:
+        with path.open("w") as stream:
+            stream.write(text[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    status, _, error = command(sweep, "--out", tmp_path / "table.md")
+    assert status == 2
+    assert "cannot be written (No space left on device)" in error
+    assert (tmp_path / "table.md").read_text() == "before"
+
+
+def test_the_old_name_of_the_option_is_answered_by_the_new_one(sweep: Path, command):
+    status, out, error = command(sweep, "--pictures")
+    assert status == 2
+    assert out == ""
+    assert error == "fedssl-report: --pictures is called --figures now; write fedssl-report DIR... --figures\n"
+
+
+def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     folder = job(tmp_path / "run", "fedavg", 0)
     (folder / "summary.json").unlink()
     (folder / "metrics.jsonl").write_text('{"round": 1, "loss": 2.5}\n')
     h = np.random.default_rng(0).normal(size=(2, 10, 4)).astype(np.float16)
-    Representations(clients=np.array([3]), h=h).save(folder, round=1)
+    Representations(names=np.array(["global model", "client 3"]), globals=np.array(1), h=h).save(folder, round=1)
     other = job(tmp_path / "other", "fedavg", 0)
-    status, out, error = command(folder, other, "--pictures")
+    status, out, error = command(folder, other, "--figures")
     assert status == 0
     assert out.startswith(
         f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png\n{other}: nothing to draw\n\nstrategy"
@@ -136,13 +176,13 @@ def test_many_unfinished_runs_are_not_all_named(tmp_path: Path, command):
 
 def test_a_word_that_is_no_option_is_refused(command):
     with pytest.raises(SystemExit, match="2"):
-        command("runs", "--picture=all")
+        command("runs", "--figure=all")
 
 
 def test_a_real_run(tmp_path: Path, command):
     tiny = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1", "rounds=1"]
     run([*tiny, "strategy=fedavg", "final_evaluation=knn", "health_pictures=20", f"output_dir={tmp_path / 'out'}"])
-    status, out, _ = command(tmp_path / "out", "--pictures")
+    status, out, _ = command(tmp_path / "out", "--figures")
     assert status == 0
     drawn, _, header, row, _, costs, cost = out.splitlines()[-7:]
     assert drawn == f"{tmp_path / 'out' / 'figures'}: {', '.join(f'{name}.png' for name in FIGURES)}"
@@ -164,10 +204,19 @@ def test_a_real_run(tmp_path: Path, command):
 @pytest.mark.parametrize("name", ["method=fedu2/byol", "experiment=fedu2", "method=byol"])
 def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str):
     folder = job(tmp_path / "run", "eua", 0)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(compose([name])))
+    save_run(compose([name]).recording, folder)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "overrides": [name]}))
     assert read_run(folder).value("method") == ("byol" if name == "method=byol" else "fedu2/byol")
+    assert read_run(folder).value("schedule") == "end_to_end"  # no word says so
+
+
+def test_of_a_folder_without_choices_the_words_are_all_that_is_known(tmp_path: Path):
+    folder = job(tmp_path / "run", "fedavg", 0)
+    (folder / "choices.yaml").unlink()
+    run = read_run(folder)
+    assert run.choices == {"strategy": "fedavg"}
+    assert [run.value(key) for key in ("strategy", "method", "partition.alpha", "seed")] == ["fedavg", "", "0.1", "0"]
 
 
 def test_a_reader_who_stops_early_gets_no_traceback(sweep: Path):

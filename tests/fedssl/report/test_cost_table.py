@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config import CONF
 from fedssl.report.cost_table import Totals, cost_table, totals
 from fedssl.report.runs import read_run
+from fedssl.words import CONF
 
 GIB = 2**30
 
@@ -29,6 +29,7 @@ def job(folder: Path, words: str, *lines: dict[str, Any], status: str = "finishe
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     schedule = dict(word.split("=") for word in words.split()).get("schedule", "end_to_end")
     OmegaConf.save({"schedule": OmegaConf.load(CONF / "schedule" / f"{schedule}.yaml")}, folder / "config.yaml")
+    (folder / "choices.yaml").write_text(json.dumps({"schedule": schedule}))  # JSON is YAML
     return folder
 
 

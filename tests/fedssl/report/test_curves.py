@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fedssl.report.curves import draw_cosines, draw_curves, draw_metrics, draw_spectra
 
@@ -59,6 +60,17 @@ def test_draw_metrics(tmp_path: Path, drawn: dict[str, Any]):
     }
 
 
+def test_every_unit_has_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    results = {"knn": 0.6, "linear": 0.7, "linear_std": 0.1, "nll": 2.5, "nll_std": 0.5}
+    units = {"knn": "accuracy", "linear": "accuracy", "nll": "nats"}
+    write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": 4.0, "evaluation": results, "units": units}])
+    saved = []
+    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name: saved.append(figure))
+    draw_metrics(tmp_path)
+    panels = {axes.get_ylabel(): axes.get_legend_handles_labels()[1] for axes in saved[0].axes}
+    assert panels == {"mean loss of the clients": ["loss"], "accuracy": ["knn", "linear"], "nats": ["nll"]}
+
+
 def test_draw_metrics_without_losses_or_without_anything(tmp_path: Path, drawn: dict[str, Any]):
     write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": None, "evaluation": {"knn": 0.5}}])
     assert is_png(draw_metrics(tmp_path))
@@ -109,8 +121,8 @@ def test_draw_cosines_without_cosines(tmp_path: Path):
 
 def test_draw_spectra(tmp_path: Path, drawn: dict[str, Any]):
     lines = [
-        {"round": 1, "client": None, "singular_values": [5.0, 5.0]},
-        {"round": 4, "client": None, "singular_values": [100.0, 1.0, 0.0]},
+        {"round": 1, "client": None, "model": "global", "singular_values": [5.0, 5.0]},
+        {"round": 4, "client": None, "model": "global", "singular_values": [100.0, 1.0, 0.0]},
         {"round": 4, "client": 2, "singular_values": [10.0, 0.1, 0.01]},
     ]
     write_lines(tmp_path / "health.jsonl", lines)
@@ -118,6 +130,54 @@ def test_draw_spectra(tmp_path: Path, drawn: dict[str, Any]):
     assert file == tmp_path / "figures" / "spectrum.png"
     assert is_png(file)
     assert drawn == {"global model, round 4": [(2,), (0,), (-12,)], "clients": [(1,), (-1,), (-2,)]}
+
+
+def spectra_of(models: int) -> list[dict[str, Any]]:
+    rows = [{"round": 2, "client": None, "model": str(n), "singular_values": [10.0**n]} for n in range(models)]
+    return [*rows, {"round": 2, "client": 3, "singular_values": [1.0]}]
+
+
+def test_spectra_of_several_global_models(tmp_path: Path, drawn: dict[str, Any]):
+    write_lines(tmp_path / "health.jsonl", spectra_of(3))
+    assert is_png(draw_spectra(tmp_path))
+    assert drawn == {**{f"model {n}, round 2": [(n,)] for n in range(3)}, "clients": [(0,)]}
+
+
+def test_spectra_of_many_global_models_share_a_line_of_the_legend(tmp_path: Path, drawn: dict[str, Any]):
+    write_lines(tmp_path / "health.jsonl", spectra_of(20))
+    draw_spectra(tmp_path)
+    assert set(drawn) == {"global models, round 2", "clients"}
+
+
+@pytest.mark.parametrize(
+    ("models", "title"),
+    [(["a", "a"], "cosine with the global model"), (["a", "b"], "cosine with the client's global model")],
+)
+def test_cosines_name_what_they_are_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: list[str], title: str
+):
+    lines = [{"round": 1, "client": n, "model": model, "cosine": {"a": 0.9}} for n, model in enumerate(models)]
+    write_lines(tmp_path / "clients.jsonl", lines)
+    saved = []
+    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name: saved.append(figure))
+    draw_cosines(tmp_path)
+    assert saved[0].axes[0].get_ylabel() == title
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": 2.0}])
+    file = draw_metrics(tmp_path)
+    before = file.read_bytes()
+
+    def cut(figure: Figure, path: Path, **style: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Figure, "savefig", cut)
+    with pytest.raises(OSError, match="disk full"):
+        draw_metrics(tmp_path)
+    assert file.read_bytes() == before
+    assert [one.name for one in (tmp_path / "figures").iterdir()] == ["metrics.png"]
 
 
 def test_a_run_that_goes_on_is_drawn_as_far_as_it_is(tmp_path: Path):

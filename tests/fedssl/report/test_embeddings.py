@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from threadpoolctl import threadpool_limits
 
 from fedssl.report.embeddings import (
+    MARKS,
     MAX_POINTS,
-    draw_pictures,
+    draw_embeddings,
     on_sphere,
     sphere_figure,
     tsne,
@@ -20,8 +22,13 @@ def unit(*shape: int, seed: int = 0) -> np.ndarray:
     return (vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)).astype(np.float16)
 
 
-def some(models: int = 3, n: int = 30, dim: int = 8, **arrays: np.ndarray) -> Representations:
-    return Representations(clients=np.arange(models - 1), h=unit(models, n, dim), **arrays)
+def some(
+    models: int = 3, n: int = 30, dim: int = 8, *, global_models: int = 1, **arrays: np.ndarray
+) -> Representations:
+    """The first are global models, the others clients'."""
+    first = ["global model"] if global_models == 1 else [f"model {number}" for number in range(global_models)]
+    names = [*first, *(f"client {number}" for number in range(models - global_models))]
+    return Representations(names=np.array(names), globals=np.array(global_models), h=unit(models, n, dim), **arrays)
 
 
 # --- the sphere ---
@@ -138,6 +145,28 @@ def test_tsne_figure_without_labels_is_coloured_by_model(monkeypatch: pytest.Mon
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["global model"]
 
 
+def legend(figure) -> dict[str, str]:
+    """The mark of every label."""
+    (axes,) = figure.axes
+    found = axes.get_legend()
+    return {text.get_text(): line.get_marker() for text, line in zip(found.get_texts(), found.get_lines(), strict=True)}
+
+
+def test_a_few_global_models_have_marks_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fedssl.report.embeddings.tsne", lambda h, seed: np.zeros((*h.shape[:2], 2)))
+    drawn = []
+    scatter = Axes.scatter
+    monkeypatch.setattr(
+        Axes, "scatter", lambda *args, **style: drawn.append(style["marker"]) or scatter(*args, **style)
+    )
+    figure = tsne_figure(some(models=5, global_models=3, labels=np.arange(30)), round=1)
+    assert legend(figure) == {"model 0": "o", "model 1": "s", "model 2": "^", "clients' models": "x"}
+    assert drawn == ["x", "x", "^", "s", "o"]  # the global models on top
+    figure = tsne_figure(some(models=7, global_models=7), round=1)  # a model for every client
+    assert legend(figure) == {"global models": "o"}
+    assert len(MARKS) == len(set(MARKS)) == 6
+
+
 def test_many_models_show_fewer_pictures_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fedssl.report.embeddings.tsne", lambda h, seed: np.zeros((*h.shape[:2], 2)))
     (axes,) = tsne_figure(some(models=100, n=40), round=1).axes
@@ -150,6 +179,8 @@ def test_sphere_figure_says_how_the_points_came_there():
     caption = figure.get_supxlabel()
     assert caption.startswith("representations of 8 dimensions on their 3 principal directions\n(")
     assert caption.endswith("of their squared length), round 3; colours: classes")
+    figure = sphere_figure(some(models=9, global_models=2), round=3)
+    assert [axes.get_title() for axes in figure.axes][:3] == ["model 0", "model 1", "client 0"]
     figure = sphere_figure(some(dim=3), round=3)
     assert figure.get_supxlabel() == "representations as they are, round 3"
     figure = sphere_figure(some(z=unit(3, 30, 3, seed=5)), round=3)
@@ -169,7 +200,7 @@ def test_what_is_written_is_read_again(tmp_path):
     assert found.z is found.labels is None
     whole.save(tmp_path, round=6)
     _, found = read_representations(tmp_path)
-    for name in ("clients", "h", "z", "labels"):
+    for name in ("names", "globals", "h", "z", "labels"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
     assert [file.name for file in tmp_path.iterdir()] == ["representations.npz"]
 
@@ -178,17 +209,18 @@ def test_what_is_written_is_read_again(tmp_path):
 def test_a_damaged_file_counts_as_none(tmp_path, content: bytes):
     (tmp_path / "representations.npz").write_bytes(content)
     assert read_representations(tmp_path) is None
-    assert draw_pictures(tmp_path) == []
+    assert draw_embeddings(tmp_path) == []
 
 
-def test_pictures_of_a_run_folder(tmp_path):
+def test_figures_of_a_run_folder(tmp_path):
     some(labels=np.arange(30) % 3).save(tmp_path, round=4)
-    drawn = draw_pictures(tmp_path)
+    drawn = draw_embeddings(tmp_path)
     assert drawn == [tmp_path / "figures" / "tsne.png", tmp_path / "figures" / "sphere.png"]
     some(models=1, n=1).save(tmp_path, round=4)
-    assert draw_pictures(tmp_path) == drawn[1:]
+    assert draw_embeddings(tmp_path) == drawn[1:]
     some(labels=np.arange(30) % 3).save(tmp_path, round=4)
-    draw_pictures(tmp_path)
+    draw_embeddings(tmp_path)
     first = [file.read_bytes() for file in drawn]
     assert all(content.startswith(b"\x89PNG") for content in first)
-    assert [file.read_bytes() for file in draw_pictures(tmp_path)] == first
+    assert [file.read_bytes() for file in draw_embeddings(tmp_path)] == first
+    assert sorted(file.name for file in (tmp_path / "figures").iterdir()) == ["sphere.png", "tsne.png"]

@@ -1,0 +1,83 @@
+"""What an evaluation protocol is given: an encoder, and labelled pictures to find out with what it is worth."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from fedssl.datasets.base import Split, load
+from fedssl.evaluation.features import Features, extract, pixels
+from fedssl.settings import DataSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """Pictures, each with a label.
+
+    Attributes
+    ----------
+    images : Tensor
+        uint8, ``(n, channels, height, width)``.
+    labels : Tensor
+        int64, ``(n,)``.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Subject:
+    """An encoder and the pictures.
+
+    Attributes
+    ----------
+    encoder : nn.Module or None
+        Maps standardised pictures to representations; None: raw pixels are to be judged. It belongs to the run: a
+        protocol that trains it takes a copy.
+    train, test : Labelled
+    mean, std : tuple of float
+        Per channel, of pixels in [0, 1].
+    device : torch.device
+        Where the encoder runs.
+    """
+
+    encoder: nn.Module | None
+    train: Labelled
+    test: Labelled
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    device: torch.device
+
+    @property
+    def num_classes(self) -> int:
+        """One more than the highest label for training."""
+        return int(self.train.labels.max()) + 1
+
+    @cached_property
+    def features(self) -> Features:
+        """What the frozen encoder makes of all pictures, computed once for all protocols that ask for it."""
+        train, test = self._represent(self.train.images), self._represent(self.test.images)
+        return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
+
+    def _represent(self, images: Tensor) -> Tensor:
+        if self.encoder is None:
+            return pixels(images)
+        return extract(self.encoder, images, mean=self.mean, std=self.std, device=self.device)
+
+
+def make_subject(encoder: nn.Module | None, data: DataSettings, *, device: torch.device) -> Subject | None:
+    """Join the encoder and the pictures of the data set; None without labelled pictures for both training and test."""
+    train, test = load_labelled(data, "train"), load_labelled(data, "test")
+    if train is None or test is None:
+        return None
+    return Subject(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
+
+
+def load_labelled(data: DataSettings, split: Split) -> Labelled | None:
+    """Load a split of the data set; None if it has none or no labels for it."""
+    pictures = load(data, split)
+    if pictures is None or pictures.labels is None:
+        return None
+    return Labelled(pictures.images, pictures.labels)

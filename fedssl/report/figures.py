@@ -1,0 +1,40 @@
+"""What all figures share: their size, how they are written, and axes over rounds."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedssl.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def new_figure(*, height: float, width: float = 7.0) -> "Figure":
+    """Make an empty figure of this size in inches."""
+    # Not pyplot: it keeps figures and may look for a display. Imported here because it takes half a second.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: "Figure", folder: Path, name: str) -> Path:
+    """Write the figure to ``figures/<name>.png`` of the run folder."""
+    file = folder / "figures" / f"{name}.png"
+    file.parent.mkdir(exist_ok=True)
+    write_png(figure, file)
+    return file
+
+
+def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
+    """Write the figure, whole or not at all."""
+    write_whole(file, lambda partial: figure.savefig(partial, dpi=dpi, format="png"))
+
+
+def axes_over_rounds(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":
+    """Add axes over rounds, with whole numbers on the horizontal one."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes = figure.add_subplot(*position, xlabel="round", ylabel=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return axes

@@ -1,0 +1,161 @@
+"""Evaluation in a run: protocols of others, units from the progress line to the files, and the rehearsal."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fedssl.config import compose
+from fedssl.datasets.base import load
+from fedssl.errors import InputError
+from fedssl.evaluation.features import extract
+from fedssl.evaluation.scores import Score, over_models
+from fedssl.methods.build import build
+from fedssl.report.accuracy_table import sweep_table
+from fedssl.settings import Component
+from server_app.evaluator import Evaluator
+from server_app.progress import Progress
+from simulation.cli import run
+
+TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=1"]
+HERE = "tests.server_app.test_evaluator"
+
+
+class Plain:
+    """A protocol that knows nothing of scores."""
+
+    def __call__(self, subject, *, seed):
+        return {"plain": 0.25, "plain_std": 0.05}
+
+
+class Norm:
+    """Mean length of a representation."""
+
+    def __call__(self, subject, *, seed):
+        lengths = subject.features.test.norm(dim=1)
+        return {"norm": Score(lengths.mean().item(), "cm", lengths.std().item())}
+
+
+class Trains:
+    """Puts pictures through a copy of the encoder; notes how often it was called, and how far it came."""
+
+    began, ended = 0, 0
+
+    def __call__(self, subject, *, seed):
+        if subject.encoder is None:
+            return {}
+        Trains.began += 1
+        if subject.num_classes > 10:
+            raise InputError("too many classes for it")
+        encoder = copy.deepcopy(subject.encoder).train()
+        nn.Linear(encoder.feature_dim, 2)(encoder(torch.rand(4, 1, 8, 8))).sum().backward()
+        Trains.ended += 1
+        return {"trained": 0.5}
+
+
+def evaluator(*words: str, protocol: str = "KNN", final: str = "KNN") -> tuple[Evaluator, object, object]:
+    """With protocols of `fedssl.evaluation.knn` or of this module."""
+    settings = compose([*TINY, *words])
+    where = {"KNN": "fedssl.evaluation.knn"}
+    components = [Component({"_target_": f"{where.get(name, HERE)}.{name}"}) for name in (protocol, final)]
+    evaluation = replace(settings.evaluation, protocol=components[0], final_protocol=components[1])
+    device = torch.device("cpu")
+    made = Evaluator(evaluation, data=settings.data, rounds=3, device=device, seed=0)
+    return made, build(settings.model), settings.data
+
+
+def test_a_rehearsal_ends_where_pictures_come_to_the_encoder(monkeypatch):
+    monkeypatch.setattr(Trains, "began", 0)
+    monkeypatch.setattr(Trains, "ended", 0)
+    made, method, _ = evaluator(protocol="Trains", final="Trains")
+    before = copy.deepcopy(method.state_dict())
+    made.check(method.encoder)
+    assert (Trains.began, Trains.ended) == (2, 0)
+    assert all(torch.equal(value, before[name]) for name, value in method.state_dict().items())
+    assert made.evaluate([method]) == {"trained": Score(0.5)}  # nothing of the rehearsal is left
+    assert Trains.ended == 1
+    assert made.compare({"federated": [method]}) == {"federated": {"trained": Score(0.5)}, "pixels": {}}
+
+
+def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
+    made, method, _ = evaluator(final="Trains")
+    monkeypatch.setattr("fedssl.evaluation.subject.Subject.num_classes", 11)
+    with pytest.raises(InputError, match="too many classes"):
+        made.check(method.encoder)
+    with pytest.raises(InputError, match="labels_per_class=70 but class"):
+        run([*TINY, "final_evaluation=few_labels", "final_evaluation.labels_per_class=[70]"])
+
+
+def test_without_labels_there_is_nothing_to_evaluate():
+    made, method, data = evaluator(final="Trains")
+    made._data = replace(data, test=None)
+    made.check(method.encoder)
+    assert made.evaluate([method]) == {}
+    assert made.compare({"federated": [method]}) == {}
+
+
+def test_only_a_method_with_labels_is_asked_for_its_classifier():
+    made, method, data = evaluator("method=supervised", protocol="Plain")
+    found = made.evaluate([method])
+    test = load(data, "test")
+    h = extract(method.encoder, test.images, mean=data.mean, std=data.std, device="cpu")
+    right = (h @ method.classifier.weight.T + method.classifier.bias).argmax(dim=1) == test.labels
+    assert found["classifier"].value == pytest.approx(right.double().mean().item())
+    made, method, _ = evaluator("method=simclr", protocol="Plain")
+    assert method.classify(h) is None
+    assert set(made.evaluate([method])) == {"plain"}
+
+
+def test_protocols_of_the_pictures_alone_cost_no_features(monkeypatch):
+    """An encoder is run only for those who ask for its features."""
+    made, method, _ = evaluator(protocol="Plain", final="Plain")
+
+    def refuse(*args, **settings):
+        raise AssertionError("nobody asked")
+
+    monkeypatch.setattr("fedssl.evaluation.subject.extract", refuse)
+    made.check(method.encoder)
+    assert made.evaluate([method]) == {"plain": Score(0.25, spread=0.05)}
+
+
+def test_models_are_averaged_with_their_units():
+    made, method, _ = evaluator(protocol="Norm")
+    one = made.evaluate([method])["norm"]
+    both = made.evaluate([method, method])["norm"]
+    assert (both.value, both.unit, both.spread) == (pytest.approx(one.value), "cm", 0)
+    assert over_models([{"norm": one}]) == {"norm": one}
+
+
+def test_the_progress_line():
+    progress = Progress(200)
+    row = {"round": 12, "loss": 4.81, "cosine": 0.98123, "seconds": 14.2, "dropped": {}}
+    found = {"knn": Score(0.6134), "few": Score(0.5, spread=0.05), "norm": Score(2.34567, "cm")}
+    line = (
+        "round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  few 50.0 ± 5.0%  norm 2.346 cm  14.2 s/round  44 min left"
+    )
+    assert progress.line(row, found) == line
+    row |= {"round": 13, "loss": None, "seconds": 0.2, "dropped": {"3": "late"}}
+    assert progress.line(row, {}) == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
+
+
+def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
+    words = ["evaluation=none", "final_evaluation=none", "evaluate_every=1"]
+    for slot in ("evaluation", "final_evaluation"):
+        words.append(f"+{slot}.protocols.b={{_target_:{HERE}.Norm}}")
+        words.append(f"+{slot}.protocols.c={{_target_:{HERE}.Plain}}")
+    run([*TINY, *words, f"output_dir={tmp_path}"])
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["units"] == {"norm": "cm", "plain": "accuracy"}
+    assert set(line["evaluation"]) == {"norm", "norm_std", "plain", "plain_std"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["units"] == {"norm": "cm", "plain": "accuracy"}
+    assert summary["final"]["federated"] == line["evaluation"]
+    assert set(summary["final"]["pixels"]) == {"norm", "norm_std", "plain", "plain_std"}
+    out = capsys.readouterr().out
+    assert " cm  plain 25.0 ± 5.0%  " in out
+    assert "\naccuracy in %" in out
+    assert "\nnorm (cm)" in out
+    assert sweep_table([tmp_path]).text().split("\n")[0].split("  ")[1:] == ["plain (%)", "runs", "failed"]
