@@ -347,7 +347,7 @@ def test_interrupt_in_a_round_ends_everything(app_dir, tmp_path):
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from tests.test_flower_run import run_tiny\n"
+        "from tests.simulation.test_flower_run import run_tiny\n"
         "run_tiny(Path(sys.argv[1]), Path(sys.argv[2]), 'rounds=1000', 'seconds=1')\n"
     )
     command = [sys.executable, "-c", script, str(app_dir), str(folder)]
