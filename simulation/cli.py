@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from fedssl.config import check_names, compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import write_text
+from fedssl.plugins import SEARCH, add_import_path, from_arguments
 from fedssl.words import CONF, quote
 
 APP_DIR = CONF.parent
@@ -40,6 +41,8 @@ def main() -> None:
     """Entry point of the command line."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        sys.argv[1:] = from_arguments(sys.argv[1:])
+        add_import_path(_words(sys.argv[1:]))
         check_names(_words(sys.argv[1:]))
         if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
             raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
@@ -61,7 +64,8 @@ def main() -> None:
 
 def job(hydra_settings: DictConfig) -> None:
     """One run, or one job of a sweep, whose failure must not end the others."""
-    words = list(HydraConfig.get().overrides.task)
+    chosen = HydraConfig.get().overrides
+    words = [*(word for word in chosen.hydra if word.startswith(f"{SEARCH}=")), *chosen.task]
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     if sweep:
