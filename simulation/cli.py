@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from fedssl.config import check_names, compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import write_text
-from fedssl.plugins import SEARCH, add_import_path, from_arguments
+from fedssl.plugins import SEARCH, add_import_path, from_arguments, search_folders
 from fedssl.words import CONF, quote
 
 APP_DIR = CONF.parent
@@ -105,6 +105,7 @@ def run(words: Sequence[str]) -> None:
                 output_dir=folder,
                 allocator=settings.machine.allocator,
                 verbose=engine.verbose,
+                import_from=Path.cwd() if search_folders(overrides) else None,
             )
         except KeyboardInterrupt:
             _note(folder, words, status="interrupted", reason="stopped by the user")

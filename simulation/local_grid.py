@@ -1,7 +1,8 @@
 """A Flower ``Grid`` in one process: it runs the unchanged ServerApp and ClientApp without Ray and without a daemon.
 
 A client runs when its reply is pulled, so replies stream one by one and a round of any size has one of them in memory.
-This is the only module that touches Flower's private names (`flwr.supercore`); they are pinned by flwr<1.42.
+It makes what Flower's runtime otherwise makes, so it needs names that Flower keeps to itself (`flwr.supercore`,
+`flwr.common`, the id in a message's metadata); flwr<1.42 keeps them as they are.
 """
 
 import logging

@@ -14,14 +14,18 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
+def available_cpus() -> int:
+    """Number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def default_threads(size: int) -> int:
     """CPU threads for pictures of ``size`` x ``size``: 1 below 32 pixels, else the cores this process has, at most 4.
 
     Operations on smaller pictures are over before a second thread has begun; more than 4 gain little on batches of
     usual size, while Ray runs clients side by side.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return 1 if size < 32 else min(4, cores)
+    return 1 if size < 32 else min(4, available_cpus())
 
 
 @contextmanager

@@ -172,6 +172,20 @@ def test_environment():
     }
 
 
+def test_the_import_path_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def path(base, **more):
+        return make_environment(base, ray_directory=Path("/tmp/fssl-x"), allocator=False, **more).get("PYTHONPATH")
+
+    assert path({}) is None
+    assert not path({"PYTHONPATH": ""})
+    # An empty entry is the current folder to Python.
+    assert path({"PYTHONPATH": "src::/opt"}) == f"{tmp_path}/src:{tmp_path}:/opt"
+    assert path({"PYTHONPATH": "src"}, import_from=Path()) == f"{tmp_path}/src:{tmp_path}"
+    assert path({}, import_from=tmp_path) == str(tmp_path)
+
+
 # --- what is shown and believed ---
 
 
