@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedssl.errors import InputError
 from fedssl.files import write_text
 from fedssl.machine.threads import default_threads
-from fedssl.plugins import SEARCH, check_targets, choice_targets, search_folders, with_folders
+from fedssl.plugins import SEARCH, add_import_path, check_targets, choice_targets, search_folders, with_folders
 from fedssl.settings import (
     AlgorithmSettings,
     CalibrationSettings,
@@ -230,6 +230,7 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
         if key in values:  # a word may delete a key: ~key
             _check_type(key, values[key], default)
     check(config)
+    add_import_path(words)
     check_targets(config)
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:

@@ -120,7 +120,7 @@ def save_encoder(
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         torch.save(content, unfinished)
-        os.replace(unfinished, path)
+        unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -179,7 +179,7 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
 
 
 def saved_target(path: str | Path) -> str:
-    """The dotted name that the encoder in the file was built by; raises `InputError` as `load_encoder` does."""
+    """Return the dotted name that the encoder in the file was built by; raises `InputError` as `load_encoder` does."""
     return str(_read(Path(path))["encoder"].get("_target_"))
 
 

@@ -21,7 +21,7 @@ FLAGS = ("--config-dir", "-cd")
 
 
 def from_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command line, with ``--config-dir DIR`` as a word; it stands before the first other word.
+    """Return the arguments of a command line, with ``--config-dir DIR`` as a word before the first other word.
 
     Raises
     ------
@@ -50,14 +50,14 @@ def from_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def with_folders(words: Sequence[str]) -> list[str]:
-    """The words, with the user's folders as absolute paths; raises `InputError` for a folder that does not exist."""
+    """Return the words, with the user's folders as absolute paths; raises `InputError` for a missing folder."""
     folders = search_folders(words)
     others = [word for word in words if not _is_word(word, SEARCH)]
     return [_word(folders), *others] if folders else others
 
 
 def search_folders(words: Sequence[str]) -> list[Path]:
-    """The user's folders that the words name, absolute.
+    """Return the user's folders that the words name, absolute.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def check_targets(node: Mapping[str, Any], *, prefix: str = "") -> None:
 
 
 def locate(target: str, *, key: str = "_target_") -> Any:
-    """The class or function of that dotted name.
+    """Return the class or function of that dotted name.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def locate(target: str, *, key: str = "_target_") -> Any:
 
 
 def own_encoder(target: str, words: Sequence[str]) -> Callable[..., Any] | None:
-    """What builds a saved encoder that the user's folders have as a choice; None if it is none of theirs.
+    """Return what builds a saved encoder that the user's folders have as a choice; None if it is none of theirs.
 
     Only folders that the words name count: a file must not choose the code that reads it.
     """
@@ -143,13 +143,13 @@ def own_encoder(target: str, words: Sequence[str]) -> Callable[..., Any] | None:
 
 
 def choice_targets(group: str, folders: Sequence[Path]) -> frozenset[str]:
-    """What the files of a group name as ``_target_``, in ``conf/`` and in the user's folders."""
+    """Return what the files of a group name as ``_target_``, in ``conf/`` and in the user's folders."""
     return frozenset(target for folder in (CONF, *folders) for target in _named_in(folder / group))
 
 
 @functools.cache
 def installed_targets() -> frozenset[str]:
-    """Every ``_target_`` in ``conf/``."""
+    """Return every ``_target_`` in ``conf/``."""
     return frozenset(_named_in(CONF))
 
 

@@ -158,7 +158,7 @@ def program(name: str) -> str:
 def make_environment(
     base: Mapping[str, str], *, ray_directory: Path, allocator: bool, import_from: Path | None = None
 ) -> dict[str, str]:
-    """The environment of everything that is started, made from the one of this process.
+    """Return the environment of everything that is started, made from the one of this process.
 
     What is started has another working directory, so PYTHONPATH becomes absolute.
     """
@@ -180,7 +180,7 @@ def make_environment(
 
 
 def run_config(overrides: Sequence[str]) -> str:
-    """The run config as TOML; a JSON string is a TOML string as long as it is not reduced to ASCII."""
+    """Write the run config as TOML; a JSON string is a TOML string as long as it is not reduced to ASCII."""
     return f"overrides = {json.dumps(shlex.join(overrides), ensure_ascii=False)}\n"
 
 
@@ -246,7 +246,7 @@ def run_status(listing: str) -> tuple[str, str]:
 
 
 def read_summary(path: Path, *, newer_than: int) -> dict[str, Any] | None:
-    """The summary of a run; None if there is none newer than ``newer_than`` (in ns): a resumed run finds an old one."""
+    """Read the summary of a run; None if none is newer than ``newer_than`` (in ns): a resumed run finds an old one."""
     if not path.is_file() or path.stat().st_mtime_ns <= newer_than:
         return None
     return dict(json.loads(path.read_text(encoding="utf-8")))

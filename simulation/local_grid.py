@@ -65,7 +65,7 @@ class LocalGrid(Grid):
         return []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """The replies, each made when it is asked for."""
+        """Yield the replies, each made when it is asked for."""
         for message_id in self.push_messages(messages):
             yield from self.pull_messages([message_id])
 
@@ -88,7 +88,7 @@ class LocalGrid(Grid):
         return Run.create_empty(run_id=RUN_ID)
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Deprecated in Flower; messages are made by their constructor."""
+        """Make a message; deprecated in Flower, whose messages are made by their constructor."""
         return Message(*args, **kwargs)
 
 

@@ -27,7 +27,7 @@ from fedssl.evaluation.features import Features, extract
 from fedssl.export import load_encoder, saved_target
 from fedssl.files import write_text
 from fedssl.machine.devices import pick_device
-from fedssl.plugins import add_import_path, from_arguments, own_encoder
+from fedssl.plugins import from_arguments, own_encoder
 from fedssl.report.accuracy_table import format_table
 from fedssl.settings import DataSettings
 
@@ -44,9 +44,7 @@ def main() -> int:
         print(USAGE)
         return 0 if sys.argv[1:] else 2
     try:
-        words = from_arguments(sys.argv[1:])
-        add_import_path(words)
-        print(run(words))
+        print(run(from_arguments(sys.argv[1:])))
     except InputError as error:
         print(f"fedssl-evaluate: {error}", file=sys.stderr)
         return 2
