@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedssl.errors import InputError
 from fedssl.files import write_text
 from fedssl.machine.threads import default_threads
+from fedssl.plugins import SEARCH, add_import_path, check_targets, choice_targets, search_folders, with_folders
 from fedssl.settings import (
     AlgorithmSettings,
     CalibrationSettings,
@@ -34,7 +35,7 @@ from fedssl.settings import (
     Settings,
     TrainingSettings,
 )
-from fedssl.words import CONF, check_choices, groups, nearest, parse, quote
+from fedssl.words import CONF, check_choices, groups, nearest, parse, quote, refuse_renamed
 
 MINIMUM = {
     "seed": 0,
@@ -75,6 +76,7 @@ def compose(words: Sequence[str]) -> Settings:
     InputError
         A name, choice or value is not valid; see `check` for the fields.
     """
+    words = with_folders(words)
     config, choices = resolve(words)
     return _settings(config, choices, words=words, resumed=None)
 
@@ -99,7 +101,8 @@ def load_run(words: Sequence[str]) -> Settings:
     saved = OmegaConf.load(folder / "config.yaml")
     assert isinstance(saved, DictConfig)
     own = ("resume", "output_dir", "run_id")
-    newest = {word.partition("=")[0]: word for word in [*OmegaConf.load(folder / "overrides.yaml"), *words]}
+    saved_words = OmegaConf.load(folder / "overrides.yaml")
+    newest = {word.partition("=")[0]: word for word in [*saved_words, *with_folders(words)]}
     words = [word for key, word in newest.items() if key not in own]
     words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
     config, choices = resolve(words)
@@ -118,11 +121,15 @@ def load_run(words: Sequence[str]) -> Settings:
 def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
     """The settings of an evaluation: where the words name no data set or seed, those of ``run``.
 
+    A run's folder may come from elsewhere, and code is not chosen by it: its data set must be one of ``conf/`` or of
+    the user's folders that the words name.
+
     Raises
     ------
     InputError
         A word is not valid, or nothing says which data set.
     """
+    words = with_folders(words)
     keys = [word.partition("=")[0] for word in words]
     if run is None:
         if "dataset" not in keys:
@@ -133,6 +140,12 @@ def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
     words = [word for word in words if word not in changes]
     config, choices = resolve(words)
     if "dataset" not in keys:
+        reader = str(saved.dataset.get("_target_"))
+        if reader not in choice_targets("dataset", search_folders(words)):
+            raise InputError(
+                f"the data set of {run} is read by {reader}, which is not fedssl's; name the folder of settings that "
+                "has it with --config-dir, or another data set with dataset=NAME"
+            )
         try:
             config.dataset = OmegaConf.merge(saved, OmegaConf.from_dotlist(changes)).dataset
         except OmegaConfBaseException as error:
@@ -169,18 +182,31 @@ def read_client(text: str) -> ClientSettings:
     )
 
 
-def check_names(words: Sequence[str]) -> None:
-    """Check the keys and choices of command-line words, sweeps included, without composing each job."""
+def check_names(words: Sequence[str]) -> DictConfig:
+    """Check the keys and choices of command-line words, sweeps included, without composing each job.
+
+    Returns
+    -------
+    DictConfig
+        The settings as they are before any value is changed.
+
+    Raises
+    ------
+    InputError
+        A key or choice does not exist.
+    """
+    words = with_folders(words)
     parsed = parse(words)
-    known_groups = groups()
-    chosen = []
+    known_groups = groups(search_folders(words))
+    chosen = [word for word in words if word.startswith(f"{SEARCH}=")]
     for override in parsed:
         group = override.key_or_group.split("@")[0]
         if group in known_groups:
-            check_choices(override, group)
+            check_choices(override, group=group, choices=known_groups[group])
             if not override.is_sweep_override():
                 chosen.append(str(override.input_line))
-    known = [key for key, _ in _flatten(_compose(chosen)[0], inner=True)]
+    defaults = _compose(chosen)[0]
+    known = [key for key, _ in _flatten(defaults, inner=True)]
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
     for override in parsed:
         key = override.key_or_group
@@ -189,19 +215,23 @@ def check_names(words: Sequence[str]) -> None:
         open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
         below_swept = any(key.startswith(f"{group}.") for group in swept)
         if key.split("@")[0] not in known_groups and key not in known and not (open_key or below_swept):
+            refuse_renamed(key)
             raise InputError(f"there is no setting {key!r}{nearest(key, known)}; `fedssl --cfg job` shows all")
+    return defaults
 
 
 def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """The checked nodes of the configuration, without interpolations, and the choice in every group."""
-    check_names(words)
+    words = with_folders(words)
+    defaults = check_names(words)
     config, choices = _compose(words)
-    chosen = [word for word in words if word.partition("=")[0].split("@")[0] in groups()]
     values = dict(_flatten(config))
-    for key, default in _flatten(_compose(chosen)[0]):
+    for key, default in _flatten(defaults):
         if key in values:  # a word may delete a key: ~key
             _check_type(key, values[key], default)
     check(config)
+    add_import_path(words)
+    check_targets(config)
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
         config.output_dir = str(config.output_dir)
@@ -386,7 +416,7 @@ def _compose(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split())) from error
     assert isinstance(choices, dict)
-    names = groups()
+    names = groups(search_folders(words))
     return config, {str(group): str(name) for group, name in choices.items() if group in names and name}
 
 

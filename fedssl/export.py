@@ -6,13 +6,14 @@
 
 The file is a dictionary that ``torch.load(weights_only=True)`` reads: ``format``, ``encoder`` (the settings of
 ``conf/encoder``), ``mean``, ``std``, ``metadata`` and ``weights`` (the encoder's ``state_dict``, for ResNets with
-torchvision's names). Loading runs no code from the file and builds only what ``fedssl.encoders`` defines.
+torchvision's names). Loading runs no code that the file chooses: it builds what ``fedssl.encoders`` defines, or what
+the caller gives.
 """
 
 import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,6 @@ from fedssl import encoders
 from fedssl.errors import InputError
 
 FORMAT = "fedssl-encoder-1"
-BUILDERS = {
-    f"fedssl.encoders.{build.__name__}": build
-    for build in (encoders.conv_small, encoders.resnet18, encoders.resnet34, encoders.resnet50, encoders.vit_tiny)
-}
 
 
 @dataclass(frozen=True)
@@ -123,12 +120,12 @@ def save_encoder(
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         torch.save(content, unfinished)
-        os.replace(unfinished, path)
+        unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def load_encoder(path: str | Path) -> nn.Module:
+def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = None) -> nn.Module:
     """Load the encoder that a run or :func:`save_encoder` wrote, in eval mode on the CPU.
 
     Its parameters can be trained further; wrap feature extraction in ``torch.no_grad()``.
@@ -137,6 +134,9 @@ def load_encoder(path: str | Path) -> nn.Module:
     ----------
     path : str or Path
         The file, usually ``encoder.pt`` of a run folder.
+    build : callable, optional
+        Makes the encoder from its saved settings, which it gets as keywords: for an encoder of your own, the class or
+        function that its ``_target_`` named. None: the one of ``fedssl.encoders`` that the file names.
 
     Returns
     -------
@@ -148,19 +148,23 @@ def load_encoder(path: str | Path) -> nn.Module:
     Raises
     ------
     InputError
-        If the file is missing, damaged, not an encoder's, or its weights do not fit its settings.
+        If the file is missing, damaged, not an encoder's, or its weights do not fit its settings; if its encoder is
+        not one of ``fedssl.encoders`` and ``build`` is not given.
     """
     content = _read(Path(path))
     settings = dict(content["encoder"])
     target = str(settings.pop("_target_", None))
-    if target not in BUILDERS:
+    if build is None:
+        build = _builder(target)
+    if build is None:
         raise InputError(
-            f"{path} holds the encoder {target}, and only {', '.join(BUILDERS)} can be loaded; build it yourself and "
-            "take 'weights' of torch.load(path, weights_only=True)"
+            f"{path} holds the encoder {target}, which is not fedssl's; give what builds it, as in "
+            f"load_encoder(path, build={target.rpartition('.')[2]}), or on the command line its settings, with "
+            "--config-dir FOLDER"
         )
     try:
         with torch.random.fork_rng(devices=[]):  # weights drawn only to be overwritten
-            encoder: Any = BUILDERS[target](**settings)
+            encoder: Any = build(**settings)
         encoder.load_state_dict(content["weights"], strict=True)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -172,6 +176,20 @@ def load_encoder(path: str | Path) -> nn.Module:
     encoder.metadata = content["metadata"]
     encoder.preprocess = Preprocess(size=encoder.size, mean=encoder.mean, std=encoder.std)
     return encoder.eval()
+
+
+def saved_target(path: str | Path) -> str:
+    """Return the dotted name that the encoder in the file was built by; raises `InputError` as `load_encoder` does."""
+    return str(_read(Path(path))["encoder"].get("_target_"))
+
+
+def _builder(target: str) -> Callable[..., nn.Module] | None:
+    """The function of ``fedssl.encoders`` with that dotted name; None if there is none."""
+    package, _, name = target.rpartition(".")
+    if package != encoders.__name__ or name not in encoders.__all__:
+        return None
+    found = vars(encoders)[name]
+    return None if isinstance(found, type) else found
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -16,6 +16,12 @@ from fedssl.errors import InputError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
+RENAMED = {
+    "strategy=orchestra": "is now strategy=fedavg: method=orchestra has a server half of its own, under any strategy",
+    "method.strategy": "is gone: method=orchestra works under any strategy; leave it out",
+}
+"""Words of earlier versions, a choice or a key, and the rest of a sentence that says what they are now."""
+
 
 def parse(words: Sequence[str]) -> list[Override]:
     """The words as Hydra reads them; raises `InputError`."""
@@ -35,28 +41,40 @@ def quote(text: str) -> str:
     return f"'{escaped}'"
 
 
-def groups() -> dict[str, list[str]]:
-    """Choices of each configuration group; one in a subfolder has its name before it, as in ``method=fedu/byol``."""
-    return {
-        folder.name: sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-        for folder in CONF.iterdir()
-        if folder.is_dir()
-    }
+def groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
+    """Choices of each configuration group; one in a subfolder has its name before it, as in ``method=fedu/byol``.
+
+    Parameters
+    ----------
+    folders : sequence of Path
+        The user's own, which have groups as ``conf/`` does.
+    """
+    found: dict[str, list[str]] = {}
+    for folder in (group for root in (CONF, *folders) for group in root.iterdir() if group.is_dir()):
+        names = (file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
+        found[folder.name] = sorted({*found.get(folder.name, ()), *names})
+    return {group: names for group, names in found.items() if names}
 
 
-def check_choices(override: Override, group: str) -> None:
+def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> None:
     """Refuse, by an `InputError`, a choice that the group does not have."""
     value = override.value()
     names = value.list if isinstance(value, ChoiceSweep) else [value]
-    choices = groups()[group]
     listed = ", ".join(choices)
     unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
     if unknown:
+        refuse_renamed(f"{group}={unknown[0]}")
         raise InputError(f"{group}={unknown[0]} does not exist{nearest(unknown[0], choices)}; choose one of {listed}")
     patterns: list[str] = value.include if isinstance(value, Glob) else []
     idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
     if idle:
         raise InputError(f"{group}=glob({idle[0]}) finds nothing, and nothing in subfolders; name some of {listed}")
+
+
+def refuse_renamed(word: str) -> None:
+    """Say what a word of an earlier version is now, by an `InputError`; other words pass."""
+    if word in RENAMED:
+        raise InputError(f"{word} {RENAMED[word]}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

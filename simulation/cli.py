@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from fedssl.config import check_names, compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import write_text
+from fedssl.plugins import SEARCH, from_arguments, search_folders
 from fedssl.words import CONF, quote
 
 APP_DIR = CONF.parent
@@ -40,6 +41,7 @@ def main() -> None:
     """Entry point of the command line."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        sys.argv[1:] = from_arguments(sys.argv[1:])
         check_names(_words(sys.argv[1:]))
         if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
             raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
@@ -61,12 +63,13 @@ def main() -> None:
 
 def job(hydra_settings: DictConfig) -> None:
     """One run, or one job of a sweep, whose failure must not end the others."""
-    words = list(HydraConfig.get().overrides.task)
+    chosen = HydraConfig.get().overrides
+    words = [*(word for word in chosen.hydra if word.startswith(f"{SEARCH}=")), *chosen.task]
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     if sweep:
         JOBS.append(folder)
-        print(f"\n[job {len(JOBS)}] {' '.join(words)}", flush=True)
+        print(f"\n[job {len(JOBS)}] {' '.join(chosen.task)}", flush=True)
     held_a_run = (folder / "config.yaml").exists()
     try:
         run([*words, f"output_dir={quote(str(folder))}"] if sweep else words)
@@ -101,6 +104,7 @@ def run(words: Sequence[str]) -> None:
                 output_dir=folder,
                 allocator=settings.machine.allocator,
                 verbose=engine.verbose,
+                import_from=Path.cwd() if search_folders(overrides) else None,
             )
         except KeyboardInterrupt:
             _note(folder, words, status="interrupted", reason="stopped by the user")
@@ -112,7 +116,7 @@ def run(words: Sequence[str]) -> None:
 
 
 def print_travels(words: Sequence[str]) -> None:
-    """What is exchanged with these settings, as comments behind the printed YAML."""
+    """Print what is exchanged with these settings, as comments behind the printed YAML."""
     from fedssl.methods.build import build
     from fedssl.schedule.phases import make_phases
 
@@ -132,7 +136,7 @@ def print_travels(words: Sequence[str]) -> None:
 
 
 def print_table(folders: Sequence[Path]) -> None:
-    """The table of a sweep: to the terminal, and as CSV and Markdown into the folder of the sweep."""
+    """Print the table of a sweep, and write it as CSV and Markdown into the folder of the sweep."""
     from fedssl.report.accuracy_table import sweep_table
 
     table = sweep_table(folders)
@@ -141,14 +145,14 @@ def print_table(folders: Sequence[Path]) -> None:
 
 
 def _words(arguments: Sequence[str]) -> list[str]:
-    """The arguments that are settings: neither a flag of Hydra's (``-m``, ``--cfg``) nor the value of one (``job``)."""
+    """Return the arguments that are settings, without Hydra's flags (``-m``, ``--cfg``) and their values (``job``)."""
     flags_with_value = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--info", "-i")
     pairs = zip(["", *arguments], arguments, strict=False)
     return [word for before, word in pairs if not word.startswith("-") and before not in flags_with_value]
 
 
 def _new_folder() -> Path:
-    """A new folder ``runs/<date>_<time>``, made at once so that two runs of the same second do not share it."""
+    """Make a new folder ``runs/<date>_<time>`` at once, so that two runs of the same second do not share it."""
     base = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
     for attempt in range(1000):
         folder = base.with_name(f"{base.name}-{attempt}") if attempt else base

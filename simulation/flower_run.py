@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.machine.threads import WAITING
+from fedssl.machine.threads import WAITING, available_cores
 from simulation.processes import Place, private_place
 
 LOG_FILE = "flower.log"
@@ -69,6 +69,7 @@ def run(
     cpus: int | None = None,
     allocator: bool = True,
     verbose: bool = False,
+    import_from: Path | None = None,
     pending_timeout: float = 300.0,
 ) -> None:
     """Run the Flower app in ``app_dir``; return when all rounds are done and the result exists.
@@ -94,6 +95,8 @@ def run(
         Whether processes keep freed memory (glibc only): faster training for more resident memory.
     verbose : bool
         Whether to print every line of the log instead of leaving out what Flower says in every run.
+    import_from : Path or None
+        A folder from which server and clients can import besides; None: what is installed or on PYTHONPATH only.
     pending_timeout : float
         Seconds that a submitted run may take to begin.
 
@@ -104,24 +107,22 @@ def run(
     RunFailed
         If the run did not end well.
     """
-    cpus = cpus or available_cpus()
+    cpus = cpus or available_cores()
     check(app_dir, client_cpus=client_cpus, client_gpus=client_gpus, cpus=cpus)
-    federation = (
-        f"num-supernodes={num_clients} client-resources-num-cpus={client_cpus} "
-        f"client-resources-num-gpus={float(client_gpus)} init-args-num-cpus={cpus}"
-    )
     output_dir.mkdir(parents=True, exist_ok=True)
     summary_file = output_dir / "summary.json"
     old = summary_file.stat().st_mtime_ns if summary_file.exists() else 0
     with private_place() as place, (output_dir / LOG_FILE).open("a", buffering=1, encoding="utf-8") as log:
         print(f"starting Flower and Ray for {num_clients} clients on {cpus} CPUs", flush=True)
-        environment = make_environment(os.environ, ray_directory=place.path, allocator=allocator)
+        environment = make_environment(
+            os.environ, ray_directory=place.path, allocator=allocator, import_from=import_from
+        )
         start_superlink(place, log, environment=environment)
-        config_file = place.path / "run.toml"
-        config_file.write_text(run_config(overrides), encoding="utf-8")
-        command = [program("flwr"), "run", str(app_dir.resolve()), "private", "--stream"]
-        command += ["--run-config", str(config_file), "--federation-config", federation]
-        flwr_run = place.start(command, environment=environment, stdout=subprocess.PIPE)
+        federation = (
+            f"num-supernodes={num_clients} client-resources-num-cpus={client_cpus} "
+            f"client-resources-num-gpus={float(client_gpus)} init-args-num-cpus={cpus}"
+        )
+        flwr_run = submit(place, app_dir, overrides, federation=federation, environment=environment)
         follow(flwr_run, log, verbose=verbose, pending_timeout=pending_timeout)
         command = [program("flwr"), "list", "private", "--format", "json"]
         listing = place.start(command, environment=environment, stdout=subprocess.PIPE).communicate()[0]
@@ -129,11 +130,6 @@ def run(
     if reason := failure(*run_status(listing), summary, rounds=rounds):
         print(f"the whole log is in {output_dir / LOG_FILE}", flush=True)
         raise RunFailed(reason)
-
-
-def available_cpus() -> int:
-    """Number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def check(app_dir: Path, *, client_cpus: int, client_gpus: float, cpus: int) -> None:
@@ -159,8 +155,13 @@ def program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def make_environment(base: Mapping[str, str], *, ray_directory: Path, allocator: bool) -> dict[str, str]:
-    """The environment of everything that is started, made from the one of this process."""
+def make_environment(
+    base: Mapping[str, str], *, ray_directory: Path, allocator: bool, import_from: Path | None = None
+) -> dict[str, str]:
+    """Return the environment of everything that is started, made from the one of this process.
+
+    What is started has another working directory, so PYTHONPATH becomes absolute.
+    """
     environment = {**base, **ENVIRONMENT, **(ALLOCATOR if allocator else {}), "RAY_TMPDIR": str(ray_directory)}
     environment.pop("RAY_ADDRESS", None)  # a Ray cluster that happens to run is not ours to use
 
@@ -171,11 +172,15 @@ def make_environment(base: Mapping[str, str], *, ray_directory: Path, allocator:
     put_first("PYTHONWARNINGS", "ignore::FutureWarning:ray._private.worker", ",")  # a tip about GPUs in every run
     for name in ("no_proxy", "NO_PROXY"):
         put_first(name, "127.0.0.1,localhost", ",")
+    paths = [Path(entry) for entry in base["PYTHONPATH"].split(os.pathsep)] if base.get("PYTHONPATH") else []
+    paths += [import_from] if import_from else []
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(str(path.absolute()) for path in paths)
     return environment
 
 
 def run_config(overrides: Sequence[str]) -> str:
-    """The run config as TOML; a JSON string is a TOML string as long as it is not reduced to ASCII."""
+    """Write the run config as TOML; a JSON string is a TOML string as long as it is not reduced to ASCII."""
     return f"overrides = {json.dumps(shlex.join(overrides), ensure_ascii=False)}\n"
 
 
@@ -195,6 +200,17 @@ def start_superlink(place: Place, log: IO[str], *, environment: Mapping[str, str
             if superlink.poll() is not None or time.monotonic() > deadline:
                 raise RunFailed(f"Flower's SuperLink did not start, see {log.name}") from None
         time.sleep(0.02)
+
+
+def submit(
+    place: Place, app_dir: Path, overrides: Sequence[str], *, federation: str, environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """Start ``flwr run`` on the SuperLink of the place; its standard output is the log of the run."""
+    config_file = place.path / "run.toml"
+    config_file.write_text(run_config(overrides), encoding="utf-8")
+    command = [program("flwr"), "run", str(app_dir.resolve()), "private", "--stream"]
+    command += ["--run-config", str(config_file), "--federation-config", federation]
+    return place.start(command, environment=environment, stdout=subprocess.PIPE)
 
 
 def follow(flwr_run: subprocess.Popen[str], log: IO[str], *, verbose: bool, pending_timeout: float) -> None:
@@ -230,7 +246,7 @@ def run_status(listing: str) -> tuple[str, str]:
 
 
 def read_summary(path: Path, *, newer_than: int) -> dict[str, Any] | None:
-    """The summary of a run; None if there is none newer than ``newer_than`` (in ns): a resumed run finds an old one."""
+    """Read the summary of a run; None if none is newer than ``newer_than`` (in ns): a resumed run finds an old one."""
     if not path.is_file() or path.stat().st_mtime_ns <= newer_than:
         return None
     return dict(json.loads(path.read_text(encoding="utf-8")))

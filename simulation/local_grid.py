@@ -1,7 +1,8 @@
 """A Flower ``Grid`` in one process: it runs the unchanged ServerApp and ClientApp without Ray and without a daemon.
 
 A client runs when its reply is pulled, so replies stream one by one and a round of any size has one of them in memory.
-This is the only module that touches Flower's private names (`flwr.supercore`); they are pinned by flwr<1.42.
+It makes what Flower's runtime otherwise makes, so it needs names that Flower keeps to itself (`flwr.supercore`,
+`flwr.common`, the id in a message's metadata); flwr<1.42 keeps them as they are.
 """
 
 import logging
@@ -64,7 +65,7 @@ class LocalGrid(Grid):
         return []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """The replies, each made when it is asked for."""
+        """Yield the replies, each made when it is asked for."""
         for message_id in self.push_messages(messages):
             yield from self.pull_messages([message_id])
 
@@ -87,7 +88,7 @@ class LocalGrid(Grid):
         return Run.create_empty(run_id=RUN_ID)
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Deprecated in Flower; messages are made by their constructor."""
+        """Make a message; deprecated in Flower, whose messages are made by their constructor."""
         return Message(*args, **kwargs)
 
 

@@ -95,7 +95,7 @@ def private_place() -> Iterator[Place]:
 
 
 def belonging(place: Path) -> set[int]:
-    """The ids of all processes that belong to the place at this path, whoever their parents are."""
+    """Return the ids of all processes that belong to the place at this path, whoever their parents are."""
     if sys.platform == "linux":
         return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_in(entry, place)}
     # macOS tells no working directories; a process that has lost its environment still has its process group.
@@ -107,7 +107,7 @@ def belonging(place: Path) -> set[int]:
 
 def _is_in(entry: Path, place: Path) -> bool:
     try:
-        if place in Path(os.readlink(entry / "cwd")).parents:
+        if place in (entry / "cwd").readlink().parents:
             return True
         return f"FLWR_HOME={place / 'home'}" in (entry / "environ").read_text(errors="replace").split("\0")
     except OSError:  # it has ended, or belongs to another user
@@ -129,7 +129,7 @@ def end(place: Path) -> None:
 
 
 def watch(path: Path) -> None:
-    """What the guard does: wait until the standard input ends, end the processes of the place, remove the place."""
+    """Wait, as the guard, until the standard input ends; end the processes of the place and remove it."""
     sys.stdin.buffer.read()
     end(path)
     shutil.rmtree(path, ignore_errors=True)

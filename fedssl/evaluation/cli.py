@@ -3,6 +3,7 @@
     fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [key=value ...]
     fedssl-evaluate encoder=FILE dataset=NAME ...
 
+An encoder or a data set of your own is found in the folder of settings that ``--config-dir FOLDER`` names.
 Without ``dataset=`` the data set is the run's, and ``dataset.key=value`` changes its settings (``dataset.path=...``).
 The pictures are brought to the size the encoder was trained on, unless ``dataset.size=`` says otherwise, and always
 standardised as in its training. The result is printed and written to ``evaluation/<protocol>-<dataset>.json`` beside
@@ -23,26 +24,27 @@ from fedssl.errors import InputError
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
 from fedssl.evaluation.subject import Subject, load_labelled, make_subject
-from fedssl.export import load_encoder
+from fedssl.export import load_encoder, saved_target
 from fedssl.files import write_text
 from fedssl.machine.devices import pick_device
+from fedssl.plugins import from_arguments, own_encoder
 from fedssl.report.accuracy_table import format_table
 from fedssl.settings import DataSettings, Settings
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [dataset.path=PATH] "
-    "[key=value ...]\n       fedssl-evaluate encoder=FILE dataset=NAME ..."
+    "[key=value ...]\n       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
+    "       --config-dir FOLDER: your own settings, where the encoder or the data set is one of yours"
 )
 
 
 def main() -> int:
     """Entry point; returns the exit status, 2 for what the user has to put right."""
-    words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         print(USAGE)
-        return 0 if words else 2
+        return 0 if sys.argv[1:] else 2
     try:
-        print(run(words))
+        print(run(from_arguments(sys.argv[1:])))
     except InputError as error:
         print(f"fedssl-evaluate: {error}", file=sys.stderr)
         return 2
@@ -63,7 +65,7 @@ def run(words: Sequence[str]) -> str:
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
     protocol = settings.evaluation.protocol.make()
     torch.set_num_threads(settings.machine.threads)
-    encoder = load_encoder(file)
+    encoder = load_encoder(file, build=own_encoder(saved_target(file), others))
     own_size = any(_split(word)[0] == "dataset.size" for word in words)
     data = as_in_training(encoder, settings.data, own_size=own_size)
     subject = subject_of(encoder, data, device=settings.machine.device)

@@ -1,8 +1,14 @@
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config import CONF, check_names, compose, load_run, make, quote, save_run
+from fedssl.config import check_names, compose, load_run, resolve, save_run
 from fedssl.errors import InputError
+from fedssl.methods.build import build
+from fedssl.settings import Component
+from fedssl.words import CONF, quote
+from strategies.base import Circumstances
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 FILES = [
@@ -15,18 +21,20 @@ FILES = [
 @pytest.mark.parametrize(("group", "name"), FILES)
 def test_every_file_composes(group, name):
     extra = ["dataset.path=/pictures"] if name == "image_folder" else []
-    settings = compose([f"{group}={name}", *extra])
-    assert not OmegaConf.missing_keys(settings)
-    assert group == "experiment" or group in settings
+    recording = compose([f"{group}={name}", *extra]).recording
+    config = OmegaConf.create(recording.text)
+    assert not OmegaConf.missing_keys(config)
+    assert recording.choices[group] == name
+    assert group == "experiment" or group in config
 
 
 def test_the_embedded_default():
     settings = compose([])
     assert settings.num_clients == settings.clients_per_round == 10
-    assert settings.partition.alpha == 0.5
-    assert settings.dataset["_target_"] == "fedssl.datasets.digits.read"
-    assert settings.strategy["_target_"] == "strategies.l_dawa.LDAWA"
-    assert isinstance(settings.threads, int)
+    assert settings.partition.rule.values["alpha"] == 0.5
+    assert settings.data.reader.target == "fedssl.datasets.digits.read"
+    assert settings.algorithm.strategy.target == "strategies.l_dawa.LDAWA"
+    assert isinstance(settings.machine.threads, int)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +46,6 @@ def test_the_embedded_default():
         (["strategy=fedavg,l_dwa"], r"strategy=l_dwa does not exist; did you mean l_dawa"),
         (["method=glob(fedu/*)"], r"method=glob\(fedu/\*\) finds nothing, .* name some of .*fedu/byol"),
         (["method=glob([sim*,nix*])"], r"method=glob\(nix\*\) finds nothing"),
-        (["strategy=local_only", "calibration=auxiliary"], r"calibration=auxiliary trains .* set calibration=none"),
-        (["strategy=local_only", "server_optimizer=fedadam"], r"they share none; set server_optimizer=none"),
         (["rounds=many"], r"rounds=many is not a whole number"),
         (["rounds=1.5"], r"rounds=1.5 is not a whole number"),
         (["partition.alpha=true"], r"partition.alpha=True is not a number"),
@@ -60,6 +66,26 @@ def test_wrong_words_get_one_sentence(words, sentence):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("calibration=auxiliary", r"calibration=auxiliary trains .* set calibration=none"),
+        ("server_optimizer=fedadam", r"they share none; set server_optimizer=none"),
+    ],
+)
+def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(word, sentence):
+    settings = compose(["strategy=local_only", word])
+    circumstances = Circumstances(
+        method=build(settings.model),
+        clients_per_round=settings.clients_per_round,
+        calibrated=settings.calibration is not None,
+        server_optimizer=settings.algorithm.server_optimizer.make().steps,
+    )
+    with pytest.raises(InputError, match=sentence) as caught:
+        settings.algorithm.strategy.make().check(circumstances)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_names_of_a_sweep_are_checked_before_it_starts():
     check_names(["strategy=fedavg,l_dawa", "partition.alpha=0.1,0.5", "seed=range(3)", "hydra.verbose=true"])
     with pytest.raises(InputError, match="did you mean num_clients"):
@@ -67,12 +93,13 @@ def test_the_names_of_a_sweep_are_checked_before_it_starts():
 
 
 def test_a_whole_number_serves_as_a_fraction():
-    assert compose(["partition.alpha=1"]).partition.alpha == 1
+    assert compose(["partition.alpha=1"]).partition.rule.values["alpha"] == 1
 
 
 @pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\pictures\\", "/tmp/ünï"])
 def test_any_path_survives_the_command_line(text):
-    assert compose([f"output_dir={quote(text)}"]).output_dir == text
+    assert resolve([f"output_dir={quote(text)}"])[0].output_dir == text
+    assert compose([f"output_dir={quote(text)}"]).recording.folder == Path(text).resolve()
 
 
 class Refuses:
@@ -82,25 +109,27 @@ class Refuses:
 
 def test_a_refused_setting_comes_out_as_it_was_raised():
     with pytest.raises(InputError, match="^no$"):
-        make(OmegaConf.create({"_target_": f"{__name__}.Refuses"}))
+        Component({"_target_": f"{__name__}.Refuses"}).make()
 
 
 class TestResume:
     @pytest.fixture
     def folder(self, tmp_path):
-        words = ["rounds=4", "strategy=fedavg"]
-        save_run(compose(words), words, tmp_path)
+        save_run(compose(["rounds=4", "strategy=fedavg"]).recording, tmp_path)
         return tmp_path
 
     def test_takes_the_settings_of_the_run(self, folder):
-        settings, words = load_run([f"resume={folder}"])
-        assert settings.strategy["_target_"] == "strategies.fedavg.FedAvg"
+        settings = load_run([f"resume={folder}"])
+        assert settings.algorithm.strategy.target == "strategies.fedavg.FedAvg"
         assert settings.rounds == 4
-        assert settings.resume == settings.output_dir == str(folder)
-        assert load_run(words)[0] == settings
+        assert settings.recording.resumed == 4
+        assert settings.recording.folder == folder
+        assert settings.recording.run_id == OmegaConf.load(folder / "config.yaml").run_id
+        assert load_run(settings.recording.words) == settings
 
     def test_may_be_made_longer(self, folder):
-        assert load_run([f"resume={folder}", "rounds=6"])[0].rounds == 6
+        settings = load_run([f"resume={folder}", "rounds=6"])
+        assert (settings.rounds, settings.recording.resumed) == (6, 4)
 
     def test_refuses_other_settings(self, folder):
         with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedssl.encoders import conv_small, resnet18, vit_tiny
+from fedssl.encoders import Encoder, conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
-from fedssl.export import Preprocess, load_encoder, save_encoder
+from fedssl.export import Preprocess, load_encoder, save_encoder, saved_target
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 16, "width": 4}
 MEAN, STD = (0.5, 0.25, 0.125), (0.5, 0.25, 1.0)
@@ -200,11 +200,31 @@ def test_a_file_with_code_is_refused_and_the_code_does_not_run(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "target", ["os.system", "fedssl.encoders.torch", "fedssl.encoders._resnet", "conv_small", None, []]
+    "target",
+    [
+        *("os.system", "fedssl.encoders.torch", "fedssl.encoders._resnet", "fedssl.encoders.build.conv_small"),
+        *("fedssl.encoders.Encoder", "conv_small", None, []),
+    ],
 )
 def test_only_encoders_of_this_package_are_built(tmp_path: Path, target: object) -> None:
     path = save(tmp_path / "encoder.pt", settings={**SMALL, "_target_": target})
     assert f"holds the encoder {target}" in refused(path)
+
+
+def test_an_encoder_of_ones_own_is_built_by_what_the_caller_gives(tmp_path: Path) -> None:
+    def mine(*, channels: int, size: int, breadth: int) -> Encoder:
+        return conv_small(channels=channels, size=size, width=breadth)
+
+    settings = {"_target_": "package.mine", "channels": 3, "size": 16, "breadth": 4}
+    encoder = mine(channels=3, size=16, breadth=4)
+    path = save(tmp_path / "encoder.pt", encoder=encoder, settings=settings)
+    assert saved_target(path) == "package.mine"
+    assert "holds the encoder package.mine, which is not fedssl's; give what builds it" in refused(path)
+    assert "load_encoder(path, build=mine)" in refused(path)
+    loaded = load_encoder(path, build=mine)
+    assert all(torch.equal(value, encoder.state_dict()[name]) for name, value in loaded.state_dict().items())
+    with pytest.raises(InputError, match="do not fit its settings"):
+        load_encoder(path, build=conv_small)
 
 
 @pytest.mark.parametrize(

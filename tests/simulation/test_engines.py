@@ -16,11 +16,15 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def layers(folder):
+    return latest_checkpoint(folder / "checkpoints").models["global"].layers
+
+
 @pytest.mark.slow
 def test_local_and_ray_agree_to_the_last_bit(tmp_path):
     for engine in ("local", "ray"):
         run([*WORDS, f"engine={engine}", f"output_dir={tmp_path / engine}"])
-    local, ray = (latest_checkpoint(tmp_path / engine / "checkpoints").layers for engine in ("local", "ray"))
+    local, ray = (layers(tmp_path / engine) for engine in ("local", "ray"))
     assert list(local) == list(ray)
     for name, array in local.items():
         assert (array == ray[name]).all(), name

@@ -172,6 +172,20 @@ def test_environment():
     }
 
 
+def test_the_import_path_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def path(base, **more):
+        return make_environment(base, ray_directory=Path("/tmp/fssl-x"), allocator=False, **more).get("PYTHONPATH")
+
+    assert path({}) is None
+    assert not path({"PYTHONPATH": ""})
+    # An empty entry is the current folder to Python.
+    assert path({"PYTHONPATH": "src::/opt"}) == f"{tmp_path}/src:{tmp_path}:/opt"
+    assert path({"PYTHONPATH": "src"}, import_from=Path()) == f"{tmp_path}/src:{tmp_path}"
+    assert path({}, import_from=tmp_path) == str(tmp_path)
+
+
 # --- what is shown and believed ---
 
 
@@ -347,7 +361,7 @@ def test_interrupt_in_a_round_ends_everything(app_dir, tmp_path):
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from tests.test_flower_run import run_tiny\n"
+        "from tests.simulation.test_flower_run import run_tiny\n"
         "run_tiny(Path(sys.argv[1]), Path(sys.argv[2]), 'rounds=1000', 'seconds=1')\n"
     )
     command = [sys.executable, "-c", script, str(app_dir), str(folder)]

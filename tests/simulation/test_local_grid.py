@@ -7,7 +7,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import InputError
-from server_app.app import find_nodes, receive
+from server_app.nodes import find_nodes
+from server_app.replies import receive
 from simulation.local_grid import LocalGrid
 
 
@@ -74,7 +75,7 @@ def test_no_reply_after_the_time_is_up():
 
 
 def test_too_few_nodes(monkeypatch):
-    monkeypatch.setattr("server_app.app.NODE_WAIT", 0.1)
+    monkeypatch.setattr("server_app.nodes.NODE_WAIT", 0.1)
     grid = LocalGrid(adding_app(), num_clients=2)
     with pytest.raises(
         InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"

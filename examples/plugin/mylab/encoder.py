@@ -1,0 +1,22 @@
+"""A perceptron with two hidden layers, for small pictures. Each layer is a stage, so layer-wise training works too."""
+
+from torch import Tensor, nn
+
+from fedssl.encoders import Encoder
+
+
+class Perceptron(Encoder):
+    """Maps pictures ``(batch, channels, size, size)`` to representations ``(batch, width)``."""
+
+    def __init__(self, *, channels: int, size: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(channels * size * size, width), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+        self.feature_dim = width
+        self.divide(stages=("first", "second"), widths=(width, width))
+
+    def stem(self, pictures: Tensor) -> Tensor:
+        return pictures.flatten(1)
+
+    def readout(self, x: Tensor) -> Tensor:
+        return x

@@ -1,0 +1,15 @@
+"""The class whose mean representation is nearest."""
+
+import torch
+
+from fedssl.evaluation.features import Features, accuracy
+
+
+class NearestMean:
+    """Accuracy of the class whose mean is nearest, as ``nearest_mean``."""
+
+    def __call__(self, features: Features, *, seed: int) -> dict[str, float]:
+        classes = range(features.num_classes)
+        means = torch.stack([features.train[features.train_labels == label].mean(dim=0) for label in classes])
+        nearest = torch.cdist(features.test, means).argmin(dim=1)
+        return {"nearest_mean": accuracy(nearest, features.test_labels)}

@@ -1,0 +1,33 @@
+"""Alignment and uniformity (Wang & Isola, ICML 2020): views of a picture meet, all pictures spread over the sphere."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.encoders import Encoder
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.heads import MLP
+
+
+def align_uniform(z1: Tensor, z2: Tensor, *, spread: float) -> Tensor:
+    """The loss of projections ``(batch, dim)`` of two views, a scalar; ``spread`` 0 turns uniformity off."""
+    z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    alignment = (z1 - z2).square().sum(dim=1).mean()
+    uniformity = sum(torch.pdist(z).square().mul(-2).exp().mean().log() for z in (z1, z2)) / 2
+    return alignment + spread * uniformity
+
+
+class AlignUniform(SSLMethod):
+    """An encoder and a projector; see `align_uniform`."""
+
+    def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP], spread: float) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector(encoder.feature_dim)
+        self.spread = spread
+
+    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
+        z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+        return align_uniform(z1, z2, spread=self.spread)

@@ -1,0 +1,44 @@
+"""Two teams: clients with an even number share one model, those with an odd number another; at times they all mix."""
+
+from fedssl.errors import InputError
+from strategies.base import FedSSLStrategy, ServerHalf
+from strategies.state import ServerState
+from strategies.weighted_sum import WeightedSum
+
+TEAMS = ("even", "odd")
+"""Names of the two models."""
+
+
+class Teams(ServerHalf):
+    """The server half: whose update goes into which model."""
+
+    def __init__(self, *, mix_every: int) -> None:
+        super().__init__(WeightedSum)
+        self._mix_every = mix_every
+
+    def start_of(self, state: ServerState, round: int, client: int) -> str:
+        return TEAMS[client % 2]
+
+    def into(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
+        mix = self._mix_every > 0 and round % self._mix_every == 0
+        return TEAMS if mix else (self.start_of(state, round, client),)
+
+
+class TwoTeams(FedSSLStrategy):
+    """Two models instead of one.
+
+    Parameters
+    ----------
+    mix_every : int
+        Rounds from one in which every update goes into both models to the next; 0: the teams never mix.
+
+    Raises
+    ------
+    InputError
+        ``mix_every`` is negative.
+    """
+
+    def __init__(self, *, mix_every: int) -> None:
+        if mix_every < 0:
+            raise InputError(f"strategy.mix_every={mix_every} must not be negative; 0 keeps the teams apart")
+        super().__init__(Teams(mix_every=mix_every))

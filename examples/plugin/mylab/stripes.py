@@ -1,0 +1,38 @@
+"""Drawn pictures of stripes, in three classes: horizontal, vertical, checked."""
+
+import numpy as np
+import torch
+
+from fedssl.datasets.base import Pictures, choose
+
+CLASSES = ("horizontal", "vertical", "checked")
+COUNTS = {"train": 600, "test": 150}
+
+
+def read(split: str, *, channels: int, size: int, limit: int | None, noise: float) -> Pictures | None:
+    """Pictures of one split, always the same ones; None if there is no such split.
+
+    Parameters
+    ----------
+    split : {"train", "test"}
+    channels, size : int
+        Form of the pictures.
+    limit : int or None
+        Use only so many pictures.
+    noise : float
+        Standard deviation of what is added to every pixel, in grey levels of 0 to 255; 0 turns it off.
+    """
+    if split not in COUNTS:
+        return None
+    generator = np.random.default_rng(list(COUNTS).index(split))
+    count = COUNTS[split]
+    labels = generator.integers(len(CLASSES), size=count)
+    period, shift = generator.integers(3, 6, size=(count, 1, 1)), generator.integers(size, size=(count, 1, 1))
+    waves = (np.arange(size) + shift) // period % 2  # (count, 1, size)
+    across = waves.transpose(0, 2, 1)
+    kinds = np.broadcast_arrays(across, waves, across ^ waves)
+    drawn = np.select([labels[:, None, None] == label for label in range(len(CLASSES))], kinds) * 255.0
+    drawn += generator.normal(0, noise, drawn.shape)
+    images = np.repeat(drawn.clip(0, 255).astype(np.uint8)[:, None], channels, axis=1)
+    rows = choose(count, limit)
+    return Pictures(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows]), CLASSES)

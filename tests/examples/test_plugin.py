@@ -1,0 +1,110 @@
+"""examples/plugin: the commands of its README, made small, in a copy of the folder."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "plugin"
+SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "evaluate_every=1"]
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", (EXAMPLE / "README.md").read_text(), flags=re.M | re.S)
+    return [shlex.split(line)[1:] for language, block in blocks if not language for line in block.splitlines()]
+
+
+def call(entry: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    # -P: the current folder is not on Python's path, as for an installed command.
+    code = f"import sys; from {entry} import main; sys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", code, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def fedssl(*words: str, folder: Path) -> str:
+    ran = call("simulation.cli", *words, folder=folder)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The example, somewhere else."""
+    copy = tmp_path_factory.mktemp("example") / "plugin"
+    shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__", "runs", "multirun"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def run_folder(folder):
+    fedssl(*commands()[0], *SMALL, "output_dir=run", folder=folder)
+    return folder / "run"
+
+
+def summary(run_folder):
+    return json.loads((run_folder / "summary.json").read_text())
+
+
+def test_all_parts_work_together(run_folder):
+    found = summary(run_folder)
+    assert (found["status"], found["rounds"]) == ("finished", 2)
+    assert set(found["final"]["federated"]) == {"nearest_mean", "nearest_mean_std"}
+    assert {file.name for file in run_folder.glob("encoder*.pt")} == {"encoder-even.pt", "encoder-odd.pt"}
+    sizes = [int(row.split(",")[1]) for row in (run_folder / "partition.csv").read_text().splitlines()[1:]]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+def test_the_saved_command_repeats_the_run(run_folder, folder):
+    words = shlex.split(summary(run_folder)["command"])[1:]
+    fedssl(*words, "output_dir=again", folder=folder)
+    assert summary(folder / "again")["final"] == summary(run_folder)["final"]
+
+
+def test_it_resumes_without_the_flag(run_folder, folder):
+    shutil.copytree(run_folder, folder / "longer")
+    fedssl("resume=longer", "rounds=3", folder=folder)
+    assert summary(folder / "longer")["rounds"] == 3
+
+
+def test_the_other_commands(folder):
+    _, mixed, sweep, shown, evaluate = commands()
+    small = [*SMALL, "encoder.width=4", "rounds=1", "final_evaluation=none"]
+    fedssl(*mixed, *small, "output_dir=mixed", folder=folder)
+    printed = fedssl(*sweep, *small, "hydra.sweep.dir=sweep", folder=folder)
+    assert re.search(r"two_teams .*\n.*fedavg ", printed)
+    printed = fedssl(*shown, folder=folder)
+    assert "_target_: mylab.strategy.TwoTeams" in printed
+    assert "# up, to the server:    encoder, projector" in printed
+    assert evaluate[0] == "--config-dir"
+
+
+def test_the_encoder_is_evaluated_with_the_folder_that_has_it(run_folder, folder):
+    words = [word.replace("RUN", str(run_folder)) for word in commands()[-1]]
+    evaluated = call("fedssl.evaluation.cli", *words, folder=folder)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "nearest_mean" in evaluated.stdout
+    refused = call("fedssl.evaluation.cli", f"encoder={run_folder}/encoder-even.pt", "dataset=digits", folder=folder)
+    assert refused.returncode == 2
+    assert "mylab.encoder.Perceptron, which is not fedssl's" in refused.stderr
+
+
+def test_a_package_that_is_not_there_is_one_sentence(folder, tmp_path):
+    refused = call("simulation.cli", "--config-dir", str(folder / "conf"), "strategy=two_teams", folder=tmp_path)
+    assert refused.returncode == 2
+    assert re.fullmatch(r"fedssl: strategy._target_=mylab.* there is no module mylab; install .*\n", refused.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_on_ray_the_numbers_are_the_same(run_folder, folder):
+    fedssl(*commands()[0], *SMALL, "engine=ray", "output_dir=ray", folder=folder)
+    assert summary(folder / "ray")["final"] == summary(run_folder)["final"]

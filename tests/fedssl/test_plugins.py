@@ -1,0 +1,195 @@
+"""Settings and classes of the user's own: found, saved, refused."""
+
+import sys
+
+import pytest
+
+from fedssl.config import check_names, compose, compose_evaluation, load_run, save_run
+from fedssl.errors import InputError
+from fedssl.plugins import SEARCH, choice_targets, from_arguments, own_encoder, search_folders, with_folders
+from fedssl.words import CONF, RENAMED, groups, quote
+
+MODULE = """
+from strategies.fedavg import FedAvg
+from fedssl.encoders import conv_small
+
+
+class Mine(FedAvg):
+    pass
+
+
+def encoder(*, channels, size, width):
+    return conv_small(channels=channels, size=size, width=width)
+"""
+FILES = {
+    "strategy/mine.yaml": "_target_: {package}.Mine\nweighting: uniform\nmetrics: [seconds]\n",
+    "encoder/mine.yaml": "_target_: {package}.encoder\nchannels: 1\nsize: ${{dataset.size}}\nwidth: 4\n",
+    "method/lab/simclr.yaml": "defaults:\n  - /method/simclr@_here_\ntemperature: 0.07\n",
+    "experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /strategy: mine\nrounds: 7\n",
+}
+
+
+@pytest.fixture
+def conf(tmp_path, monkeypatch):
+    """A folder with an unpleasant name, and a package that can be imported."""
+    package = f"lab_{abs(hash(tmp_path))}"  # a module is imported once per process
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / f"{package}.py").write_text(MODULE)
+    folder = tmp_path / "it's [mine], a=b"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text.format(package=package))
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    return folder
+
+
+def words_for(folder, *words):
+    return from_arguments(["--config-dir", str(folder), *words])
+
+
+class TestTheFlag:
+    @pytest.mark.parametrize("flag", [["--config-dir", "conf"], ["-cd", "conf"], ["--config-dir=conf"]])
+    def test_becomes_a_word_with_the_whole_path(self, tmp_path, monkeypatch, flag):
+        (tmp_path / "conf").mkdir()
+        monkeypatch.chdir(tmp_path)
+        word = f"{SEARCH}=['file://{tmp_path}/conf']"
+        # Words stand together, as Hydra wants them, whatever stands between.
+        assert from_arguments([*flag, "-m", "a=1", "b=2"]) == ["-m", word, "a=1", "b=2"]
+        assert from_arguments(["--cfg", "job", "a=1", *flag]) == ["--cfg", "job", word, "a=1"]
+        assert from_arguments([*flag, "--help"]) == [word, "--help"]
+
+    def test_joins_the_word(self, tmp_path, monkeypatch):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path)
+        arguments = from_arguments([f"{SEARCH}=[one]", "a=1", "-cd", "two", "--config-dir", "two"])
+        assert search_folders(arguments) == [tmp_path / "two", tmp_path / "one"]
+        assert arguments[1:] == ["a=1"]
+
+    def test_other_arguments_stay(self):
+        assert from_arguments(["-m", "a=1,2", "--cfg", "job"]) == ["-m", "a=1,2", "--cfg", "job"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            (["a=1", "--config-dir"], "--config-dir names no folder; give the one that holds strategy/"),
+            (["-cd", "/nowhere"], "the folder of settings /nowhere does not exist; name it with --config-dir"),
+            ([f"{SEARCH}=conf"], "hydra.searchpath=conf must be a list of folders; write --config-dir FOLDER"),
+        ],
+    )
+    def test_wrong_ones_get_one_sentence(self, arguments, sentence):
+        with pytest.raises(InputError, match=sentence) as caught:
+            with_folders(from_arguments(arguments))
+        assert "\n" not in str(caught.value)
+
+    def test_a_file_of_the_same_name_is_refused(self, tmp_path):
+        (tmp_path / "strategy").mkdir()
+        (tmp_path / "strategy" / "fedavg.yaml").touch()
+        with pytest.raises(InputError, match="has the name of a file of fedssl's own, which would win; rename it"):
+            words_for(tmp_path)
+
+
+class TestChoices:
+    def test_are_those_of_both(self, conf):
+        both, own = groups([conf]), groups()
+        assert set(both["strategy"]) == {*own["strategy"], "mine"}
+        assert "lab/simclr" in both["method"]
+        assert both["tracker"] == own["tracker"]
+
+    def test_are_composed(self, conf):
+        settings = compose(words_for(conf, "experiment=mine", "method=lab/simclr", "encoder=mine"))
+        assert settings.rounds == 7
+        assert type(settings.algorithm.strategy.make()).__name__ == "Mine"
+        assert settings.model.method.values["temperature"] == 0.07
+        assert settings.model.encoder.make(channels=1).feature_dim == 16
+        assert settings.recording.choices["strategy"] == "mine"
+
+    def test_wrong_ones_are_answered_with_them(self, conf):
+        with pytest.raises(InputError, match=r"strategy=mein does not exist; did you mean .*mine.*; choose one of"):
+            check_names(words_for(conf, "strategy=mein,fedavg"))
+        with pytest.raises(InputError, match=r"no setting 'strategy.weightin'; did you mean strategy.weighting"):
+            check_names(words_for(conf, "strategy=mine", "strategy.weightin=uniform"))
+        with pytest.raises(InputError, match="strategy=mine does not exist"):
+            check_names(["strategy=mine"])
+
+    def test_are_saved_with_the_run(self, conf, tmp_path):
+        (tmp_path / "run").mkdir()
+        save_run(compose(words_for(conf, "strategy=mine")).recording, tmp_path / "run")
+        resumed = load_run([f"resume={quote(str(tmp_path / 'run'))}"])
+        assert resumed.algorithm.strategy.name == "Mine"
+        assert search_folders(resumed.recording.words) == [conf]
+        moved = conf.rename(tmp_path / "moved")
+        with pytest.raises(InputError, match="the folder of settings .* does not exist; name it with --config-dir"):
+            load_run([f"resume={quote(str(tmp_path / 'run'))}"])
+        resumed = load_run(words_for(moved, f"resume={quote(str(tmp_path / 'run'))}"))
+        assert search_folders(resumed.recording.words) == [moved]
+
+
+class TestTargets:
+    @pytest.mark.parametrize(
+        ("target", "sentence"),
+        [
+            ("nowhere.Mine", "there is no module nowhere; install the package that has it, or put .* on PYTHONPATH"),
+            ("fedssl.nowhere.Mine", "there is no module fedssl.nowhere; install"),
+            ("strategies.fedavg.FedAgv", "strategies.fedavg has no class or function FedAgv; did you mean FedAvg"),
+            ("broken.Mine", "broken fails with ZeroDivisionError: division by zero; correct that"),
+            ("lacking.Mine", "lacking needs not_there; install that"),
+            ("Mine", "strategy._target_=Mine is not the dotted name of a class or function"),
+        ],
+    )
+    def test_that_cannot_be_imported_are_refused_before_any_work(self, tmp_path, monkeypatch, target, sentence):
+        (tmp_path / "broken.py").write_text("1 / 0\n")
+        (tmp_path / "lacking.py").write_text("import not_there\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(InputError, match=sentence) as caught:
+            compose(["strategy=fedavg", f"strategy._target_={target}"])
+        assert "\n" not in str(caught.value)
+        assert f"strategy._target_={target}" in str(caught.value)
+
+    def test_of_the_current_folder_are_found_with_a_folder_of_settings(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        (tmp_path / "here_only.py").write_text(MODULE)
+        (tmp_path / "conf").mkdir()
+        monkeypatch.chdir(tmp_path)
+        words = ["strategy=fedavg", "strategy._target_=here_only.Mine"]
+        with pytest.raises(InputError, match="there is no module here_only"):
+            compose(words)
+        assert compose(words_for("conf", *words)).algorithm.strategy.name == "Mine"
+        assert sys.path[-1] == str(tmp_path)
+
+    def test_an_encoder_is_built_only_if_the_words_name_its_folder(self, conf):
+        (target,) = choice_targets("encoder", [conf]) - choice_targets("encoder", [])
+        assert own_encoder(target, words_for(conf))(channels=1, size=8, width=4).feature_dim == 16
+        assert own_encoder(target, []) is None
+        assert own_encoder("os.system", words_for(conf)) is None
+        assert own_encoder("fedssl.encoders.conv_small", words_for(conf)) is None
+
+    def test_the_data_set_of_a_run_folder_is_no_code_of_its_choice(self, tmp_path):
+        save_run(compose([]).recording, tmp_path)
+        assert compose_evaluation([], run=tmp_path).data.name == "digits"
+        file = tmp_path / "config.yaml"
+        file.write_text(file.read_text().replace("fedssl.datasets.digits.read", "os.mkdir"))
+        with pytest.raises(InputError, match="is read by os.mkdir, which is not fedssl's; name the folder"):
+            compose_evaluation([], run=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["strategy=orchestra"],
+            "^strategy=orchestra is now strategy=fedavg: method=orchestra has a server half of its",
+        ),
+        (["strategy=fedavg,orchestra"], "^strategy=orchestra is now strategy=fedavg"),
+        (["method=orchestra", "method.strategy=x"], "^method.strategy is gone: method=orchestra works under any"),
+    ],
+)
+def test_words_of_earlier_versions_are_answered_with_those_of_now(words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        check_names(words)
+
+
+def test_words_of_earlier_versions_are_not_in_use():
+    choices = {f"{group}={name}" for group, names in groups().items() for name in names}
+    assert choices.isdisjoint(RENAMED)
+    assert CONF.is_dir()

@@ -1,0 +1,19 @@
+"""The command: what it does with a run that goes on."""
+
+import pytest
+
+from fedssl.errors import InputError
+from simulation.cli import run
+
+QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+QUICK += ["evaluate_every=0", "final_evaluation=none", "health_pictures=0", "measure_resources=false"]
+
+
+def test_a_run_in_phases_keeps_its_length_and_another_does_not(tmp_path):
+    """The length decides which phase a round belongs to."""
+    for name, schedule in (("staged", "layer_wise"), ("whole", "end_to_end")):
+        run([*QUICK, "rounds=4", f"schedule={schedule}", f"output_dir={tmp_path / name}"])
+    with pytest.raises(InputError, match=r"was run with rounds=4 \(now 5\); leave these as they were") as caught:
+        run([f"resume={tmp_path / 'staged'}", "rounds=5"])
+    assert "\n" not in str(caught.value)
+    run([f"resume={tmp_path / 'whole'}", "rounds=5"])
