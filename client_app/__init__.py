@@ -1,0 +1,1 @@
+"""The ClientApp: what runs on the devices."""

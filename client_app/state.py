@@ -5,11 +5,12 @@ whatever the client wrote later.
 """
 
 import logging
-import os
 import pickle
 from pathlib import Path
 
 import torch
+
+from fedssl.files import write_whole
 
 log = logging.getLogger("fedssl")
 
@@ -38,9 +39,7 @@ def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> Non
         Oldest round that a resumed run may go back to: the newest version up to it stays, older ones go.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"partial-{os.getpid()}"
-    torch.save(state, partial)
-    os.replace(partial, _file(folder, round))
+    write_whole(_file(folder, round), lambda partial: torch.save(state, partial))
     reachable = [version for version in _versions(folder) if version <= keep_from]
     for version in reachable[:-1]:
         _file(folder, version).unlink(missing_ok=True)

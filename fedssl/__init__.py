@@ -1,0 +1,1 @@
+"""Federated self-supervised learning: the learning library, which knows nothing of servers and clients."""

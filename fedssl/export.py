@@ -175,7 +175,8 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     encoder.mean, encoder.std = tuple(content["mean"]), tuple(content["std"])
     encoder.metadata = content["metadata"]
     encoder.preprocess = Preprocess(size=encoder.size, mean=encoder.mean, std=encoder.std)
-    return encoder.eval()
+    result: nn.Module = encoder.eval()
+    return result
 
 
 def saved_target(path: str | Path) -> str:
@@ -214,4 +215,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As plain Python values, which ``weights_only`` can read back."""
-    return json.loads(json.dumps(dict(values)))
+    plain: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    return plain

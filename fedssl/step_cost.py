@@ -119,7 +119,7 @@ def step_cost(
 
 
 def count_flops() -> FlopCounterMode:
-    """torch's counter, with a formula for every kernel of attention."""
+    """Torch's counter, with a formula for every kernel of attention."""
     aten: Any = torch.ops.aten
     formulas = {
         # Older versions of torch count nothing for these two.
@@ -227,4 +227,4 @@ def _attention_layer(query: Any, key: Any, value: Any, width: int, heads: int, *
     """Four linear layers of ``width``, and the attention of all heads, on tokens ``(batch, length, width)``."""
     batch, length, _ = query
     head = (batch, heads, length, width // heads)
-    return 2 * batch * length * 4 * width**2 + int(sdpa_flop_count(head, head, head))
+    return int(2 * batch * length * 4 * width**2 + sdpa_flop_count(head, head, head))

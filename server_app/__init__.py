@@ -1,0 +1,1 @@
+"""The ServerApp: what runs on the server."""

@@ -60,7 +60,8 @@ class SSLMethod(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
         self.__dict__.pop("tensors", None)  # torch replaces buffers when it moves a module
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        return self
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
         """The training loss, a scalar, of two views of the same pictures.
@@ -74,8 +75,11 @@ class SSLMethod(nn.Module):
         return view1, view2
 
     def start_round(self, *, first: bool) -> None:
-        """Prepare for local training after the global layers were loaded; ``first``: something of what the client
-        keeps was missing, because it takes part for the first time or other stages are trained."""
+        """Prepare for local training after the layers were loaded.
+
+        ``first``: something of what the client keeps was missing, because it takes part for the first time or other
+        stages are trained.
+        """
 
     def after_step(self) -> None:
         """Follow-up of one optimiser step, e.g. the moving average of a target network."""
