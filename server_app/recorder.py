@@ -100,8 +100,6 @@ class Recorder:
         save_run(self._settings, self.folder)
         write_table(self.folder / "partition.csv", parts, pictures.labels, pictures.classes)
 
-    # --- one round ---
-
     def restore(self) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
 
@@ -166,8 +164,6 @@ class Recorder:
         """Save the server's state if a checkpoint is due."""
         if state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds:
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
-
-    # --- the end ---
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
         """Write the encoder of the model of this name, for use elsewhere."""

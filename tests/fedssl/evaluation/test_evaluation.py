@@ -481,7 +481,7 @@ def test_results_over_models_are_means_and_deviations():
 # --- settings ---
 
 
-@pytest.mark.parametrize("slot", ["evaluation", "final_evaluation"])
+@pytest.mark.parametrize("slot", ["evaluation", "final_evaluation", "evaluation@final_evaluation"])
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
