@@ -45,7 +45,7 @@ def min_norm_weights(gram: np.ndarray, *, accuracy: float = 1e-12) -> np.ndarray
         raise InputError(f"gram of shape {gram.shape} must be a square matrix of finite numbers")
     lengths = np.sqrt(np.maximum(np.diag(gram), 0))
     if not lengths.all():
-        return (lengths == 0) / np.count_nonzero(lengths == 0)
+        return np.asarray((lengths == 0) / np.count_nonzero(lengths == 0))
     # In q_k = p_k ||g_k|| the matrix is that of cosines, whatever the lengths; sum p = 1 becomes b^T q = constant.
     cosines = gram / lengths[:, None] / lengths
     b = lengths.min() / lengths
@@ -76,7 +76,7 @@ def _admm(c: np.ndarray, b: np.ndarray, accuracy: float) -> np.ndarray:
         z = np.maximum(q + nu, 0)
         nu += q - z
         mu += b @ q - 1  # Eq. 12, second line
-    return z
+    return np.asarray(z)
 
 
 def _exact(c: np.ndarray, b: np.ndarray, near: np.ndarray, accuracy: float) -> np.ndarray | None:
