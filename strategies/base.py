@@ -22,19 +22,24 @@ State = dict[str, torch.Tensor]
 
 
 class Rule(Protocol):
-    """A streaming aggregation of one round: `start`, `add` for each client in order of partition id, `finish`.
-
-    Attributes
-    ----------
-    needs : tuple of str
-        Metrics that every client must report.
-    """
+    """A streaming aggregation of one round: `start`, `add` for each client in order of partition id, `finish`."""
 
     @property
-    def needs(self) -> tuple[str, ...]: ...
-    def start(self, global_layers: GlobalLayers) -> None: ...
-    def add(self, update: ClientUpdate, cosines: Cosines) -> None: ...
-    def finish(self) -> Layers: ...
+    def needs(self) -> tuple[str, ...]:
+        """Metrics that every client must report."""
+        ...
+
+    def start(self, global_layers: GlobalLayers) -> None:
+        """Begin a round; clients send these layers."""
+        ...
+
+    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
+        """Fold in one update that passed `GlobalLayers.check`, and its cosines with what its client started from."""
+        ...
+
+    def finish(self) -> Layers:
+        """New layers, with names, order, shapes and dtypes of the old ones."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ class ServerHalf:
         ----------
         model : Model
             As it was before the round.
+        round : int
         layers : Layers
             The trained layers after the round.
         rule : Rule

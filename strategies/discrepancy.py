@@ -22,6 +22,11 @@ class MeasuredSum:
     ----------
     total : WeightedSum
         The sum. The mean of the squares has its weights, as the identity of the module asks for.
+
+    Attributes
+    ----------
+    discrepancy : dict of str to float
+        For every layer that can wait, the mean over clients of the squared distance from the average.
     """
 
     def __init__(self, total: WeightedSum) -> None:
@@ -29,15 +34,18 @@ class MeasuredSum:
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Metrics that every client must report."""
         return self._sum.needs
 
     def start(self, global_layers: GlobalLayers) -> None:
+        """Begin a round."""
         self._global = global_layers
         self._squares = {name: 0.0 for name, array in global_layers.layers.items() if can_wait(name, array)}
         self._weights = 0.0
         self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
+        """Fold in one update that passed `GlobalLayers.check`."""
         self._sum.add(update, cosines)
         weight = update.num_examples if self._sum.weighting == "examples" else 1
         assert weight is not None  # the sum has refused updates without it
@@ -46,6 +54,7 @@ class MeasuredSum:
         self._weights += weight
 
     def finish(self) -> Layers:
+        """Return the average; ``discrepancy`` is that of the round from now on."""
         average = self._sum.finish()
         moved = self._distances(average)
         self.discrepancy = {

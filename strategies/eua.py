@@ -155,7 +155,7 @@ class EUARule:
 
 
 def _moved(weights: GlobalLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:
-    """Theta + sum_k c_k (theta_k - theta)."""
+    """New weights theta + sum_k c_k (theta_k - theta)."""
     used = [(model, float(factor)) for model, factor in zip(models, factors, strict=True) if factor]
     result: Layers = {}
 

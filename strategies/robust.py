@@ -90,13 +90,16 @@ class Collected:
         self._combine = combine
 
     def start(self, global_layers: GlobalLayers) -> None:
+        """Begin a round."""
         self._global = global_layers
         self._updates: list[ClientUpdate] = []
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
+        """Keep an update that passed `GlobalLayers.check`."""
         self._updates.append(update)
 
     def finish(self) -> Layers:
+        """Combine the updates, and let go of them."""
         updates, self._updates = self._updates, []
         return self._combine(self._global.layers, updates)
 

@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as client_app
 from fedssl.config import compose
 from fedssl.layers import Layers
-from server_app.app import prepare
+from server_app.prepare import prepare
 from server_app.report import RoundReport
 from server_app.round import run_round
 from simulation.local_grid import LocalGrid

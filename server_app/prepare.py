@@ -1,0 +1,177 @@
+"""What a run works with, built from the settings and found usable before any round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from flwr.serverapp import Grid
+
+from fedssl.datasets.base import Pictures, load_federated
+from fedssl.errors import InputError
+from fedssl.fingerprint import code_fingerprint
+from fedssl.machine.devices import pick_device
+from fedssl.machine.threads import tune_allocator
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
+from fedssl.model_layers import travelling_layers
+from fedssl.partition import split
+from fedssl.schedule.lr import LRSchedule
+from fedssl.schedule.phases import Phase, make_phases
+from fedssl.schedule.stages import check as check_phases
+from fedssl.settings import Settings
+from fedssl.training import LocalTraining
+from server_app.calibration import Calibration
+from server_app.costs import Costs
+from server_app.evaluator import Evaluator
+from server_app.federation import Federation
+from server_app.monitor import Monitor
+from server_app.nodes import find_nodes
+from strategies.base import Circumstances, FedSSLStrategy
+from strategies.server_optimizer import ServerOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a run works with, found usable before any round.
+
+    Attributes
+    ----------
+    federation : Federation
+    lr_schedule : LRSchedule
+    pictures : Pictures
+        Of all clients together.
+    parts : list of ndarray
+        The pictures of each client.
+    evaluator : Evaluator
+    monitor : Monitor or None
+        None: health is not looked at.
+    costs : Costs or None
+        None: they are not measured.
+    """
+
+    federation: Federation
+    lr_schedule: LRSchedule
+    pictures: Pictures
+    parts: list[np.ndarray]
+    evaluator: Evaluator
+    monitor: Monitor | None
+    costs: Costs | None
+
+    @property
+    def method(self) -> SSLMethod:
+        """The server's own copy, into which models are loaded to be looked at."""
+        return self.federation.method
+
+
+def prepare(grid: Grid, settings: Settings) -> Prepared:
+    """Build all parts.
+
+    Raises
+    ------
+    InputError
+        Settings do not fit each other, the data or the federation.
+    """
+    torch.set_num_threads(settings.machine.threads)
+    if settings.machine.allocator:
+        tune_allocator()
+    device, data = pick_device(settings.machine.device), settings.data
+    evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
+    method = build(settings.model).to(device)
+    evaluator.check(method.encoder)
+    strategy, server_optimizer = make_algorithm(settings, method)
+    method.encoder.check_pictures((data.channels, data.size, data.size))
+    nodes = find_nodes(grid, settings.num_clients)
+    pictures = federated_pictures(settings, method)
+    parts = split(settings.partition, pictures)
+    training = LocalTraining.prepare(settings.training, method)
+    lr_schedule = make_lr_schedule(settings, method)
+    federation = Federation(
+        strategy=strategy,
+        method=method,
+        phases=lr_schedule.phases,
+        initial=lambda: travelling_layers(build(settings.model)),
+        nodes=tuple(nodes),
+        seed=settings.seed,
+        clients_per_round=settings.clients_per_round,
+        timeout=settings.client_timeout,
+        settings=settings.client_text,
+        code=code_fingerprint(),
+        metrics=settings.algorithm.metrics,
+        server_optimizer=server_optimizer,
+        calibration=make_calibration(settings, method, lr_schedule, device),
+    )
+    measured = settings.evaluation.resources
+    return Prepared(
+        federation=federation,
+        lr_schedule=lr_schedule,
+        pictures=pictures,
+        parts=parts,
+        evaluator=evaluator,
+        monitor=make_monitor(settings, method, training, device),
+        costs=Costs(method, training, pictures=pictures, parts=parts, device=device) if measured else None,
+    )
+
+
+def make_algorithm(settings: Settings, method: SSLMethod) -> tuple[FedSSLStrategy, ServerOptimizer]:
+    """The strategy and the server optimiser, which must be able to work here; raises `InputError`."""
+    strategy: FedSSLStrategy = settings.algorithm.strategy.make()
+    server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
+    strategy.check(
+        Circumstances(
+            method=method,
+            clients_per_round=settings.clients_per_round,
+            calibrated=settings.calibration is not None,
+            server_optimizer=server_optimizer.steps,
+        )
+    )
+    return strategy, server_optimizer
+
+
+def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
+    """The phases and the learning rates, which the method's encoder must allow; raises `InputError`."""
+    phases: Sequence[Phase] = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
+    check_phases(method, phases)
+    lr_schedule = LRSchedule(settings.model.schedule.lr.make(), phases, settings.rounds)
+    lr_schedule(1)  # refuses its settings now or never
+    return lr_schedule
+
+
+def make_calibration(
+    settings: Settings, method: SSLMethod, lr_schedule: LRSchedule, device: torch.device
+) -> Calibration | None:
+    """The server's own training, with an optimiser of its own; None: there is none."""
+    if settings.calibration is None:
+        return None
+    return Calibration(
+        settings.calibration,
+        method=method,
+        training=LocalTraining.prepare(settings.training, method),
+        lr_schedule=lr_schedule,
+        data=settings.data,
+        device=device,
+        seed=settings.seed,
+    )
+
+
+def make_monitor(
+    settings: Settings, method: SSLMethod, training: LocalTraining, device: torch.device
+) -> Monitor | None:
+    """The monitor of health; None: it is turned off."""
+    pictures = settings.evaluation.health_pictures
+    if not pictures:
+        return None
+    return Monitor(
+        method, data=settings.data, pictures=pictures, augment=training.augment, device=device, seed=settings.seed
+    )
+
+
+def federated_pictures(settings: Settings, method: SSLMethod) -> Pictures:
+    """What the clients share; raises `InputError` if the method needs labels that are not there."""
+    pictures = load_federated(settings.data)
+    if method.uses_labels and pictures.labels is None:
+        raise InputError(
+            f"{type(method).__name__} needs labels but the pictures of dataset.splits.federated="
+            f"{settings.data.federated} have none; choose another dataset, split or method"
+        )
+    return pictures
