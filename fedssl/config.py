@@ -437,5 +437,6 @@ def _check_type(key: str, value: Any, default: Any) -> None:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
     allowed = (int, float) if isinstance(default, float) else (type(default),)
     mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
-    if default is not None and (not isinstance(value, allowed) or mistaken_bool):
+    nullable = key.startswith("dataset.splits.") and value is None  # the data set has no such pictures
+    if default is not None and not nullable and (not isinstance(value, allowed) or mistaken_bool):
         raise InputError(f"{key}={value} is not {names[type(default)]}; the default is {default}")

@@ -12,14 +12,12 @@ from omegaconf import OmegaConf
 import fedssl.training
 from client_app.state import load_state
 from fedssl.config import compose
-from fedssl.datasets.base import load
-from fedssl.evaluation.features import Features, extract
+from fedssl.evaluation.subject import make_subject
 from fedssl.export import load_encoder
 from fedssl.messages import TrainPlan, from_record
 from fedssl.model_layers import kept_names
 from server_app.app import layers_of
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.evaluator import over_models
 from server_app.round import run_round
 from simulation.cli import run
 from strategies.local_only import LocalOnly
@@ -162,26 +160,16 @@ def copied(layers):
     return {name: array.copy() for name, array in layers.items()}
 
 
-def test_results_are_means_and_deviations_over_models():
-    results = [{"knn": 0.5, "few": 0.2, "few_std": 0.01}, {"knn": 0.7, "few": 0.6, "few_std": 0.05}]
-    # Deviations from the means 0.6 and 0.4 are 0.1 and 0.2; with divisor 2 - 1 they give 0.1 * sqrt 2 and 0.2 * sqrt 2.
-    expected = {"knn": 0.6, "knn_std": 0.1 * 2**0.5, "few": 0.4, "few_std": 0.2 * 2**0.5}
-    assert over_models(results) == pytest.approx(expected)
-    assert over_models(results[:1]) == results[0]
-    assert over_models([{}, {}]) == {}
-
-
 def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path):
     words = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
     run([*words, f"output_dir={tmp_path}"])
     settings = compose(words)
-    train, test = (load(settings.data, split) for split in ("train", "test"))
+    protocol = settings.evaluation.final_protocol.make()
     accuracies = []
     for client in range(3):
         encoder = load_encoder(tmp_path / f"encoder-{client}.pt")
-        h = [extract(encoder, p.images, mean=encoder.mean, std=encoder.std, device="cpu") for p in (train, test)]
-        data = Features(h[0], train.labels, h[1], test.labels, num_classes=10)
-        accuracies.append(settings.evaluation.final_protocol.make()(data, seed=0)["knn"])
+        subject = make_subject(encoder, settings.data, device=torch.device("cpu"))
+        accuracies.append(protocol(subject, seed=0)["knn"].value)
     assert not (tmp_path / "encoder.pt").exists()
     assert len(set(accuracies)) > 1
     expected = {"knn": mean(accuracies), "knn_std": stdev(accuracies)}

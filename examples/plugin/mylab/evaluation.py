@@ -2,13 +2,15 @@
 
 import torch
 
-from fedssl.evaluation.features import Features, accuracy
+from fedssl.evaluation.features import accuracy
+from fedssl.evaluation.subject import Subject
 
 
 class NearestMean:
     """Accuracy of the class whose mean is nearest, as ``nearest_mean``."""
 
-    def __call__(self, features: Features, *, seed: int) -> dict[str, float]:
+    def __call__(self, subject: Subject, *, seed: int) -> dict[str, float]:
+        features = subject.features
         classes = range(features.num_classes)
         means = torch.stack([features.train[features.train_labels == label].mean(dim=0) for label in classes])
         nearest = torch.cdist(features.test, means).argmin(dim=1)
