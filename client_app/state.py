@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from fedssl.files import write_whole
+from strategies.base import State
 
 log = logging.getLogger("fedssl")
-
-State = dict[str, torch.Tensor]
 
 
 def load_state(folder: Path, *, before: int) -> State | None:

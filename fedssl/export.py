@@ -11,7 +11,6 @@ the caller gives.
 """
 
 import json
-import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from fedssl import encoders
 from fedssl.errors import InputError
+from fedssl.files import write_whole
 
 FORMAT = "fedssl-encoder-1"
 
@@ -116,13 +116,7 @@ def save_encoder(
             if not name.startswith("bridges.")
         },
     }
-    path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(content, unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(Path(path), lambda unfinished: torch.save(content, unfinished))
 
 
 def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = None) -> nn.Module:

@@ -24,7 +24,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from fedssl.config import check_names, compose, load_run
+from fedssl.composition import check_names
+from fedssl.config import compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import write_text
 from fedssl.plugins import SEARCH, from_arguments, search_folders

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.config import CONF, check_names
+from fedssl.composition import check_names
+from fedssl.words import CONF
 
 ROOT = CONF.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

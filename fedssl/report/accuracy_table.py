@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
-from fedssl.config import MAY_CHANGE
+from fedssl.composition import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
 from fedssl.files import write_text
 from fedssl.report.runs import Run, read_run

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config import check_names, compose, load_run, resolve, save_run
+from fedssl.composition import check_names, resolve
+from fedssl.config import compose, load_run, save_run
 from fedssl.errors import InputError
 from fedssl.methods.build import build
 from fedssl.settings import Component

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fedssl.config import CONF
 from fedssl.model_layers import kept_names, travelling_names
+from fedssl.words import CONF
 from tests.federation import Federation
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))

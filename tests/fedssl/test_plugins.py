@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from fedssl.config import check_names, compose, compose_evaluation, load_run, save_run
+from fedssl.composition import check_names
+from fedssl.config import compose, compose_evaluation, load_run, save_run
 from fedssl.errors import InputError
 from fedssl.plugins import SEARCH, choice_targets, from_arguments, own_encoder, search_folders, with_folders
 from fedssl.words import CONF, RENAMED, groups, quote

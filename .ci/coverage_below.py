@@ -1,0 +1,20 @@
+"""Prints the share of lines that the tests run, and the modules of which they run less than 90%."""
+
+import json
+import sys
+from pathlib import Path
+
+LEAST = 90
+
+
+def main() -> None:
+    """Read the report that the command line names."""
+    report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    shares = {name: file["summary"]["percent_covered"] for name, file in report["files"].items()}
+    print(f"coverage: {report['totals']['percent_covered']:.1f}% of the lines")
+    for name, share in sorted(shares.items(), key=lambda pair: pair[1]):
+        if share < LEAST:
+            print(f"  below {LEAST}%: {name} {share:.0f}%")
+
+
+main()

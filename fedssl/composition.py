@@ -1,0 +1,168 @@
+"""The configuration: nodes composed from conf/ and the user's folders by Hydra, and checked across fields.
+
+`fedssl.config` makes values of them; nothing else sees a node.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from fedssl.errors import InputError
+from fedssl.machine.threads import default_threads
+from fedssl.plugins import SEARCH, add_import_path, check_targets, search_folders, with_folders
+from fedssl.words import CONF, check_choices, groups, nearest, parse, refuse_renamed
+
+MINIMUM = {
+    "seed": 0,
+    "num_clients": 1,
+    "clients_per_round": 1,
+    "rounds": 1,
+    "local_epochs": 0,
+    "batch_size": 2,
+    "client_timeout": 1,
+    "evaluate_every": 0,
+    "health_pictures": 0,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+}
+CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16")}
+
+# Settings that do not change the numbers of a run, and its length.
+MAY_CHANGE = (
+    *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
+    *("evaluate_every", "final_evaluation", "health_pictures", "measure_resources"),
+    *("checkpoint_every", "keep_checkpoints"),
+)
+
+
+def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+    """The checked nodes of the configuration, without interpolations, and the choice in every group."""
+    words = with_folders(words)
+    defaults = check_names(words)
+    config, choices = _compose(words)
+    values = dict(_flatten(config))
+    for key, default in _flatten(defaults):
+        if key in values:  # a word may delete a key: ~key
+            _check_type(key, values[key], default)
+    check(config)
+    add_import_path(words)
+    check_targets(config)
+    config.threads = config.threads or default_threads(config.dataset.size)
+    if config.output_dir is not None:
+        config.output_dir = str(config.output_dir)
+    if config.dataset.get("path"):
+        config.dataset.path = str(Path(str(config.dataset.path)).expanduser().absolute())
+    return config, choices
+
+
+def check_names(words: Sequence[str]) -> DictConfig:
+    """Check the keys and choices of command-line words, sweeps included, without composing each job.
+
+    Returns
+    -------
+    DictConfig
+        The settings as they are before any value is changed.
+
+    Raises
+    ------
+    InputError
+        A key or choice does not exist.
+    """
+    words = with_folders(words)
+    parsed = parse(words)
+    known_groups = groups(search_folders(words))
+    chosen = [word for word in words if word.startswith(f"{SEARCH}=")]
+    for override in parsed:
+        group = override.key_or_group.split("@")[0]
+        if group in known_groups:
+            check_choices(override, group=group, choices=known_groups[group])
+            if not override.is_sweep_override():
+                chosen.append(str(override.input_line))
+    defaults = _compose(chosen)[0]
+    known = [key for key, _ in _flatten(defaults, inner=True)]
+    swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
+    for override in parsed:
+        key = override.key_or_group
+        if override.is_delete() and key.split(".")[0] not in ("evaluation", "final_evaluation"):
+            raise InputError(f"~{key} takes away a setting that is needed; set it to another value")
+        open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
+        below_swept = any(key.startswith(f"{group}.") for group in swept)
+        if key.split("@")[0] not in known_groups and key not in known and not (open_key or below_swept):
+            refuse_renamed(key)
+            raise InputError(f"there is no setting {key!r}{nearest(key, known)}; `fedssl --cfg job` shows all")
+    return defaults
+
+
+def check(config: DictConfig) -> None:
+    """Check fields against each other and against their ranges; raises `InputError`."""
+    for key, minimum in MINIMUM.items():
+        if config[key] < minimum:
+            raise InputError(f"{key}={config[key]} but it must be at least {minimum}; set {key}={minimum} or more")
+    for key, choices in CHOICES.items():
+        if config[key] not in choices:
+            raise InputError(f"{key}={config[key]} is not valid; choose one of {', '.join(choices)}")
+    if config.health_pictures == 1:
+        raise InputError("health_pictures=1 but a picture alone has no spread; set 2 or more, or 0 to turn it off")
+    if config.clients_per_round > config.num_clients:
+        raise InputError(
+            f"clients_per_round={config.clients_per_round} is more than num_clients={config.num_clients}; "
+            "lower clients_per_round or raise num_clients"
+        )
+    clip_norm = config.clip_norm
+    if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
+        raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
+    if config.threads is not None and (type(config.threads) is not int or config.threads < 1):
+        raise InputError(f"threads={config.threads} but it must be a whole number of at least 1, or null for automatic")
+
+
+def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ between two configurations, with both values."""
+    left, right = dict(_flatten(one)), dict(_flatten(other))
+    keys = dict.fromkeys([*left, *right])
+    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+
+
+def _compose(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+    """The resolved nodes, and the choice in every group."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
+            choices = OmegaConf.to_container(config.hydra.runtime.choices)
+            with open_dict(config):
+                del config["hydra"]
+            OmegaConf.resolve(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(" ".join(str(error).split())) from error
+    assert isinstance(choices, dict)
+    names = groups(search_folders(words))
+    return config, {str(group): str(name) for group, name in choices.items() if group in names and name}
+
+
+def _flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; with ``inner`` also the keys of nested nodes."""
+    for key in node:
+        value, name = node[key], prefix + str(key)
+        if isinstance(value, DictConfig):
+            if inner:
+                yield name, value
+            yield from _flatten(value, f"{name}.", inner=inner)
+        else:
+            yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    """A value must have the type of its default; whole numbers serve as fractions, and null defaults take anything."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
+    allowed = (int, float) if isinstance(default, float) else (type(default),)
+    mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
+    nullable = key.startswith("dataset.splits.") and value is None  # the data set has no such pictures
+    if default is not None and not nullable and (not isinstance(value, allowed) or mistaken_bool):
+        raise InputError(f"{key}={value} is not {names[type(default)]}; the default is {default}")
