@@ -1,0 +1,74 @@
+"""Any of our strategies as one of Flower's, for a ServerApp of one's own: ``FlowerStrategy(federation).start(...)``.
+
+Our ServerApp makes the same rounds itself, because it also resumes, evaluates and records them.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedssl.messages import to_record
+from server_app.federation import Federation
+from server_app.report import RoundReport
+from server_app.round import Round
+from strategies.state import ServerState
+
+log = logging.getLogger("fedssl")
+
+
+class FlowerStrategy(Strategy):
+    """Rounds of a federation under Flower's own loop.
+
+    The models are those of the state: the arrays that Flower hands in and out are the layers of one of them, for its
+    evaluation function and its result, and change nothing.
+
+    Parameters
+    ----------
+    federation : Federation
+    state : ServerState, optional
+        To go on from; None: the federation begins.
+
+    Attributes
+    ----------
+    state : ServerState
+        After the last round.
+    report : RoundReport or None
+        Of the last round; None before the first.
+    """
+
+    def __init__(self, federation: Federation, state: ServerState | None = None) -> None:
+        self._federation = federation
+        self.state = state or ServerState()
+        self.report: RoundReport | None = None
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """One message for each client that trains."""
+        self._round = Round(self._federation, self.state)
+        return self._round.messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The layers of the first model, by name, and how many updates were used; raises `RunFailed` without any."""
+        self.state, self.report = self._round.end(replies)
+        first = self.state.models[self.state.names()[0]]
+        return to_record(first.layers), MetricRecord({"clients": len(self.report.clients)})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """No messages: models are evaluated on the server."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Nothing, see `configure_evaluate`."""
+        return None
+
+    def summary(self) -> None:
+        """Log the algorithm."""
+        log.info("strategy %s", type(self._federation.strategy).__name__)

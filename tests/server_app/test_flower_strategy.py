@@ -1,0 +1,27 @@
+"""Our strategies under Flower's own loop: the same rounds as the ServerApp's."""
+
+import numpy as np
+import pytest
+from flwr.serverapp.strategy import Strategy
+
+from fedssl.messages import from_record, to_record
+from server_app.flower_strategy import FlowerStrategy
+from tests.federation import Federation
+
+
+@pytest.mark.parametrize("name", ["l_dawa", "fedu", "eua", "local_only"])
+def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
+    words = [f"strategy={name}", "method=byol", "num_clients=3", "clients_per_round=2"]
+    ours, theirs = Federation(tmp_path / "a", *words), Federation(tmp_path / "b", *words)
+    ours.run(2)
+    strategy = FlowerStrategy(theirs.prepared.federation)
+    assert isinstance(strategy, Strategy)
+    result = strategy.start(grid=theirs.grid, initial_arrays=to_record(theirs.layers), num_rounds=2, timeout=60)
+    assert strategy.state.round == 2
+    assert strategy.state.names() == ours.state.names()
+    for model in ours.state.names():
+        for layer, array in ours.state.models[model].layers.items():
+            assert np.array_equal(strategy.state.models[model].layers[layer], array), (model, layer)
+    first = strategy.state.models[strategy.state.names()[0]].layers
+    assert all(np.array_equal(from_record(result.arrays)[layer], array) for layer, array in first.items())
+    assert [metrics["clients"] for metrics in result.train_metrics_clientapp.values()] == [2, 2]
