@@ -9,13 +9,13 @@ from fedssl.seeding import numpy_generator
 
 
 def growing(
-    labels: Tensor | None, *, num_pictures: int, num_clients: int, seed: int, factor: float
+    labels: Tensor | None, *, owners: Tensor | None, num_pictures: int, num_clients: int, seed: int, factor: float
 ) -> list[np.ndarray]:
     """Sorted int64 positions of every client's pictures, drawn without regard to class.
 
     Parameters
     ----------
-    labels : Tensor or None
+    labels, owners : Tensor or None
         Not looked at.
     num_pictures, num_clients, seed : int
         Of the run.
