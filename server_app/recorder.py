@@ -133,10 +133,11 @@ class Recorder:
         """
         losses = [row.loss for row in report.clients if row.loss is not None]
         times = [row.seconds for row in report.clients if row.seconds is not None]
+        cosines = [value for row in report.clients for value in row.cosine.values()]
         line: dict[str, Any] = {
             "round": report.round,
             "loss": float(np.mean(losses)) if losses else None,
-            "cosine": float(np.mean([value for row in report.clients for value in row.cosine.values()])),
+            "cosine": float(np.mean(cosines)) if cosines else None,  # a round in which no weights travel
             "seconds": seconds,
             "client_seconds": float(np.mean(times)) if times else None,
             "clients": len(report.clients),

@@ -139,6 +139,7 @@ def test_the_progress_line():
     assert progress.line(row, found) == line
     row |= {"round": 13, "loss": None, "seconds": 0.2, "dropped": {"3": "late"}}
     assert progress.line(row, {}) == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
+    assert "cosine" not in progress.line({**row, "cosine": None}, {})  # no weights travelled
 
 
 def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
