@@ -85,7 +85,7 @@ class TrainPlan:
     keep_from : int
         Oldest round that a resumed run may go back to; a client drops what it kept only for earlier ones.
     lr_factor : float
-        What the optimiser's learning rate is multiplied by in this round.
+        Factor of the optimiser's learning rate in this round.
     code : str
         Fingerprint of the server's source code; a client that runs other code refuses to train.
     up : tuple of str or None
@@ -93,7 +93,7 @@ class TrainPlan:
     depth : int or None
         Stages of the encoder that run, see `fedssl.schedule.phases`; None: all, and all are trained.
     frozen : int
-        Of these the first ones, which are not trained.
+        How many of these, from the first on, are not trained.
     hold : bool
         Whether the client keeps the frozen layers, because the server will not send them again.
     depth_dropout : float

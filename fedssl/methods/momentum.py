@@ -75,7 +75,7 @@ class FollowedMethod(SSLMethod):
             if pair[0].requires_grad
         ]
         online, target = (list(column) for column in zip(*pairs, strict=True))
-        # target = ema_decay * target + (1 - ema_decay) * online; the third argument is one that torch ignores
+        # target = ema_decay * target + (1 - ema_decay) * online; torch ignores the third argument.
         get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)
 
 
