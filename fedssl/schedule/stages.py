@@ -27,8 +27,8 @@ def lifetime(method: SSLMethod, name: str) -> Lifetime:
 def at_stage(method: SSLMethod, *, depth: int | None, frozen: int = 0, dropout: float = 0.0) -> Iterator[None]:
     """Let only some stages of the encoder run, and be trained, inside the block; after it all is as before.
 
-    Meanwhile `fedssl.model_layers` names running layers only. Of the networks that stay with a client it names the trained
-    stages only, because all networks of a method share the frozen ones.
+    Meanwhile `fedssl.model_layers` names running layers only. Of the networks that stay with a client it names the
+    trained stages only, because all networks of a method share the frozen ones.
 
     Parameters
     ----------
