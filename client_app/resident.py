@@ -12,8 +12,7 @@ import torch
 from client_app.state import load_state, save_state
 from fedssl.config import read_client
 from fedssl.datasets.base import load_federated
-from fedssl.machine.devices import pick_device
-from fedssl.machine.threads import tune_allocator
+from fedssl.machine.process import set_up
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import copied_layers, load_layers, travelling_names
@@ -29,11 +28,8 @@ class Resident:
     """Everything of a run that does not differ between the clients of a process."""
 
     def __init__(self, settings: ClientSettings) -> None:
-        torch.set_num_threads(settings.machine.threads)
-        if settings.machine.allocator:
-            tune_allocator()
         self.settings = settings
-        self.device = pick_device(settings.machine.device)
+        self.device = set_up(settings.machine)
         pictures = load_federated(settings.data)
         self.images = pictures.images.to(self.device)
         self.parts = split(settings.partition, pictures)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fedssl.files import write_whole
+from fedssl.files import numbered_file, numbered_files, write_whole
 from strategies.base import State
 
 log = logging.getLogger("fedssl")
@@ -18,12 +18,14 @@ log = logging.getLogger("fedssl")
 
 def load_state(folder: Path, *, before: int) -> State | None:
     """The state of the last round before round ``before``; None if the client kept nothing until then."""
-    for round in reversed(_versions(folder)):
+    for round in reversed(numbered_files(folder)):
         if round < before:
             try:
-                state: State = torch.load(_file(folder, round), weights_only=True)
+                state: State = torch.load(numbered_file(folder, round), weights_only=True)
             except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                log.warning("%s is damaged (%s); trying the one before", _file(folder, round), type(error).__name__)
+                log.warning(
+                    "%s is damaged (%s); trying the one before", numbered_file(folder, round), type(error).__name__
+                )
             else:
                 return state
     return None
@@ -38,16 +40,7 @@ def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> Non
         Oldest round that a resumed run may go back to: the newest version up to it stays, older ones go.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(_file(folder, round), lambda partial: torch.save(state, partial))
-    reachable = [version for version in _versions(folder) if version <= keep_from]
+    write_whole(numbered_file(folder, round), lambda partial: torch.save(state, partial))
+    reachable = [version for version in numbered_files(folder) if version <= keep_from]
     for version in reachable[:-1]:
-        _file(folder, version).unlink(missing_ok=True)
-
-
-def _versions(folder: Path) -> list[int]:
-    """Rounds of which a state is there, ascending."""
-    return sorted(int(file.stem.removeprefix("round-")) for file in folder.glob("round-*.pt"))
-
-
-def _file(folder: Path, round: int) -> Path:
-    return folder / f"round-{round:06d}.pt"
+        numbered_file(folder, version).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """The configuration: nodes composed from conf/ and the user's folders by Hydra, and checked across fields.
 
-`fedssl.config` makes values of them; nothing else sees a node.
+`fedssl.config` makes values of them, which is all that the rest of the code sees.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,8 +57,9 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
         config.output_dir = str(config.output_dir)
-    if config.dataset.get("path"):
-        config.dataset.path = str(Path(str(config.dataset.path)).expanduser().absolute())
+    for node in (config.dataset, config.calibration.get("dataset")):
+        if node is not None and node.get("path"):
+            node.path = str(Path(str(node.path)).expanduser().absolute())
     return config, choices
 
 
@@ -115,6 +116,8 @@ def check(config: DictConfig) -> None:
             f"clients_per_round={config.clients_per_round} is more than num_clients={config.num_clients}; "
             "lower clients_per_round or raise num_clients"
         )
+    if config.calibration.at and "share" not in config.calibration:
+        raise InputError(f"calibration.at={config.calibration.at} needs calibration=auxiliary; add it")
     clip_norm = config.clip_norm
     if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
         raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")

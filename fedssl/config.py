@@ -33,7 +33,7 @@ from fedssl.words import parse, quote
 # What a client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
-    *("schedule", "lr_schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
+    *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
     *("precision", "channels_last", "compile"),
     *("device", "threads", "allocator", "output_dir", "run_id"),
 ]
@@ -45,7 +45,7 @@ def compose(words: Sequence[str]) -> Settings:
     Raises
     ------
     InputError
-        A name, choice or value is not valid; see `check` for the fields.
+        A name, choice or value is not valid; see `fedssl.composition.check` for the fields.
     """
     words = with_folders(words)
     config, choices = resolve(words)
@@ -194,6 +194,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         clients_per_round=config.clients_per_round,
         rounds=config.rounds,
         client_timeout=config.client_timeout,
+        lr_schedule=_component(config.lr_schedule),
         data=read_data(config.dataset),
         partition=_partition(config),
         model=_model(config),
@@ -247,9 +248,7 @@ def _model(config: DictConfig) -> ModelSettings:
     return ModelSettings(
         encoder=_component(config.encoder),
         method=_component(config.method),
-        schedule=ScheduleSettings(
-            phases=_component(config.schedule), lr=_component(config.lr_schedule), rounds=config.rounds
-        ),
+        schedule=ScheduleSettings(phases=_component(config.schedule), rounds=config.rounds),
         seed=config.seed,
     )
 

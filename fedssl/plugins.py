@@ -17,6 +17,15 @@ from fedssl.errors import InputError
 from fedssl.words import CONF, nearest, parse, quote
 
 SEARCH = "hydra.searchpath"
+MOVED = {
+    "fedssl.heads.": "fedssl.methods.heads.",
+    "fedssl.schedules.": "fedssl.schedule.phases.",
+    "fedssl.lr_schedules.": "fedssl.schedule.lr.",
+    "strategies.robust.Krum": "strategies.krum.Krum",
+    "strategies.orchestra.Orchestra": "strategies.fedavg.FedAvg",
+}
+"""Beginnings of dotted names of earlier versions, and what they are now."""
+
 FLAGS = ("--config-dir", "-cd")
 
 
@@ -106,6 +115,9 @@ def locate(target: str, *, key: str = "_target_") -> Any:
     InputError
         It cannot be imported.
     """
+    for old, new in MOVED.items():
+        if target.startswith(old):
+            raise InputError(f"{key}={target} is {new}{target.removeprefix(old)} now; write that")
     module, _, name = target.rpartition(".")
     if not module or not all(part.isidentifier() for part in target.split(".")):
         raise InputError(f"{key}={target} is not the dotted name of a class or function, such as package.module.Class")

@@ -46,7 +46,7 @@ class Component:
         from hydra.utils import instantiate
 
         try:
-            return instantiate(dict(self.values), *args, **kwargs)
+            return instantiate(dict(self.values), *args, _convert_="all", **kwargs)
         except InstantiationException as error:
             cause: BaseException = error
             while cause.__cause__ is not None and not isinstance(cause, InputError):
@@ -117,18 +117,17 @@ class PartitionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """What is trained in which round, and at which learning rate.
+    """What is trained in which round.
 
     Attributes
     ----------
-    phases, lr : Component
-        Functions of `fedssl.schedule.phases` and `fedssl.schedule.lr`, without their last arguments.
+    phases : Component
+        A function of `fedssl.schedule.phases`, without its last arguments.
     rounds : int
         Of the run.
     """
 
     phases: Component
-    lr: Component
     rounds: int
 
 
@@ -314,6 +313,8 @@ class Settings:
     seed, num_clients, clients_per_round, rounds : int
     client_timeout : float
         Seconds that a round waits for the next reply.
+    lr_schedule : Component
+        A function of `fedssl.schedule.lr`, without its last arguments.
     client_text : str
         What `fedssl.config.read_client` makes `ClientSettings` of.
     """
@@ -323,6 +324,7 @@ class Settings:
     clients_per_round: int
     rounds: int
     client_timeout: float
+    lr_schedule: Component
     data: DataSettings
     partition: PartitionSettings
     model: ModelSettings

@@ -7,14 +7,14 @@ import logging
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedssl.config import load_run
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.scores import over_models
+from fedssl.files import new_run_folder, numbered_files
 from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
 from fedssl.methods.base import SSLMethod
@@ -24,15 +24,14 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
 from fedssl.words import quote
-from server_app.checkpoint import saved_rounds
+from server_app.evaluator import Judged
+from server_app.federation import Federation
 from server_app.prepare import Prepared, prepare
 from server_app.recorder import Recorder, logging_to
 from server_app.round import run_round
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
-
-Results = dict[str, dict[str, Score]]
 
 app = ServerApp()
 
@@ -43,12 +42,11 @@ def main(grid: Grid, context: Context) -> None:
     words = shlex.split(str(context.run_config["overrides"]))
     settings = load_run(words)
     if settings.recording.folder is None:
-        folder = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
-        settings = load_run([*words, f"output_dir={quote(str(folder))}"])
+        settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
     recorder = Recorder(settings.recording, rounds=settings.rounds)
     with recorder.locked(), logging_to(recorder.folder):
         try:
-            results = run(grid, settings, recorder)
+            results, models = run(grid, settings, recorder)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
@@ -56,12 +54,12 @@ def main(grid: Grid, context: Context) -> None:
             if not (resumed and isinstance(error, InputError)):  # the folder's run is not to blame
                 recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
-        recorder.summary("finished", final=results)
+        recorder.summary("finished", final=results, models=models)
         log.info("%s\nresults are in %s", format_table(results), recorder.folder)
 
 
-def run(grid: Grid, settings: Settings, recorder: Recorder) -> Results:
-    """All rounds from the last checkpoint on; returns the final comparison of encoders."""
+def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:
+    """All rounds from the last checkpoint on; returns what `finish` does."""
     prepared = prepare(grid, settings)
     resumed = settings.recording.resumed
     if resumed not in (None, settings.rounds) and len(prepared.federation.phases) > 1:
@@ -75,6 +73,11 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> Results:
         "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
         *(settings.num_clients, len(prepared.pictures.images), settings.rounds),
         *(sum(array.nbytes for array in travelling_layers(prepared.method).values()), recorder.folder),
+    )
+    log.info(
+        "strategy %s, clients report: %s",
+        settings.algorithm.strategy.name,
+        ", ".join(prepared.federation.reported(state.round + 1)) or "nothing",
     )
     state = rounds(grid, prepared, state, recorder, last=settings.rounds)
     return finish(prepared, state, settings, recorder)
@@ -91,15 +94,15 @@ def rounds(grid: Grid, prepared: Prepared, state: ServerState, recorder: Recorde
                 grid,
                 prepared.federation,
                 state,
-                lr_factor=prepared.lr_schedule(number),
-                keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
+                keep_from=min(numbered_files(recorder.folder / "checkpoints"), default=0),
                 observe=monitor.observe if monitor and due else None,
             )
             seconds = time.monotonic() - start
             evaluation, health = {}, None
             if due:
-                health = monitor.finish(layers_of(state)) if monitor else None
-                evaluation = evaluator.evaluate(in_turn(method, layers_of(state)))
+                models = layers_of(prepared.federation, state)
+                health = monitor.finish(models) if monitor else None
+                evaluation = evaluator.evaluate(in_turn(method, models))
         cost = prepared.costs(phase, [row.client for row in report.clients]) if prepared.costs else None
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         recorder.round(report, seconds=seconds, evaluation=evaluation, health=health, cost=cost)
@@ -107,27 +110,31 @@ def rounds(grid: Grid, prepared: Prepared, state: ServerState, recorder: Recorde
     return state
 
 
-def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder: Recorder) -> Results:
-    """Compare, export and draw what the rounds have led to."""
+def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:
+    """Export and draw what the rounds have led to; returns the final comparison, and the results of every model."""
     method = prepared.method
     with at_stage(method, depth=prepared.federation.phases[-1].depth):
-        models = layers_of(state)
+        models = layers_of(prepared.federation, state)
         untrained = build(settings.model).to(pick_device(settings.machine.device))
-        results = prepared.evaluator.compare({"untrained": [untrained], "federated": in_turn(method, models)})
+        baselines = prepared.evaluator.baselines(untrained)
+        judged = prepared.evaluator.evaluate(in_turn(method, models), final=True)
         for name, layers in models.items():
             load_layers(method, layers)
             recorder.encoder(name, method, settings)
     recorder.figures(prepared.pictures, prepared.parts)
-    return results
+    if not baselines:  # there are no labelled pictures
+        return {}, {}
+    federated = over_models(list(judged.values()))
+    return {"untrained": baselines["untrained"], "federated": federated, "pixels": baselines["pixels"]}, judged
 
 
-def layers_of(state: ServerState) -> dict[str, Layers]:
-    """The layers of every model, by name and in order."""
-    return {name: state.models[name].layers for name in state.names()}
+def layers_of(federation: Federation, state: ServerState) -> dict[str, Layers]:
+    """The layers of every model, by name and in order, in the phase that the state has come to."""
+    return {name: federation.in_phase(state.models[name], state.round).layers for name in state.names()}
 
 
-def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[SSLMethod]:
-    """The method with each of the models in it, one after the other."""
-    for layers in models.values():
+def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:
+    """The method with each of the models in it, one after the other, under its name."""
+    for name, layers in models.items():
         load_layers(method, layers)
-        yield method
+        yield name, method

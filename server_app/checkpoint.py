@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.files import write_text, write_whole
+from fedssl.files import numbered_file, numbered_files, write_text, write_whole
 from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
@@ -23,15 +23,15 @@ FORMAT = 2
 def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
     """Write the state with its SHA-256 beside it and leave the newest ``keep`` checkpoints in the folder."""
     folder.mkdir(exist_ok=True)
-    file = _file(folder, state.round)
+    file = numbered_file(folder, state.round)
 
     def write(partial: Path) -> None:
         torch.save({"format": FORMAT, **_to_plain(state)}, partial)
         write_text(_sum_file(file), _digest(partial))
 
     write_whole(file, write)
-    for round in saved_rounds(folder)[:-keep]:
-        old = _file(folder, round)
+    for round in numbered_files(folder)[:-keep]:
+        old = numbered_file(folder, round)
         old.unlink()
         _sum_file(old).unlink(missing_ok=True)
 
@@ -46,9 +46,9 @@ def latest_checkpoint(folder: Path) -> ServerState | None:
     InputError
         There are checkpoints, all of them damaged, or they are of an earlier version.
     """
-    rounds = saved_rounds(folder)
+    rounds = numbered_files(folder)
     for round in reversed(rounds):
-        file = _file(folder, round)
+        file = numbered_file(folder, round)
         if _sum_file(file).is_file() and _sum_file(file).read_text() == _digest(file):
             saved = torch.load(file, weights_only=True)
             if saved.pop("format", 1) != FORMAT:
@@ -62,19 +62,10 @@ def latest_checkpoint(folder: Path) -> ServerState | None:
 
 def drop_after(folder: Path, round: int) -> None:
     """Remove checkpoints of later rounds: damaged ones, which would count among those that are kept."""
-    for later in saved_rounds(folder):
+    for later in numbered_files(folder):
         if later > round:
-            _file(folder, later).unlink()
-            _sum_file(_file(folder, later)).unlink(missing_ok=True)
-
-
-def saved_rounds(folder: Path) -> list[int]:
-    """Rounds of which there is a checkpoint, ascending."""
-    return sorted(int(file.stem.removeprefix("round-")) for file in folder.glob("round-*.pt"))
-
-
-def _file(folder: Path, round: int) -> Path:
-    return folder / f"round-{round:06d}.pt"
+            numbered_file(folder, later).unlink()
+            _sum_file(numbered_file(folder, later)).unlink(missing_ok=True)
 
 
 def _sum_file(file: Path) -> Path:

@@ -1,6 +1,6 @@
 """Evaluation on the server: the models of the run under the protocols that the settings name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -10,10 +10,13 @@ from torch import nn
 
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.probes import Evaluation, evaluate
-from fedssl.evaluation.scores import Score, over_models
-from fedssl.evaluation.subject import Subject, make_subject
+from fedssl.evaluation.scores import Score
+from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.methods.base import SSLMethod
 from fedssl.settings import DataSettings, EvaluationSettings
+
+Judged = dict[str, dict[str, Score]]
+"""Results by the name of what was judged."""
 
 
 class Evaluator:
@@ -39,7 +42,8 @@ class Evaluator:
         subject = make_subject(encoder, self._data, device=self._device)
         if subject is None:
             return
-        rehearsal = _Rehearsal(**vars(subject))
+        few = Labelled(subject.test.images[:2], subject.test.labels[:2])
+        rehearsal = _Rehearsal(**{**vars(subject), "test": few})
         end = encoder.register_forward_pre_hook(_end_rehearsal)
         try:
             for protocol in (self._protocol, self._final_protocol):
@@ -52,18 +56,18 @@ class Evaluator:
         """Whether the encoder is evaluated after this round."""
         return self._every > 0 and (round % self._every == 0 or round == self._rounds)
 
-    def evaluate(self, models: Iterable[SSLMethod]) -> dict[str, Score]:
-        """Judge the models by the protocol for the rounds; they are used in turn, see `over_models`."""
-        return over_models([self._judge(self._protocol, model) for model in models])
+    def evaluate(self, models: Iterable[tuple[str, SSLMethod]], *, final: bool = False) -> Judged:
+        """Judge each model, by name, by the protocol for the rounds or the final one; they are used in turn."""
+        protocol = self._final_protocol if final else self._protocol
+        return {name: self._judge(protocol, model) for name, model in models}
 
-    def compare(self, columns: Mapping[str, Iterable[SSLMethod]]) -> dict[str, dict[str, Score]]:
-        """Judge each named group of models, and raw pixels, by the final protocols on the same draws."""
-        results = {
-            name: over_models([self._judge(self._final_protocol, model) for model in models])
-            for name, models in columns.items()
-        }
+    def baselines(self, untrained: SSLMethod) -> Judged:
+        """What the final protocols, on the same draws, say of the untrained encoder and of raw pixels."""
         raw = make_subject(None, self._data, device=self._device)
-        return {} if raw is None else {**results, "pixels": evaluate(self._final_protocol, raw, seed=self._seed)}
+        if raw is None:
+            return {}
+        pixels = evaluate(self._final_protocol, raw, seed=self._seed)
+        return {"untrained": self._judge(self._final_protocol, untrained), "pixels": pixels}
 
     def _judge(self, protocol: Evaluation, method: SSLMethod) -> dict[str, Score]:
         """Run the protocol on the encoder, and test a classifier of the method's own."""
@@ -84,8 +88,8 @@ class _Rehearsal(Subject):
 
     @cached_property
     def features(self) -> Features:
-        train, test = torch.zeros(len(self.train.labels), 1), torch.zeros(len(self.test.labels), 1)[:2]
-        return Features(train, self.train.labels, test, self.test.labels[:2], num_classes=self.num_classes)
+        train, test = torch.zeros(len(self.train.labels), 1), torch.zeros(len(self.test.labels), 1)
+        return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
 
 
 class _EndOfRehearsal(Exception):

@@ -15,7 +15,7 @@ from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
-from strategies.state import Model, ServerState
+from strategies.state import Model
 
 
 class Calibration(Protocol):
@@ -49,6 +49,8 @@ class Federation:
     metrics : tuple of str
         What clients report for the log beside what the rule needs. Nothing else leaves them.
     server_optimizer : ServerOptimizer
+    lr_factor : callable
+        Maps a round to the factor of the clients' learning rate.
     calibration : Calibration or None
 
     Raises
@@ -69,6 +71,7 @@ class Federation:
     code: str
     metrics: tuple[str, ...] = ()
     server_optimizer: ServerOptimizer = field(default_factory=Assign)
+    lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -89,18 +92,27 @@ class Federation:
         """Whether what clients receive of frozen stages stays valid: calibration would change it."""
         return len(self.phases) > 1 and self.calibration is None
 
-    def model(self, state: ServerState, name: str, round: int) -> Model:
-        """The named model as the round finds it: in the phase of the round, and calibrated if that comes first."""
-        model = state.models.get(name) or Model(
-            layers=self.initial(), shared=copied_layers(self.method, self.method.shared)
-        )
+    def untrained(self) -> Model:
+        """The model that nobody has trained yet."""
+        return Model(layers=self.initial(), shared=copied_layers(self.method, self.method.shared))
+
+    def in_phase(self, model: Model, round: int) -> Model:
+        """The model as a round begins with it, brought through all phases since it was trained last."""
         phase = phase_at(self.phases, round)
         layers = model.layers
         for later in self.phases[model.phase : phase.number]:
             layers = self.stages.hand_on(layers, later)
-        if self.calibration is not None and self.calibration.at == "start":
-            layers = self.calibration(round, layers)
         return replace(model, layers=layers, phase=phase.number)
+
+    def calibrated(self, model: Model, round: int, *, at: str) -> Model:
+        """The model, trained by the server if its calibration is due at the start or end of a round."""
+        if self.calibration is None or self.calibration.at != at:
+            return model
+        return replace(model, layers=self.calibration(round, model.layers))
+
+    def reported(self, round: int) -> tuple[str, ...]:
+        """Metrics that clients report in a round."""
+        return tuple(dict.fromkeys([*self.strategy.server.rule(round).needs, *self.metrics]))
 
 
 def check_metrics(metrics: Iterable[str]) -> None:

@@ -48,7 +48,8 @@ class FlowerStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One message for each client that trains."""
-        self._round = Round(self._federation, self.state)
+        # A client keeps no older state than that of its last round: nothing here goes back.
+        self._round = Round(self._federation, self.state, keep_from=self.state.round)
         return self._round.messages
 
     def aggregate_train(
@@ -56,6 +57,7 @@ class FlowerStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The layers of the first model, by name, and how many updates were used; raises `RunFailed` without any."""
         self.state, self.report = self._round.end(replies)
+        del self._round  # it holds the models of the round before
         first = self.state.models[self.state.names()[0]]
         return to_record(first.layers), MetricRecord({"clients": len(self.report.clients)})
 

@@ -10,8 +10,7 @@ from flwr.serverapp import Grid
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
 from fedssl.fingerprint import code_fingerprint
-from fedssl.machine.devices import pick_device
-from fedssl.machine.threads import tune_allocator
+from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
@@ -72,10 +71,7 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
     InputError
         Settings do not fit each other, the data or the federation.
     """
-    torch.set_num_threads(settings.machine.threads)
-    if settings.machine.allocator:
-        tune_allocator()
-    device, data = pick_device(settings.machine.device), settings.data
+    device, data = set_up(settings.machine), settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build(settings.model).to(device)
     evaluator.check(method.encoder)
@@ -99,6 +95,7 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
         code=code_fingerprint(),
         metrics=settings.algorithm.metrics,
         server_optimizer=server_optimizer,
+        lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
     )
     measured = settings.evaluation.resources
@@ -132,7 +129,7 @@ def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
     """The phases and the learning rates, which the method's encoder must allow; raises `InputError`."""
     phases: Sequence[Phase] = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
     check_phases(method, phases)
-    lr_schedule = LRSchedule(settings.model.schedule.lr.make(), phases, settings.rounds)
+    lr_schedule = LRSchedule(settings.lr_schedule.make(), phases, settings.rounds)
     lr_schedule(1)  # refuses its settings now or never
     return lr_schedule
 

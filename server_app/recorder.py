@@ -24,7 +24,7 @@ import numpy as np
 from fedssl.config import save_run
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import Score, as_numbers, units_of
+from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
 from fedssl.files import write_text
 from fedssl.methods.base import SSLMethod
@@ -123,14 +123,16 @@ class Recorder:
         report: RoundReport,
         *,
         seconds: float,
-        evaluation: Mapping[str, Score],
+        evaluation: Mapping[str, Mapping[str, Score]],
         health: Measurement | None,
         cost: Mapping[str, float] | None = None,
     ) -> None:
         """Write the lines of a round and print its progress line.
 
-        ``health`` and ``cost`` are None where they were not measured.
+        ``evaluation`` has the results of every model by its name, and nothing in rounds without one. ``health`` and
+        ``cost`` are None where they were not measured.
         """
+        overall = over_models(list(evaluation.values())) if evaluation else {}
         losses = [row.loss for row in report.clients if row.loss is not None]
         times = [row.seconds for row in report.clients if row.seconds is not None]
         cosines = [value for row in report.clients for value in row.cosine.values()]
@@ -149,8 +151,8 @@ class Recorder:
             line["cost"] = dict(cost)
         if report.findings:
             line["strategy"] = report.findings
-        if evaluation:
-            line |= {"evaluation": as_numbers(evaluation), "units": units_of(evaluation)}
+        if overall:
+            line |= {"evaluation": as_numbers(overall), "units": units_of(overall), **_by_model(evaluation)}
         if health:
             line["health"] = summary(health.rows)
             warn_of_collapse(health.rows)
@@ -159,7 +161,7 @@ class Recorder:
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
         self._tracker(report.round, line)
-        log.info(self._progress.line(line, evaluation))
+        log.info(self._progress.line(line, overall))
 
     def checkpoint(self, state: ServerState) -> None:
         """Save the server's state if a checkpoint is due."""
@@ -189,11 +191,17 @@ class Recorder:
         draw_curves(self.folder)
 
     def summary(
-        self, status: str, *, reason: str | None = None, final: Mapping[str, Mapping[str, Score]] | None = None
+        self,
+        status: str,
+        *,
+        reason: str | None = None,
+        final: Mapping[str, Mapping[str, Score]] | None = None,
+        models: Mapping[str, Mapping[str, Score]] | None = None,
     ) -> None:
         """Write ``summary.json``: how the run ended, its results, versions, and the command that repeats it.
 
-        ``final`` has the results of every encoder in the final comparison; None: it has not come to that.
+        ``final`` has the results of every encoder in the final comparison, and ``models`` those of every model by its
+        name; None: it has not come to that.
         """
         lines = read_lines(self.folder / "metrics.jsonl")
         repeat = [word for word in self._settings.words if word.partition("=")[0] not in ("output_dir", "resume")]
@@ -201,6 +209,7 @@ class Recorder:
         if final is not None:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}
             results = {"final": {name: as_numbers(scores) for name, scores in final.items()}, "units": units}
+            results |= _by_model(models or {})
         content = {
             "status": status,
             "reason": reason,
@@ -233,6 +242,11 @@ def logging_to(folder: Path) -> Iterator[None]:
             handler.close()
         log.setLevel(level)
         log.propagate = propagate
+
+
+def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:
+    """Results of every model by its name, under ``models``; of one alone they are told already."""
+    return {"models": {name: as_numbers(scores) for name, scores in results.items()}} if len(results) > 1 else {}
 
 
 def _kind(reason: str) -> str:

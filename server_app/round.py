@@ -5,6 +5,7 @@ all: who trains, what a client of a phase lacks, which replies count and in whic
 client is checked and measured against the model that it started from.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -54,12 +55,11 @@ def run_round(
     federation: Federation,
     state: ServerState,
     *,
-    lr_factor: float = 1.0,
     keep_from: int = 0,
     observe: Observe | None = None,
 ) -> tuple[ServerState, RoundReport]:
     """The round after ``state``, from sampling to the new state; parameters as in `Round` and `Round.end`."""
-    one = Round(federation, state, lr_factor=lr_factor, keep_from=keep_from)
+    one = Round(federation, state, keep_from=keep_from)
     return one.end(receive(grid, one.messages, timeout=federation.timeout), observe=observe)
 
 
@@ -70,8 +70,6 @@ class Round:
     ----------
     federation : Federation
     state : ServerState
-    lr_factor : float
-        Of the clients' learning rate.
     keep_from : int
         Oldest round that a resumed run may go back to.
 
@@ -83,9 +81,7 @@ class Round:
         One for each client that trains.
     """
 
-    def __init__(
-        self, federation: Federation, state: ServerState, *, lr_factor: float = 1.0, keep_from: int = 0
-    ) -> None:
+    def __init__(self, federation: Federation, state: ServerState, *, keep_from: int = 0) -> None:
         self._federation, self._state = federation, state
         self.number = state.round + 1
         self._phase = phase_at(federation.phases, self.number)
@@ -97,15 +93,17 @@ class Round:
             clients_per_round=federation.clients_per_round,
         )
         self._start_of = {client: server.start_of(state, self.number, client) for client in clients}
-        self._into = {client: server.into(state, self.number, client) for client in clients}
+        self._into = {client: dict.fromkeys(server.into(state, self.number, client)) for client in clients}
         targets = dict.fromkeys(name for names in self._into.values() for name in names)
-        self._starts = {name: self._start(name) for name in dict.fromkeys([*self._start_of.values(), *targets])}
+        untrained = functools.cache(federation.untrained)  # made once, and only if it is needed
+        names = dict.fromkeys([*self._start_of.values(), *targets])
+        self._starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
         self._aggregations = {name: _Aggregation(server.rule(self.number)) for name in targets}
         self._needs = server.rule(self.number).needs
         self._received: dict[int, tuple[str, ...]] = {}
         self._bytes_down: dict[int, int] = {}
         self._report = RoundReport(self.number)
-        self.messages = list(self._plans(lr_factor=lr_factor, keep_from=keep_from))
+        self.messages = list(self._plans(keep_from=keep_from))
 
     def end(self, replies: Iterable[Message], *, observe: Observe | None = None) -> tuple[ServerState, RoundReport]:
         """Fold the replies in as they come, in order of partition ids; bad updates are dropped and reported.
@@ -133,9 +131,9 @@ class Round:
 
     # --- plans ---
 
-    def _start(self, name: str) -> _Start:
+    def _start(self, model: Model) -> _Start:
         federation = self._federation
-        model = federation.model(self._state, name, self.number)
+        model = federation.calibrated(federation.in_phase(model, self.number), self.number, at="start")
         layers = model.layers
         trained = {layer: layers[layer] for layer in federation.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in federation.stages.frozen(self._phase, layers)}
@@ -143,16 +141,16 @@ class Round:
         sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
         return _Start(model, trained, frozen, up, sent)
 
-    def _plans(self, *, lr_factor: float, keep_from: int) -> Iterator[Message]:
+    def _plans(self, *, keep_from: int) -> Iterator[Message]:
         federation = self._federation
         plan = TrainPlan(
             round=self.number,
             layers={},
             settings=federation.settings,
-            metrics=tuple(dict.fromkeys([*self._needs, *federation.metrics])),
+            metrics=federation.reported(self.number),
             keep_from=keep_from,
             code=federation.code,
-            lr_factor=lr_factor,
+            lr_factor=federation.lr_factor(self.number),
         )
         contents: dict[tuple[str, tuple[str, ...]], RecordDict] = {}  # clients that receive the same share a record
         for client, name in self._start_of.items():
@@ -246,7 +244,7 @@ class Round:
         federation, start, one = self._federation, self._starts[name], self._aggregations[name]
         model = start.model
         moments, new = federation.server_optimizer.step(
-            model.moments, self.number, start.sent.layers, one.rule.finish()
+            model.moments, model.updates + 1, start.sent.layers, one.rule.finish()
         )
         trained = {**start.trained, **new}
         memory, findings = federation.strategy.server.remember(
@@ -254,10 +252,15 @@ class Round:
         )
         self._report.findings.update({f"{key}{suffix(name)}": value for key, value in findings.items()})
         shared = federation.method.gather(one.gathered, model.shared)
-        layers = {**model.layers, **trained}
-        if federation.calibration is not None and federation.calibration.at == "end":
-            layers = federation.calibration(self.number, layers)
-        return replace(model, layers=layers, shared=shared, memory=memory, moments=moments)
+        model = replace(
+            model,
+            layers={**model.layers, **trained},
+            shared=shared,
+            memory=memory,
+            moments=moments,
+            updates=model.updates + 1,
+        )
+        return federation.calibrated(model, self.number, at="end")
 
 
 def _finite(value: float | None) -> float | None:

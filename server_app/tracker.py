@@ -16,10 +16,12 @@ def make_tracker(name: str, folder: Path) -> Tracker:
     Raises
     ------
     InputError
-        What the tracker needs is not installed.
+        There is no such tracker, or what it needs is not installed.
     """
     if name == "none":
         return lambda round, line: None
+    if name != "tensorboard":
+        raise InputError(f"tracker.name={name} is unknown; set tracker=none or tracker=tensorboard")
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -27,7 +26,7 @@ from omegaconf import DictConfig
 from fedssl.composition import check_names
 from fedssl.config import compose, load_run
 from fedssl.errors import InputError, RunFailed
-from fedssl.files import write_text
+from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments, search_folders
 from fedssl.words import CONF, quote
 
@@ -85,11 +84,15 @@ def job(hydra_settings: DictConfig) -> None:
 def run(words: Sequence[str]) -> None:
     """One run on the engine that the settings name."""
     settings = load_run(words)
-    folder = settings.recording.folder or _new_folder()
+    folder = settings.recording.folder or new_run_folder()
     overrides = [*settings.recording.words, f"output_dir={quote(str(folder))}"]
-    path = settings.data.reader.values.get("path")
-    if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
-        overrides.append(f"dataset.path={quote(path)}")
+    data = {"dataset": settings.data}
+    if settings.calibration is not None and settings.calibration.own:
+        data["calibration.dataset"] = settings.calibration.data
+    for key, one in data.items():
+        path = one.reader.values.get("path")
+        if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
+            overrides.append(f"{key}.path={quote(path)}")
     engine = settings.engine
     if engine.name == "ray":
         from simulation.flower_run import run as run_flower
@@ -150,21 +153,6 @@ def _words(arguments: Sequence[str]) -> list[str]:
     flags_with_value = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--info", "-i")
     pairs = zip(["", *arguments], arguments, strict=False)
     return [word for before, word in pairs if not word.startswith("-") and before not in flags_with_value]
-
-
-def _new_folder() -> Path:
-    """Make a new folder ``runs/<date>_<time>`` at once, so that two runs of the same second do not share it."""
-    base = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
-    for attempt in range(1000):
-        folder = base.with_name(f"{base.name}-{attempt}") if attempt else base
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise InputError(f"the folder {folder} cannot be made ({error.strerror}); set output_dir=...") from error
-        return folder
-    raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
 
 
 def _note(folder: Path, words: Sequence[str], *, status: str, reason: str) -> None:

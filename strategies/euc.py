@@ -131,7 +131,8 @@ class Intervals(ServerHalf):
         }
         intervals_now = dict(model.memory.get("intervals", {}))
         averaged = {**model.memory.get("averaged", {}), **dict.fromkeys(names, round)}
-        if isinstance(rule, MeasuredSum):  # a round in which all layers were averaged
+        if self._adjusts(round):  # all layers were averaged
+            assert isinstance(rule, MeasuredSum)
             per_round = {name: d / intervals_now.get(name, 1) for name, d in rule.discrepancy.items()}
             new = intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
             if new != {name: intervals_now.get(name, 1) for name in new}:

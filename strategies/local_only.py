@@ -4,7 +4,7 @@ Clients train as under any other strategy, from the same initial model, as often
 global model of its own, into which nobody else's updates go. Every client's model is evaluated by itself, and results
 are means over the clients that have taken part.
 
-The server holds a model for every client that has taken part.
+The server holds a model for every client that has taken part, and in a round the new ones of its clients as well.
 """
 
 from fedssl.errors import InputError

@@ -99,9 +99,10 @@ class Collected:
         self._updates.append(update)
 
     def finish(self) -> Layers:
-        """Combine the updates, and let go of them."""
-        updates, self._updates = self._updates, []
-        return self._combine(self._global.layers, updates)
+        """Combine the updates, and let go of them and of the old layers."""
+        updates, layers = self._updates, self._global.layers
+        self._updates, self._global = [], GlobalLayers({})
+        return self._combine(layers, updates)
 
 
 class Median(FedSSLStrategy):

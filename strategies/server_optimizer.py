@@ -28,7 +28,7 @@ class ServerOptimizer(Protocol):
 
     steps: bool
 
-    def step(self, moments: Moments, round: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
+    def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
         """What is to be remembered, and the new layers, with names, order, shapes and dtypes of ``aggregated``."""
         ...
 
@@ -38,7 +38,7 @@ class Assign:
 
     steps = False
 
-    def step(self, moments: Moments, round: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
+    def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
         return moments, aggregated
 
 
@@ -53,19 +53,19 @@ class _Moments:
             raise InputError(f"server_optimizer.lr={lr} must be positive; server_optimizer=none assigns the average")
         self.lr = lr
 
-    def step(self, moments: Moments, round: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
+    def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
         remembered = {moment: dict(moments.get(moment, {})) for moment in self.names}
         layers = dict(aggregated)
         for name, array in aggregated.items():
             if is_weight(name, array):
                 before = [remembered[moment].get(name, np.zeros_like(array)) for moment in self.names]
-                after, layers[name] = self._move(round, old[name], array, before)
+                after, layers[name] = self._move(step, old[name], array, before)
                 for moment, value in zip(self.names, after, strict=True):
                     remembered[moment][name] = np.asarray(value)  # NumPy makes plain numbers of arrays without axes
         return remembered, layers
 
     def _move(
-        self, round: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
+        self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """The new moments, in the order of ``names``, and the new weights."""
         raise NotImplementedError
@@ -89,7 +89,7 @@ class FedAvgM(_Moments):
         self.momentum = _fraction("momentum", momentum)
 
     def _move(
-        self, round: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
+        self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
     ) -> tuple[list[np.ndarray], np.ndarray]:
         kind = old.dtype.type
         velocity = kind(self.momentum) * moments[0] + (old - aggregated)
@@ -100,7 +100,7 @@ class FedAdam(_Moments):
     """Adam on the server (Algorithm 2 of arXiv 2003.00295, with the bias correction of Flower's FedAdam).
 
     With Delta = aggregated - old: m = beta_1 m + (1 - beta_1) Delta, v = beta_2 v + (1 - beta_2) Delta^2,
-    new = old + lr c m / (sqrt(v) + tau), c = sqrt(1 - beta_2^(r+1)) / (1 - beta_1^(r+1)) for round r, counted from 1.
+    new = old + lr c m / (sqrt(v) + tau), c = sqrt(1 - beta_2^(r+1)) / (1 - beta_1^(r+1)) for step r of the model.
 
     Parameters
     ----------
@@ -122,21 +122,21 @@ class FedAdam(_Moments):
         self.tau = tau
 
     def _move(
-        self, round: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
+        self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
     ) -> tuple[list[np.ndarray], np.ndarray]:
         kind = old.dtype.type
         m, v = moments
         delta = aggregated - old
         m = m + kind(1 - self.beta_1) * (delta - m)
         v = self._second(v, delta * delta)
-        return [m, v], np.asarray(old + kind(self._rate(round)) * m / (np.sqrt(v) + kind(self.tau)))
+        return [m, v], np.asarray(old + kind(self._rate(step)) * m / (np.sqrt(v) + kind(self.tau)))
 
     def _second(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         """The new v."""
         return np.asarray(v + v.dtype.type(1 - self.beta_2) * (square - v))
 
-    def _rate(self, round: int) -> float:
-        return float(self.lr * np.sqrt(1 - self.beta_2 ** (round + 1)) / (1 - self.beta_1 ** (round + 1)))
+    def _rate(self, step: int) -> float:
+        return float(self.lr * np.sqrt(1 - self.beta_2 ** (step + 1)) / (1 - self.beta_1 ** (step + 1)))
 
 
 class FedYogi(FedAdam):
@@ -148,7 +148,7 @@ class FedYogi(FedAdam):
     def _second(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         return np.asarray(v - v.dtype.type(1 - self.beta_2) * square * np.sign(v - square))
 
-    def _rate(self, round: int) -> float:
+    def _rate(self, step: int) -> float:
         return self.lr
 
 

@@ -26,6 +26,8 @@ class Model:
         What the server optimiser remembers.
     phase : int
         The phase of the schedule that its layers have come to, from 1.
+    updates : int
+        Rounds in which clients' updates went into it.
     """
 
     layers: Layers
@@ -33,6 +35,7 @@ class Model:
     memory: dict[str, Any] = field(default_factory=dict)
     moments: dict[str, Layers] = field(default_factory=dict)
     phase: int = 1
+    updates: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

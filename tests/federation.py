@@ -7,12 +7,13 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as client_app
 from fedssl.config import compose
 from fedssl.layers import Layers
+from server_app.federation import Federation as Rounds
 from server_app.prepare import prepare
 from server_app.report import RoundReport
 from server_app.round import run_round
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
-from strategies.state import GLOBAL, ServerState
+from strategies.state import GLOBAL, Model, ServerState
 
 TINY = ["num_clients=5", "local_epochs=1", "dataset.limit=100", "encoder.width=4", "threads=1", "partition=iid"]
 TINY += ["final_evaluation=none"]  # two pictures of a class are not enough for all protocols
@@ -51,15 +52,15 @@ class Federation:
     def run(self, rounds: int) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
-            self.state, self.report = run_round(
-                self.grid,
-                self.prepared.federation,
-                self.state,
-                lr_factor=self.prepared.lr_schedule(self.state.round + 1),
-            )
+            self.state, self.report = run_round(self.grid, self.prepared.federation, self.state)
         return self.layers
 
     @property
     def layers(self) -> Layers:
         """Of the only model, whatever round it is."""
-        return self.prepared.federation.model(self.state, GLOBAL, max(self.state.round, 1)).layers
+        return model_of(self.prepared.federation, self.state, GLOBAL).layers
+
+
+def model_of(federation: Rounds, state: ServerState, name: str) -> Model:
+    """The named model after the rounds of the state; the untrained one, if nobody has trained it."""
+    return federation.in_phase(state.models.get(name) or federation.untrained(), max(state.round, 1))

@@ -54,6 +54,7 @@ def test_the_embedded_default():
         (["clients_per_round=11"], r"clients_per_round=11 is more than num_clients=10"),
         (["precision=fp8"], r"precision=fp8 is not valid; choose one of fp32, bf16"),
         (["threads=0"], r"threads=0 but it must be"),
+        (["calibration.at=end"], r"calibration.at=end needs calibration=auxiliary"),
         (["clip_norm=0"], r"clip_norm=0 must be a positive number"),
         (["clip_norm=long"], r"clip_norm=long must be a positive number"),
         (["seed=-1"], r"seed=-1 but it must be at least 0"),

@@ -7,7 +7,7 @@ import pytest
 from fedssl.composition import check_names
 from fedssl.config import compose, compose_evaluation, load_run, save_run
 from fedssl.errors import InputError
-from fedssl.plugins import SEARCH, choice_targets, from_arguments, own_encoder, search_folders, with_folders
+from fedssl.plugins import SEARCH, choice_targets, from_arguments, locate, own_encoder, search_folders, with_folders
 from fedssl.words import CONF, RENAMED, groups, quote
 
 MODULE = """
@@ -194,3 +194,18 @@ def test_words_of_earlier_versions_are_not_in_use():
     choices = {f"{group}={name}" for group, names in groups().items() for name in names}
     assert choices.isdisjoint(RENAMED)
     assert CONF.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fedssl.heads.MLP", "fedssl.methods.heads.MLP"),
+        ("strategies.robust.Krum", "strategies.krum.Krum"),
+        ("fedssl.schedules.layer_wise", "fedssl.schedule.phases.layer_wise"),
+        ("fedssl.lr_schedules.cosine", "fedssl.schedule.lr.cosine"),
+    ],
+)
+def test_dotted_names_of_earlier_versions_are_told_the_new_one(old, new):
+    with pytest.raises(InputError, match=f"strategy._target_={old} is {new} now"):
+        locate(old, key="strategy._target_")
+    assert callable(locate(new))

@@ -11,7 +11,7 @@ from torch import nn
 from fedssl.config import compose
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
-from fedssl.evaluation.features import extract
+from fedssl.evaluation.features import accuracy, extract
 from fedssl.evaluation.scores import Score, over_models
 from fedssl.methods.build import build
 from fedssl.report.accuracy_table import sweep_table
@@ -67,6 +67,25 @@ def evaluator(*words: str, protocol: str = "KNN", final: str = "KNN") -> tuple[E
     return made, build(settings.model), settings.data
 
 
+def judge(made, method):
+    """The results of a run's only model."""
+    return made.evaluate([("global", method)])["global"]
+
+
+class Guesses:
+    """A protocol that looks at the labels itself, beside the features."""
+
+    def __call__(self, subject, *, seed):
+        nearest = torch.cdist(subject.features.test, subject.features.train).argmin(dim=1)
+        return {"nearest": accuracy(subject.train.labels[nearest], subject.test.labels)}
+
+
+def test_features_and_labels_of_a_rehearsal_fit():
+    made, method, _ = evaluator(protocol="Guesses")
+    made.check(method.encoder)
+    assert 0.2 < judge(made, method)["nearest"].value <= 1
+
+
 def test_a_rehearsal_ends_where_pictures_come_to_the_encoder(monkeypatch):
     monkeypatch.setattr(Trains, "began", 0)
     monkeypatch.setattr(Trains, "ended", 0)
@@ -75,9 +94,11 @@ def test_a_rehearsal_ends_where_pictures_come_to_the_encoder(monkeypatch):
     made.check(method.encoder)
     assert (Trains.began, Trains.ended) == (2, 0)
     assert all(torch.equal(value, before[name]) for name, value in method.state_dict().items())
-    assert made.evaluate([method]) == {"trained": Score(0.5)}  # nothing of the rehearsal is left
+    judged = {"global": {"trained": Score(0.5)}}
+    assert made.evaluate([("global", method)]) == judged  # nothing of the rehearsal is left
     assert Trains.ended == 1
-    assert made.compare({"federated": [method]}) == {"federated": {"trained": Score(0.5)}, "pixels": {}}
+    assert made.evaluate([("global", method)], final=True) == judged
+    assert made.baselines(method) == {"untrained": {"trained": Score(0.5)}, "pixels": {}}
 
 
 def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
@@ -93,20 +114,20 @@ def test_without_labels_there_is_nothing_to_evaluate():
     made, method, data = evaluator(final="Trains")
     made._data = replace(data, test=None)
     made.check(method.encoder)
-    assert made.evaluate([method]) == {}
-    assert made.compare({"federated": [method]}) == {}
+    assert made.evaluate([("global", method)]) == {"global": {}}
+    assert made.baselines(method) == {}
 
 
 def test_only_a_method_with_labels_is_asked_for_its_classifier():
     made, method, data = evaluator("method=supervised", protocol="Plain")
-    found = made.evaluate([method])
+    found = judge(made, method)
     test = load(data, "test")
     h = extract(method.encoder, test.images, mean=data.mean, std=data.std, device="cpu")
     right = (h @ method.classifier.weight.T + method.classifier.bias).argmax(dim=1) == test.labels
     assert found["classifier"].value == pytest.approx(right.double().mean().item())
     made, method, _ = evaluator("method=simclr", protocol="Plain")
     assert method.classify(h) is None
-    assert set(made.evaluate([method])) == {"plain"}
+    assert set(judge(made, method)) == {"plain"}
 
 
 def test_protocols_of_the_pictures_alone_cost_no_features(monkeypatch):
@@ -118,13 +139,13 @@ def test_protocols_of_the_pictures_alone_cost_no_features(monkeypatch):
 
     monkeypatch.setattr("fedssl.evaluation.subject.extract", refuse)
     made.check(method.encoder)
-    assert made.evaluate([method]) == {"plain": Score(0.25, spread=0.05)}
+    assert judge(made, method) == {"plain": Score(0.25, spread=0.05)}
 
 
 def test_models_are_averaged_with_their_units():
     made, method, _ = evaluator(protocol="Norm")
-    one = made.evaluate([method])["norm"]
-    both = made.evaluate([method, method])["norm"]
+    one = judge(made, method)["norm"]
+    both = over_models(list(made.evaluate([("a", method), ("b", method)]).values()))["norm"]
     assert (both.value, both.unit, both.spread) == (pytest.approx(one.value), "cm", 0)
     assert over_models([{"norm": one}]) == {"norm": one}
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 from fedssl.export import load_encoder
 from fedssl.messages import ClientUpdate, TrainPlan, from_record
+from server_app.app import layers_of
 from server_app.checkpoint import latest_checkpoint
 from server_app.replies import receive
 from server_app.round import Round
 from simulation.cli import run
 from strategies.eua import eua
 from strategies.state import GLOBAL
-from tests.federation import Federation
+from tests.federation import Federation, model_of
 from tests.server_app import algorithms
 
 PLUGGED = ["strategy=median", "strategy.metrics=[train-loss,num-examples]"]
@@ -141,7 +143,34 @@ def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp
     for name in names:
         assert equal(federation.state.models[name].layers, copied(from_record(update["arrays"])))
     beyond = str((row.client + 2) % 5)  # no model yet: it would begin untrained
-    assert equal(federation.prepared.federation.model(federation.state, beyond, 2).layers, start)
+    assert equal(model_of(federation.prepared.federation, federation.state, beyond).layers, start)
+
+
+def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
+    federation = Federation(tmp_path, *RING, "+strategy.clients=5")
+    made = []
+    rounds = federation.prepared.federation
+    counted = replace(rounds, initial=lambda: made.append(1) or rounds.initial())
+    federation.prepared = replace(federation.prepared, federation=counted)
+    federation.run(2)
+    assert len(federation.state.models) == 5
+    assert made == [1]
+    assert [model.updates for model in federation.state.models.values()] == [2] * 5
+
+
+def test_a_model_that_nobody_drew_is_seen_in_the_phase_of_the_others(tmp_path):
+    """It is evaluated and exported with the stages that run, which so begin as the stage before, not at random."""
+    vit = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
+    words = ["strategy=local_only", *vit, "schedule=layer_wise", "rounds=6", "num_clients=4", "clients_per_round=2"]
+    federation = Federation(tmp_path, *words)
+    federation.run(4)  # the second phase begins with round 4
+    behind = [name for name, model in federation.state.models.items() if model.phase == 1]
+    assert behind
+    layers = layers_of(federation.prepared.federation, federation.state)
+    for name in behind:
+        for layer, array in layers[name].items():
+            if "encoder_layer_1" in layer:
+                assert np.array_equal(array, layers[name][layer.replace("encoder_layer_1", "encoder_layer_0")])
 
 
 # --- a client that changes its model ---
@@ -227,9 +256,15 @@ def test_rows_are_by_model(whole):
     evaluated = [line["evaluation"] for line in lines(folder / "metrics.jsonl") if "evaluation" in line]
     assert len(evaluated) == 2
     assert all({"knn", "knn_std"} <= results.keys() for results in evaluated)
-    final = json.loads((folder / "summary.json").read_text())["final"]
+    summary = json.loads((folder / "summary.json").read_text())
+    final = summary["final"]
     assert {"knn", "knn_std"} <= final["federated"].keys()
     assert set(final["untrained"]) == {"knn"}
+    for line in (*(line for line in lines(folder / "metrics.jsonl") if "evaluation" in line), summary):
+        assert list(line["models"]) == names
+        mean = sum(results["knn"] for results in line["models"].values()) / len(names)
+        overall = line["evaluation"] if "evaluation" in line else final["federated"]
+        assert overall["knn"] == pytest.approx(mean)
 
 
 def test_a_resumed_run_has_the_same_bits(whole, tmp_path):

@@ -22,7 +22,7 @@ from server_app.round import run_round
 from simulation.cli import run
 from strategies.local_only import LocalOnly
 from strategies.state import GLOBAL
-from tests.federation import Federation
+from tests.federation import Federation, model_of
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
 QUICK = [*FEDERATION, "evaluate_every=0", "final_evaluation=none"]
@@ -81,7 +81,7 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     sent = [copied(from_record(update["arrays"])) for update in federation.updates]
     assert any((sent[0][name] != sent[1][name]).any() for name in start)
     assert federation.state.names() == ["0", "1"]
-    untrained = federation.prepared.federation.model(federation.state, "2", 2).layers
+    untrained = model_of(federation.prepared.federation, federation.state, "2").layers
     assert all((untrained[name] == start[name]).all() for name in start)  # what a third client would begin with
     states = [load_state(tmp_path / "clients" / str(client), before=2) for client in (0, 1)]
     federation.run(1)
@@ -134,12 +134,11 @@ def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, schedul
     alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
     seen: list[dict[str, np.ndarray]] = []
     for federation in (central, alone):
-        for round in range(1, 5):
+        for _ in range(4):
             federation.state, _ = run_round(
                 federation.grid,
                 federation.prepared.federation,
                 federation.state,
-                lr_factor=federation.prepared.lr_schedule(round),
                 observe=lambda client, layers: seen.append(copied(layers)),
             )
     assert len(seen) == 8

@@ -30,7 +30,7 @@ from strategies.fedavg import FedAvg
 from strategies.server_optimizer import Assign, FedAvgM
 from strategies.state import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
-from tests.federation import Federation
+from tests.federation import Federation, model_of
 
 # --- intervals by hand ---
 
@@ -210,7 +210,7 @@ class Toys:
 
     @property
     def layers(self):
-        return self.federation.model(self.state, GLOBAL, 1).layers
+        return model_of(self.federation, self.state, GLOBAL).layers
 
     def round(self):
         self.state, self.report = run_round(self.grid, self.federation, self.state)

@@ -18,7 +18,6 @@ from fedssl.schedule.stages import Stages, at_stage, frozen_names
 from fedssl.seeding import torch_generator
 from fedssl.words import CONF
 from simulation.cli import run
-from strategies.state import ServerState
 from tests.federation import Federation
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
@@ -241,7 +240,7 @@ def test_weights_of_another_shape_are_not_handed_on():
 def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
     """Blocks of the third phase begin as the second's, which began as the first's; in later rounds nothing moves."""
     federation = Federation(tmp_path, *VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=6").prepared.federation
-    model = federation.model(ServerState(), "global", 5)
+    model = federation.in_phase(federation.untrained(), 5)
     assert model.phase == 3
     blocks = [
         {name.split(f"encoder_layer_{k}")[1]: a for name, a in model.layers.items() if f"encoder_layer_{k}" in name}
@@ -249,8 +248,7 @@ def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
     ]
     assert blocks[0].keys() == blocks[1].keys() == blocks[2].keys()
     assert all(np.array_equal(blocks[0][name], blocks[k][name]) for name in blocks[0] for k in (1, 2))
-    again = federation.model(ServerState(models={"global": model}), "global", 6)
-    assert again.layers is model.layers
+    assert federation.in_phase(model, 6).layers is model.layers
 
 
 # --- what travels ---
