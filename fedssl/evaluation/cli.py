@@ -88,7 +88,7 @@ def encoder_file(own: Mapping[str, str]) -> Path:
             f"finish the run with fedssl resume={own['run']}" if unfinished else "give the folder of a finished run"
         )
         several = sorted(file.parent.glob("encoder-*.pt"))
-        if several:  # every client has its own
+        if several:  # the run has several models
             advice = f"the run has {len(several)} encoders; give one of them: encoder={several[0]}"
         raise InputError(f"there is no {file}; {advice}")
     return file
