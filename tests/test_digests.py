@@ -71,7 +71,7 @@ RUNS = {
 }
 CASES = [
     *((name, "local") for name in RUNS),
-    *(pytest.param(name, "ray", marks=pytest.mark.slow) for name in ("fedu-byol", "lw_fedssl")),
+    *(pytest.param(name, "ray", marks=pytest.mark.slow) for name in ("lw_fedssl",)),
 ]
 
 

@@ -13,10 +13,10 @@ from fedssl.messages import ClientUpdate, TrainPlan, from_record
 from server_app.app import layers_of
 from server_app.checkpoint import latest_checkpoint
 from server_app.replies import receive
-from server_app.round import Round
+from server_app.round import Round, run_round
 from simulation.cli import run
 from strategies.eua import eua
-from strategies.state import GLOBAL
+from strategies.state import GLOBAL, ServerState
 from tests.federation import Federation, model_of
 from tests.server_app import algorithms
 
@@ -151,11 +151,12 @@ def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
     made = []
     rounds = federation.prepared.federation
     counted = replace(rounds, initial=lambda: made.append(1) or rounds.initial())
-    federation.prepared = replace(federation.prepared, federation=counted)
-    federation.run(2)
-    assert len(federation.state.models) == 5
+    state = ServerState()
+    for _ in range(2):
+        state, _ = run_round(federation.grid, counted, state)
+    assert len(state.models) == 5
     assert made == [1]
-    assert [model.updates for model in federation.state.models.values()] == [2] * 5
+    assert [model.updates for model in state.models.values()] == [2] * 5
 
 
 def test_a_model_that_nobody_drew_is_seen_in_the_phase_of_the_others(tmp_path):

@@ -16,7 +16,6 @@ from fedssl.evaluation.subject import make_subject
 from fedssl.export import load_encoder
 from fedssl.messages import TrainPlan, from_record
 from fedssl.model_layers import kept_names
-from server_app.app import layers_of
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.round import run_round
 from simulation.cli import run
@@ -111,14 +110,14 @@ def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
         for client, update in zip(clients, federation.updates[-2:], strict=True):
             newest[str(client)] = copied(from_record(update["arrays"]))
     assert len(set(taking_part)) < len(taking_part)  # somebody took part twice
-    models = layers_of(federation.state)
+    models = layers(federation.state)
     assert list(models) == sorted(newest)
     for client, model in models.items():
         assert all((model[name] == array).all() for name, array in newest[client].items())
 
     # A checkpoint gives them back.
     save_checkpoint(tmp_path / "checkpoints", federation.state, keep=1)
-    restored = layers_of(latest_checkpoint(tmp_path / "checkpoints"))
+    restored = layers(latest_checkpoint(tmp_path / "checkpoints"))
     assert list(restored) == list(models)
     for client, model in restored.items():
         assert all((model[name] == array).all() for name, array in newest[client].items())
@@ -159,6 +158,11 @@ def copied(layers):
     return {name: array.copy() for name, array in layers.items()}
 
 
+def layers(state):
+    """The layers of every model, by name."""
+    return {name: state.models[name].layers for name in state.names()}
+
+
 def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path):
     words = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
     run([*words, f"output_dir={tmp_path}"])
@@ -183,7 +187,7 @@ def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
     run([*words, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
     run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=3"])
-    one, other = (layers_of(latest_checkpoint(tmp_path / name / "checkpoints")) for name in ("whole", "parts"))
+    one, other = (layers(latest_checkpoint(tmp_path / name / "checkpoints")) for name in ("whole", "parts"))
     assert list(one) == list(other)
     assert len(one) > 2
     for client, model in one.items():
