@@ -1,5 +1,6 @@
 """Orchestra: clusters by hand and slowly, the loss, the memory, what the server makes of centroids, whole runs."""
 
+import json
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -435,3 +436,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert whole["centroids"].any()
     for name, array in whole.items():
         assert np.array_equal(array, parts[name]), name
+
+
+@pytest.mark.slow
+def test_it_learns(tmp_path):
+    run([*WORDS, "rounds=10", "evaluate_every=0", "final_evaluation=few_labels", f"output_dir={tmp_path / 'run'}"])
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    assert final["federated"]["linear_2_per_class"] > final["untrained"]["linear_2_per_class"] + 0.08
