@@ -8,8 +8,9 @@ participation it takes everything from the global model.
 
 As in the authors' code:
 
-- d is the mean distance of the convolution kernels after training from those before it; the paper compares the
-  client's trained weights with the global ones that it receives next;
+- d is the mean distance of the convolution kernels after training from those before it (without convolutions: of all
+  that is trained of the encoder, see `strategies.distance`); the paper compares the client's trained weights with the
+  global ones that it receives next;
 - running statistics of encoder and projector come from the global model, those of the predictor from the side with the
   larger share. Counters go with them and are never mixed.
 
@@ -26,7 +27,7 @@ from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, travelling_layers
+from fedssl.model_layers import copies, kept_names, start_from
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers
 from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean
@@ -71,7 +72,7 @@ class MixingClient(ClientHalf):
         Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
         global ones.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.distance.divergence`.
+        d, see `strategies.distance`.
 
     Raises
     ------
@@ -86,7 +87,7 @@ class MixingClient(ClientHalf):
         self.distance = one_of("strategy.distance", distance, DISTANCES)
 
     def check(self, circumstances: Circumstances) -> None:
-        compared(travelling_layers(circumstances.method), distance=self.distance)
+        compared(circumstances.method, distance=self.distance)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, stays=", ".join([f"own weights of {usual.down}", *method.kept, "distance and lambda"]))

@@ -29,7 +29,7 @@ from fedssl.errors import InputError
 from fedssl.layers import Layers
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_layers, travelling_names
+from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
 from strategies.base import (
     Circumstances,
     ClientHalf,
@@ -61,7 +61,7 @@ class PartialUpdate:
     predictor : {"dapu", "global", "local"}
         "global": the received one. "local": as this client left it. "dapu": global if d < ``predictor_threshold``.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.distance.divergence`.
+        d, see `strategies.distance`.
     predictor_threshold : float
         mu of Eq. 3, in the unit of d; 0: always local.
     """
@@ -114,7 +114,7 @@ class FedUClient(ClientHalf):
                 "neither; set strategy.predictor=global"
             )
         if options.predictor == "dapu":
-            compared(travelling_layers(method), distance=options.distance)
+            compared(method, distance=options.distance)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         options, sources = self.options, self._sources(method, travelling_names(method))

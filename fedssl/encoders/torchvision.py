@@ -66,6 +66,7 @@ class ViTEncoder(Encoder, VisionTransformer):
     class_token: nn.Parameter
     encoder: Any
     heads: nn.Module
+    patch_embedding = "conv_proj"
     even = True
 
     def __init__(self, *, size: int, patch: int, depth: int, heads: int, width: int, pool: str) -> None:

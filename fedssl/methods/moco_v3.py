@@ -45,10 +45,8 @@ class MoCoV3(MomentumMethod):
     ) -> None:
         if temperature <= 0:
             raise InputError(f"method.temperature={temperature} must be positive; MoCo v3 uses 0.2")
-        if not train_patches:
-            for name, parameter in encoder.named_parameters():
-                if name.startswith("conv_proj."):
-                    parameter.requires_grad_(False)
+        if not train_patches and encoder.patch_embedding is not None:
+            encoder.get_submodule(encoder.patch_embedding).requires_grad_(False)
         super().__init__(encoder, projector=projector, predictor=predictor, ema_decay=ema_decay, target=target)
         self.temperature = temperature
 
