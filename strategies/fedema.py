@@ -15,6 +15,7 @@ As in the authors' code:
   larger share. Counters go with them and are never mixed.
 
 Here lambda stays open as long as d = 0 (no local epochs), which means mu = 0, where the authors' code divides by zero.
+Stages that are frozen at present are neither kept nor mixed: they are the server's, which may have calibrated them.
 Parts that a method does not have, such as SimCLR's predictor and target, are left out.
 """
 
@@ -28,7 +29,7 @@ from fedssl.layers import Layers, is_weight
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from
-from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers
+from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers, sent_names
 from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean
 from strategies.weighted_sum import one_of
@@ -96,7 +97,9 @@ class MixingClient(ClientHalf):
         layers = plan.layers
         if state is not None:
             mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
-            layers = blend(plan.layers, as_layers(state, method), mu=mu)
+            mine = {*sent_names(method, plan), *kept_names(method)}  # not the stages frozen since
+            own = {name: array for name, array in as_layers(state, method).items() if name in mine}
+            layers = blend(plan.layers, own, mu=mu)
         return start_from(method, layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
@@ -108,7 +111,8 @@ class MixingClient(ClientHalf):
             new[LAMBDA] = state[LAMBDA]
         elif distance > 0:
             new[LAMBDA] = torch.tensor(self.tau / distance, dtype=torch.float64)
-        mixed = [name for name, array in plan.layers.items() if is_weight(name, array) or name.startswith("predictor.")]
+        layers = {name: plan.layers[name] for name in sent_names(method, plan)}
+        mixed = [name for name, array in layers.items() if is_weight(name, array) or name.startswith("predictor.")]
         return new | copies(method, [*mixed, *kept_names(method)])
 
 
