@@ -1,6 +1,7 @@
 """Heads and methods: what trains, what follows, what is kept, and the loss that comes out."""
 
 from functools import partial
+from math import exp, log
 from pathlib import Path
 
 import pytest
@@ -207,8 +208,8 @@ def test_byol_start_of_a_round(target: str, first: bool, copied: bool) -> None:
     assert not any(own.requires_grad for own, _ in pairs(method))
 
 
-def make_moco() -> MoCoV3:
-    return MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9)
+def make_moco(*, loss_scale: float | None = None) -> MoCoV3:
+    return MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9, loss_scale=loss_scale)
 
 
 def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() -> None:
@@ -220,6 +221,26 @@ def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() 
     expected = 2 * 0.2 * (info_nce(q1, k2, temperature=0.2) + info_nce(q2, k1, temperature=0.2))
     torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
     assert method.kept == ("target_encoder", "target_projector")
+
+
+def slow_info_nce(q: torch.Tensor, k: torch.Tensor, temperature: float) -> float:
+    """Eq. 2 of LW-FedSSL, picture by picture in float64."""
+    q, k = q.double(), k.double()
+    total = 0.0
+    for i in range(len(q)):
+        cosines = [float(q[i] @ k[j] / q[i].norm() / k[j].norm()) / temperature for j in range(len(k))]
+        total -= log(exp(cosines[i]) / sum(map(exp, cosines)))
+    return total / len(q)
+
+
+@pytest.mark.parametrize(("loss_scale", "factor"), [(None, 2 * 0.2), (1, 1), (0.5, 0.5)])
+def test_moco_loss_is_scaled_as_asked(loss_scale: float | None, factor: float) -> None:
+    method = make_moco(loss_scale=loss_scale)
+    step(method)
+    with torch.no_grad():
+        (p1, p2, z1, z2), loss = method.passes(*views()), method.loss(*views())
+    expected = factor * (slow_info_nce(p1, z2, 0.2) + slow_info_nce(p2, z1, 0.2))
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_moco_can_leave_the_patch_embedding_at_its_start() -> None:
@@ -275,6 +296,9 @@ def test_training_lowers_the_loss(make) -> None:
             lambda: MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0, ema_decay=0.9),
             "method.temperature=0",
         ),
+        (lambda: make_moco(loss_scale=0), "method.loss_scale=0 must be a positive number .* or null"),
+        (lambda: make_moco(loss_scale="big"), "method.loss_scale=big must be a positive number"),
+        (lambda: make_moco(loss_scale=True), "method.loss_scale=True must be a positive number"),
         (
             lambda: SimSiam(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9)),
             "method.predictor.out=9 must equal method.projector.out=8",
@@ -303,8 +327,9 @@ PAPERS = {
     "fedu2/simsiam": ("512 2048 512", "512 2048 512", {}),
     "dec_ssl/simclr": ("512 512 512", "", {"temperature": 0.5}),
     "dec_ssl/simsiam": ("512 2048 2048 512 n", "512 512 512", {}),
-    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target": "copy"}),
-    "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {}),
+    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"target": "copy", "loss_scale": 1}),
+    "lw_fedssl/byol": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target": "copy"}),
+    "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {"temperature": 0.2}),
     "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
     "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
     "original/barlow_twins": ("512 8192 8192 8192", "", {"lambd": 0.0051}),
