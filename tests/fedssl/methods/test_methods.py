@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from fedssl.config import compose
 from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
-from fedssl.losses import barlow_twins, byol, info_nce, negative_cosine, nt_xent
+from fedssl.losses import (
+    barlow_twins,
+    barlow_twins_unbiased,
+    byol,
+    info_nce,
+    negative_cosine,
+    nt_xent,
+    nt_xent_one_sided,
+)
 from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
@@ -268,6 +276,32 @@ def test_barlow_twins_loss_compares_projections_of_each_view_by_itself() -> None
     torch.testing.assert_close(method.loss(view1, view2), barlow_twins(z1, z2, lambd=0.01), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("method", "standard", "l_dawa"),
+    [("simclr", nt_xent, nt_xent_one_sided), ("barlow_twins", barlow_twins, barlow_twins_unbiased)],
+)
+def test_the_loss_is_chosen(method: str, standard, l_dawa) -> None:
+    """Each choice is its function of the two views' projections; the recipe with L-DAWA's head takes L-DAWA's."""
+    recipe = build(compose([f"method=l_dawa/{method}", "encoder.width=4"]).model)
+    head = ["encoder.width=4", "method.projector.layers=1"]
+    for words, function in (
+        ([f"method={method}"], standard),
+        ([f"method={method}", "method.loss=standard"], standard),
+        ([f"method={method}", "method.loss=l_dawa"], l_dawa),
+    ):
+        made = build(compose([*words, *head]).model)
+        kwargs = {"lambd": made.lambd} if method == "barlow_twins" else {"temperature": made.temperature}
+        z1, z2 = (made.projector(made.encoder(view)) for view in views())
+        if method == "simclr":
+            z1, z2 = made.projector(made.encoder(torch.cat(views()))).chunk(2)
+        torch.testing.assert_close(made.loss(*views()), function(z1, z2, **kwargs), rtol=0, atol=0)
+    kwargs = {"lambd": 0.005} if method == "barlow_twins" else {"temperature": 0.07}
+    both = recipe.projector(recipe.encoder(torch.cat(views()))).chunk(2)
+    each = [recipe.projector(recipe.encoder(view)) for view in views()]
+    expected = l_dawa(*(both if method == "simclr" else each), **kwargs)
+    torch.testing.assert_close(recipe.loss(*views()), expected, rtol=0, atol=0)
+
+
 MAKERS = {
     "byol": make_byol,
     "simclr": lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5),
@@ -292,6 +326,14 @@ def test_training_lowers_the_loss(make) -> None:
         (lambda: make_byol(ema_decay=1.5), "method.ema_decay=1.5"),
         (lambda: make_byol(target="alias"), "method.target=alias"),
         (lambda: BarlowTwins(encoder(), projector=HEAD, lambd=-1), "method.lambd=-1"),
+        (
+            lambda: BarlowTwins(encoder(), projector=HEAD, lambd=1, loss="hsic"),
+            "method.loss=hsic is unknown; set method.loss to one of standard, l_dawa",
+        ),
+        (
+            lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5, loss="dcl"),
+            "method.loss=dcl is unknown; set method.loss to one of standard, l_dawa",
+        ),
         (
             lambda: MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0, ema_decay=0.9),
             "method.temperature=0",
