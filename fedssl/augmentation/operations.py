@@ -65,6 +65,24 @@ def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Te
     return weights / weights.sum(2, keepdim=True)
 
 
+def mirror(weights: Tensor, *, pad: int) -> Tensor:
+    """Weights ``(batch, out, size)`` of pixels from those of a picture with a mirrored border.
+
+    Together with `separable` it equals ``pad`` with ``padding_mode="reflect"``: the outermost pixel is not repeated.
+
+    Parameters
+    ----------
+    weights : Tensor
+        ``(batch, out, size + 2 * pad)``.
+    pad : int
+        Width of the border in pixels, from 1 to ``size - 1``.
+    """
+    inner = weights[:, :, pad:-pad].clone()
+    inner[:, :, 1 : pad + 1] += weights[:, :, :pad].flip(2)
+    inner[:, :, -pad - 1 : -1] += weights[:, :, -pad:].flip(2)
+    return inner
+
+
 def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
     """Weights of Gaussian blur along one axis, with reflected borders, one matrix per picture.
 

@@ -32,6 +32,9 @@ class View:
         Smallest and largest share of the picture's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole picture.
     crop_ratio : sequence of float
         Smallest and largest width / height of a crop.
+    pad : int
+        Pixels of mirrored border around the picture, into which crops may reach; 0 turns it off. With ``crop_scale``
+        ``[1, 1]`` the picture moves by up to so many pixels either way.
     flip : float
         Probability of a left-right flip; 0 turns it off.
     jitter : float
@@ -52,6 +55,7 @@ class View:
 
     crop_scale: Sequence[float] = (1.0, 1.0)
     crop_ratio: Sequence[float] = (3 / 4, 4 / 3)
+    pad: int = 0
     flip: float = 0.0
     jitter: float = 1.0
     brightness: float = 0.0
@@ -93,6 +97,8 @@ def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
         if isinstance(defaults[key], tuple):
             if not (_is_pair(value) and 0 < value[0] <= value[1] <= largest):
                 raise InputError(f"{name}.{key}={value} is no range; set it to [low, high], two numbers above 0{limit}")
+        elif key == "pad" and type(value) is not int:
+            raise InputError(f"{name}.{key}={value} is no number of pixels; set it to a whole number of at least 0")
         elif not (isinstance(value, int | float) and 0 <= value <= largest):
             raise InputError(f"{name}.{key}={value} is out of range; set it to a number of at least 0{limit}")
     return View(**recipe)
@@ -108,7 +114,7 @@ class Parameters(NamedTuple):
     Attributes
     ----------
     top, left, height, width : Tensor
-        The crop, in pixels of the picture.
+        The crop, in pixels of the picture; top and left are negative in the border.
     flip : Tensor
         1 where the view is flipped, else 0.
     brightness, contrast, saturation : Tensor
@@ -162,7 +168,7 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
         return torch.where(jittered, _between(number, max(0.0, 1 - strength), 1 + strength), 1.0)
 
     return Parameters(
-        *crop_boxes(boxes, height=height, width=width, scale=view.crop_scale, ratio=view.crop_ratio),
+        *crop_boxes(boxes, height=height, width=width, scale=view.crop_scale, ratio=view.crop_ratio, pad=view.pad),
         flip=flip < view.flip,
         brightness=factor(brightness, view.brightness),
         contrast=factor(contrast, view.contrast),
@@ -175,12 +181,13 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
 
 
 def crop_boxes(
-    uniform: Tensor, *, height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
+    uniform: Tensor, *, height: int, width: int, scale: Sequence[float], ratio: Sequence[float], pad: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turn uniform numbers into boxes with the law of torchvision's ``RandomResizedCrop``.
 
     The area is uniform in ``scale`` and the logarithm of width / height in that of ``ratio``; the first of ten
-    candidates that fits, at a uniform place, else the largest centre crop whose ratio is allowed.
+    candidates that fits, at a uniform place, else the largest centre crop whose ratio is allowed. With a border any box
+    has a uniform place in the padded picture, as by ``RandomCrop``.
 
     Parameters
     ----------
@@ -190,6 +197,8 @@ def crop_boxes(
         Size of the pictures in pixels.
     scale, ratio : sequence of float
         Smallest and largest share of the area, and width / height.
+    pad : int
+        Width of the border in pixels, in which boxes may begin and end.
 
     Returns
     -------
@@ -204,9 +213,10 @@ def crop_boxes(
     allowed = min(max(width / height, ratio[0]), ratio[1])
     box_height = torch.where(found, heights.gather(1, first)[:, 0], min(height, round(width / allowed)))
     box_width = torch.where(found, widths.gather(1, first)[:, 0], min(width, round(height * allowed)))
-    top = torch.where(found, uniform[:, -2] * (height - box_height + 1), (height - box_height) / 2).floor()
-    left = torch.where(found, uniform[:, -1] * (width - box_width + 1), (width - box_width) / 2).floor()
-    return top, left, box_height, box_width
+    anywhere = found | (pad > 0)
+    top = torch.where(anywhere, uniform[:, -2] * (height + 2 * pad - box_height + 1), (height - box_height) / 2).floor()
+    left = torch.where(anywhere, uniform[:, -1] * (width + 2 * pad - box_width + 1), (width - box_width) / 2).floor()
+    return top - pad, left - pad, box_height, box_width
 
 
 def _between(uniform: Tensor, low: float, high: float) -> Tensor:

@@ -50,8 +50,11 @@ def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[
         ``(channels, batch, size, size)``.
     """
     color = len(planes) == 3
-    rows = operations.crop_weights(drawn.top, drawn.height, size=planes.shape[2], out=size)
-    columns = operations.crop_weights(drawn.left, drawn.width, size=planes.shape[3], out=size, flip=drawn.flip)
+    pad, (height, width) = view.pad, planes.shape[2:]
+    rows = operations.crop_weights(drawn.top + pad, drawn.height, size=height + 2 * pad, out=size)
+    columns = operations.crop_weights(drawn.left + pad, drawn.width, size=width + 2 * pad, out=size, flip=drawn.flip)
+    if pad:
+        rows, columns = operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)
     planes = operations.separable(planes, rows=rows, columns=columns)
     jitter = (
         (view.brightness > 0, operations.brightness, drawn.brightness),
@@ -126,13 +129,19 @@ class Augmentation:
         Raises
         ------
         InputError
-            If the pictures have more or fewer channels than ``mean`` has numbers.
+            If the pictures have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
         """
         batch, channels, height, width = images.shape
         if channels != len(self._mean):
             raise InputError(
                 f"the pictures have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
                 "give dataset.mean and dataset.std one number for every channel"
+            )
+        widest = max(view.pad for view in self.views)
+        if widest >= min(height, width):
+            raise InputError(
+                f"augmentation.views has pad={widest} but the pictures have {height}x{width} pixels, which mirror at "
+                f"most {min(height, width) - 1}; set pad to that or less"
             )
         orders = [torch.randperm(4, generator=generator).tolist() for _ in self.views]
         uniform = torch.rand(batch, 2, UNIFORMS, generator=generator, dtype=torch.float64)

@@ -153,6 +153,51 @@ def test_crop_and_flip_equal_torchvision(size):
             close(actual[k], F.horizontal_flip(expected) if flip[k] else expected)
 
 
+@pytest.mark.parametrize("pad", [1, 4, 7])
+def test_crops_that_reach_into_the_border_equal_torchvision(pad):
+    images = pictures(40, 3, 8, 12)
+    random = torch.rand(40, 4, generator=generator())
+    height, width = (1 + random[:, 0] * 8).floor(), (1 + random[:, 1] * 12).floor()
+    top, left = (random[:, 2] * (9 + 2 * pad - height)).floor(), (random[:, 3] * (13 + 2 * pad - width)).floor()
+    flip = torch.arange(40) % 2.0
+    rows = operations.crop_weights(top, height, size=8 + 2 * pad, out=8)
+    columns = operations.crop_weights(left, width, size=12 + 2 * pad, out=8, flip=flip)
+    rows, columns = operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)
+    actual = operations.separable(planes(images), rows=rows, columns=columns).transpose(0, 1)
+    for k, box in enumerate(torch.stack([top, left, height, width], 1).int().tolist()):
+        expected = F.resized_crop(F.pad(images[k] / 255, [pad], padding_mode="reflect"), *box, [8, 8])
+        close(actual[k], F.horizontal_flip(expected) if flip[k] else expected)
+
+
+@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0)])
+def test_with_a_border_a_picture_moves_as_by_a_random_crop(ratio):
+    """Every one of 9 x 9 places with the same probability, as by torchvision's RandomCrop of a padded picture."""
+    uniform = torch.rand(8100, BOX_UNIFORMS, generator=generator(), dtype=torch.float64)
+    top, left, height, width = crop_boxes(uniform, height=32, width=32, scale=(1.0, 1.0), ratio=ratio, pad=4)
+    assert {*height.tolist(), *width.tolist()} == {32}
+    counts = torch.zeros(9, 9).index_put((top.long() + 4, left.long() + 4), torch.tensor(1.0), accumulate=True)
+    # Poisson with mean 100: the most and the least of 81 places are within 4.5 standard deviations of 10.
+    assert counts.min() > 55
+    assert counts.max() < 145
+
+
+def test_a_fedx_view_is_the_picture_moved_and_perhaps_flipped():
+    images = pictures(20, 3, 32, 32)
+    recipe = OmegaConf.to_container(OmegaConf.load(RECIPES / "fedx.yaml").views[0])
+    views = augmentation(recipe, size=32)(images, generator())
+    padded = F.pad(images.float(), [4], padding_mode="reflect")
+    places = set()
+    for view in views:
+        for k, picture in enumerate(view):
+            moved = [F.crop(padded[k], top, left, 32, 32) for top in range(9) for left in range(9)]
+            candidates = normalized(torch.stack([*moved, *map(F.horizontal_flip, moved)]))
+            equal = (candidates - picture).abs().amax((1, 2, 3)) < 1e-4
+            assert equal.sum() == 1
+            places.add(int(equal.byte().argmax()))
+    assert len(places) > 30
+    assert {place < 81 for place in places} == {True, False}
+
+
 def test_crop_weights_by_hand():
     # Pixels 1 and 2 of 4, drawn out to 4: the centres 0.25, 0.75, 1.25, 1.75 of the new pixels lie between the centres
     # 0.5 and 1.5 of the old ones, or beyond them. Flipped, the rows come in reverse.
@@ -393,6 +438,9 @@ def test_cuda_makes_the_same_views_as_the_cpu():
         ([{"crop_scale": 0.2}, {}], "crop_scale=0.2"),
         ([{"crop_ratio": [0.5]}, {}], "crop_ratio"),
         ([{"blur_sigma": ["a", "b"]}, {}], "blur_sigma"),
+        ([{"pad": 1.5}, {}], r"augmentation.views.0.pad=1.5 is no number of pixels; set it to a whole number of at"),
+        ([{"pad": True}, {}], "pad=True is no number of pixels"),
+        ([{"pad": -1}, {}], "pad=-1 is out of range"),
         ([{"solarise": 0.5}, {}], "solarise is no setting of a view; use one of: solarize"),
     ],
 )
@@ -410,6 +458,11 @@ def test_bad_statistics(mean, std):
 def test_wrong_number_of_channels():
     with pytest.raises(InputError, match="the pictures have 3 channels but dataset.mean has 1 numbers"):
         augmentation({}, channels=1)(pictures(4, 3, 16, 16), generator())
+
+
+def test_a_border_is_narrower_than_the_picture():
+    with pytest.raises(InputError, match="pad=16 but the pictures have 16x20 pixels, which mirror at most 15; set pad"):
+        augmentation({}, {"pad": 16}, channels=3)(pictures(4, 3, 16, 20), generator())
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
