@@ -126,6 +126,18 @@ def test_calibration_takes_averaged_targets_on(tmp_path):
     assert not np.array_equal(federation.layers[name], federation.layers[f"target_{name}"])
 
 
+def test_the_bytes_of_a_client_include_them(tmp_path):
+    words = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "encoder.width=16"]
+    kept, averaged = (
+        run(tmp_path / target, *words, f"method.target={target}", rounds=1) for target in ("keep", "average")
+    )
+    targets = sum(array.nbytes for array in of_targets(averaged.layers).values())
+    assert targets > 100_000
+    (one, *_), (other, *_) = kept.report.clients, averaged.report.clients
+    for more in (other.bytes_up - one.bytes_up, other.bytes_down - one.bytes_down):
+        assert targets <= more < 1.1 * targets  # and their names
+
+
 @pytest.mark.parametrize(("target", "update"), [("keep", "online"), ("copy", "both")])
 def test_fedavg_is_two_cells_of_fedus_table_4(tmp_path, target, update):
     words = ["num_clients=3", "clients_per_round=2", "dataset.limit=60", "method=byol", f"method.target={target}"]
