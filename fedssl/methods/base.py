@@ -33,8 +33,9 @@ class SSLMethod(nn.Module):
         Stages of the encoder that are not trained at present, see `fedssl.schedule.stages`.
     idle : frozenset of str
         Layers that are out of use at present.
-    fresh_target : bool
-        Whether a target network is made anew from the online one in every round, whatever the client kept.
+    target : {"keep", "copy", "average"} or None
+        What target networks are at the start of a round, see `fedssl.methods.momentum.FollowedMethod`; None: there are
+        none.
     uses_labels : bool
         Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
     """
@@ -45,7 +46,7 @@ class SSLMethod(nn.Module):
     shared: tuple[str, ...] = ()
     frozen: int = 0
     idle: frozenset[str] = frozenset()
-    fresh_target: bool = False
+    target: str | None = None
     uses_labels: bool = False
 
     @cached_property
