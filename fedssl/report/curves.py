@@ -5,7 +5,6 @@ A run draws them at its end; ``fedssl-report --figures`` draws them again, also 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,27 +56,37 @@ def draw_metrics(folder: Path) -> Path | None:
 
 
 def draw_cosines(folder: Path) -> Path | None:
-    """Draw how close the clients stay to their global model to ``figures/cosines.png`` (L-DAWA, Fig. 4).
+    """Draw how close the clients stay to their global model to ``figures/cosines.png``.
 
-    A client's value is the mean over its layers; the line is the mean over the clients of a round, the band one
-    standard deviation over them to either side. Thin lines are layers, each the mean over clients.
+    Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
+    band one standard deviation over them to either side. Below the cosines of single layers: thin lines are layers,
+    each the mean over clients, the thick one is the mean over layers by their size.
 
     Returns
     -------
     Path or None
         The figure; None if no cosines were recorded.
     """
-    lines = [line for line in read_lines(folder / "clients.jsonl") if line["cosine"]]
+    lines = [line for line in read_lines(folder / "clients.jsonl") if line.get("model_cosine") is not None]
     if not lines:
         return None
     several = len({line.get("model") for line in lines}) > 1
-    figure = new_figure(height=3.5)
-    title = "cosine with the client's global model" if several else "cosine with the global model"
-    axes = axes_over_rounds(figure, (1, 1, 1), title)
-    _plot_layers(axes, lines)
-    _plot_clients(axes, lines)
-    axes.legend()
+    reference = "the client's global model" if several else "the global model"
+    figure = new_figure(height=6.5)
+    _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines)
+    _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines)
+    for axes in figure.axes:
+        axes.legend()
     return save_figure(figure, folder, "cosines")
+
+
+def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
+    rounds, clients = _by_round(lines, "model_cosine")
+    center = np.array([np.mean(values) for values in clients])
+    spread = np.array([np.std(values) for values in clients])
+    axes.plot(rounds, center, marker=".", color="tab:red", label="all weights as one vector, mean over clients")
+    band = (center - spread, center + spread)
+    axes.fill_between(rounds, *band, color="tab:red", alpha=0.25, label="standard deviation over clients")
 
 
 def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
@@ -92,18 +101,17 @@ def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
         means = [float(np.mean(values[round])) for round in sorted(values)]
         axes.plot(sorted(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
     axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")
+    rounds, clients = _by_round(lines, "layer_cosine")
+    axes.plot(rounds, list(map(np.mean, clients)), color="tab:red", linewidth=2, label="mean over layers by size")
 
 
-def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
-    clients: dict[int, list[float]] = {}
+def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[list[float]]]:
+    """Rounds in which clients have this number, ascending, and the numbers of their clients."""
+    found: dict[int, list[float]] = {}
     for line in lines:
-        clients.setdefault(line["round"], []).append(mean(line["cosine"].values()))
-    rounds = sorted(clients)
-    center = np.array([np.mean(clients[round]) for round in rounds])
-    spread = np.array([np.std(clients[round]) for round in rounds])
-    axes.plot(rounds, center, marker=".", color="tab:red", label="mean over clients and layers")
-    band = (center - spread, center + spread)
-    axes.fill_between(rounds, *band, color="tab:red", alpha=0.25, label="standard deviation over clients")
+        if line[key] is not None:
+            found.setdefault(line["round"], []).append(line[key])
+    return sorted(found), [found[round] for round in sorted(found)]
 
 
 def draw_spectra(folder: Path) -> Path | None:
