@@ -84,6 +84,12 @@ def load(data: DataSettings, split: Split) -> Pictures | None:
     return None if pictures is None or pictures.labels is None else pictures
 
 
+def load_held_out(data: DataSettings) -> Pictures | None:
+    """Test pictures, labelled or not, which no client has; None if the data set has none."""
+    check(data)
+    return None if data.test is None else _read(data, data.test, data.test_limit)
+
+
 def load_federated(data: DataSettings) -> Pictures:
     """What the clients share; the same object for every caller in this process.
 

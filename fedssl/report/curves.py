@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
 from fedssl.report.figures import axes_over_rounds, new_figure, save_figure
 from fedssl.report.runs import read_lines
@@ -117,29 +118,39 @@ def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 def draw_spectra(folder: Path) -> Path | None:
     """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
 
-    Those of every global model and of every client's, in the last round in which they were measured, as base-10
-    logarithms.
+    Those of every global model and of every client's, in the last round in which they were measured, and as a reference
+    those of as many Gaussian vectors, as base-10 logarithms. All vectors have length 1.
 
     Returns
     -------
     Path or None
         The figure; None if nothing was measured.
     """
-    lines = read_lines(folder / "health.jsonl")
+    lines = [line for line in read_lines(folder / "health.jsonl") if "spectrum" in line]
     if not lines:
         return None
-    round = lines[-1]["round"]
+    round, one = lines[-1]["round"], lines[-1]["spectrum"]
     lines = [line for line in lines if line["round"] == round]
     figure = new_figure(height=3.5)
     axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
+    axes.set_title(_spectrum_title(one), fontsize="medium")
     for line in lines:
         if line["client"] is not None:
-            axes.plot(_logarithms(line), color="tab:blue", alpha=0.4, label="clients")
+            axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="tab:blue", alpha=0.4, label="clients")
     _plot_models(axes, [line for line in lines if line["client"] is None], round=round)
+    reference = gaussian_spectrum(one["pictures"], one["dim"])[:TOP].tolist()
+    axes.plot(_logarithms(reference), color="tab:green", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     axes.legend(once.values(), once.keys())
     return save_figure(figure, folder, "spectrum")
+
+
+def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
+    """Tell which pictures a spectrum is of, and whether there are too few for its dimensions."""
+    whose = "test pictures" if spectrum["split"] == "test" else "pictures of the clients (there are none for the test)"
+    few = ", fewer than two for each" if spectrum["pictures"] < 2 * spectrum["dim"] else ""
+    return f"{spectrum['pictures']} {whose} in {spectrum['dim']} dimensions{few}"
 
 
 def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int) -> None:
@@ -152,9 +163,10 @@ def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int
         if 1 < len(lines) <= NAMED:
             color = colormaps["inferno"](0.8 * position / (len(lines) - 1))
             label = f"model {line['model']}, round {round}"
-        axes.plot(_logarithms(line), color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
+        values = _logarithms(line["spectrum"]["singular_values"])
+        axes.plot(values, color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
 
 
-def _logarithms(line: Mapping[str, Any]) -> np.ndarray:
-    values: np.ndarray = np.log10(np.maximum(line["singular_values"], 1e-12))
+def _logarithms(singular_values: Sequence[float]) -> np.ndarray:
+    values: np.ndarray = np.log10(np.maximum(singular_values, 1e-12))
     return values

@@ -9,6 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fedssl.evaluation.health import gaussian_spectrum
 from fedssl.report.curves import draw_cosines, draw_curves, draw_metrics, draw_spectra
 
 
@@ -117,34 +118,59 @@ def test_draw_cosines_without_cosines(tmp_path: Path):
     assert draw_cosines(tmp_path) is None
 
 
+def spectrum_of(values: list[float], *, split: str = "test", pictures: int = 8, dim: int = 4) -> dict[str, Any]:
+    return {"spectrum": {"singular_values": values, "split": split, "pictures": pictures, "dim": dim}}
+
+
 def test_draw_spectra(tmp_path: Path, drawn: dict[str, Any]):
     lines = [
-        {"round": 1, "client": None, "model": "global", "singular_values": [5.0, 5.0]},
-        {"round": 4, "client": None, "model": "global", "singular_values": [100.0, 1.0, 0.0]},
-        {"round": 4, "client": 2, "singular_values": [10.0, 0.1, 0.01]},
+        {"round": 1, "client": None, "model": "global", **spectrum_of([5.0, 5.0])},
+        {"round": 4, "client": None, "model": "global", **spectrum_of([100.0, 1.0, 0.0])},
+        {"round": 4, "client": 2, **spectrum_of([10.0, 0.1, 0.01])},
     ]
     write_lines(tmp_path / "health.jsonl", lines)
     file = draw_spectra(tmp_path)
     assert file == tmp_path / "figures" / "spectrum.png"
     assert is_png(file)
+    reference = np.log10(gaussian_spectrum(8, 4).numpy())
+    np.testing.assert_allclose(drawn.pop("Gaussian vectors"), reference[:, None])
     assert drawn == {"global model, round 4": [(2,), (0,), (-12,)], "clients": [(1,), (-1,), (-2,)]}
 
 
+@pytest.mark.parametrize(
+    ("found", "title"),
+    [
+        ({"pictures": 8}, "8 test pictures in 4 dimensions"),
+        ({"pictures": 7}, "7 test pictures in 4 dimensions, fewer than two for each"),
+        ({"split": "federated"}, "8 pictures of the clients (there are none for the test) in 4 dimensions"),
+    ],
+)
+def test_a_spectrum_says_what_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], title: str
+):
+    write_lines(tmp_path / "health.jsonl", [{"round": 1, "client": None, "model": "x", **spectrum_of([1.0], **found)}])
+    saved = []
+    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name: saved.append(figure))
+    draw_spectra(tmp_path)
+    assert saved[0].axes[0].get_title() == title
+
+
 def spectra_of(models: int) -> list[dict[str, Any]]:
-    rows = [{"round": 2, "client": None, "model": str(n), "singular_values": [10.0**n]} for n in range(models)]
-    return [*rows, {"round": 2, "client": 3, "singular_values": [1.0]}]
+    rows = [{"round": 2, "client": None, "model": str(n), **spectrum_of([10.0**n])} for n in range(models)]
+    return [*rows, {"round": 2, "client": 3, **spectrum_of([1.0])}]
 
 
 def test_spectra_of_several_global_models(tmp_path: Path, drawn: dict[str, Any]):
     write_lines(tmp_path / "health.jsonl", spectra_of(3))
     assert is_png(draw_spectra(tmp_path))
+    del drawn["Gaussian vectors"]
     assert drawn == {**{f"model {n}, round 2": [(n,)] for n in range(3)}, "clients": [(0,)]}
 
 
 def test_spectra_of_many_global_models_share_a_line_of_the_legend(tmp_path: Path, drawn: dict[str, Any]):
     write_lines(tmp_path / "health.jsonl", spectra_of(20))
     draw_spectra(tmp_path)
-    assert set(drawn) == {"global models, round 2", "clients"}
+    assert set(drawn) == {"global models, round 2", "clients", "Gaussian vectors"}
 
 
 @pytest.mark.parametrize(
