@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.datasets.base import load_federated, load_held_out
+from fedssl.datasets.base import load_any, load_federated
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import TOP, Health, spectrum
 from fedssl.layers import Layers
@@ -99,7 +99,7 @@ class Monitor:
             device=device,
             seed=seed,
         )
-        held_out = load_held_out(data)
+        held_out = load_any(data, "test")
         if held_out is None:
             log.info("the data set has no test pictures: spectra and representations are of the clients' pictures")
         shown, self._split = (federated, "federated") if held_out is None else (held_out, "test")

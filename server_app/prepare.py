@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from flwr.serverapp import Grid
 
+from fedssl.config import partition_without_labels
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
 from fedssl.fingerprint import code_fingerprint
@@ -36,6 +37,8 @@ class Prepared:
 
     Attributes
     ----------
+    settings : Settings
+        Those of the run, with what only the pictures could tell.
     federation : Federation
     lr_schedule : LRSchedule
     pictures : Pictures
@@ -49,6 +52,7 @@ class Prepared:
         None: they are not measured.
     """
 
+    settings: Settings
     federation: Federation
     lr_schedule: LRSchedule
     pictures: Pictures
@@ -79,6 +83,8 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
     method.encoder.check_pictures((data.channels, data.size, data.size))
     nodes = find_nodes(grid, settings.num_clients)
     pictures = federated_pictures(settings, method)
+    if pictures.labels is None:
+        settings = partition_without_labels(settings)
     parts = split(settings.partition, pictures)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
@@ -100,6 +106,7 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
     )
     measured = settings.evaluation.resources
     return Prepared(
+        settings=settings,
         federation=federation,
         lr_schedule=lr_schedule,
         pictures=pictures,

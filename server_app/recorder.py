@@ -95,8 +95,12 @@ class Recorder:
                 raise InputError(f"{self.folder} is in use by another run; wait for its end or stop it") from error
             yield
 
-    def begin(self, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
-        """Make the folder that of this run: all settings have been found usable, and it is known who holds what."""
+    def begin(self, settings: RecordingSettings, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
+        """Make the folder that of this run: all settings have been found usable, and it is known who holds what.
+
+        ``settings`` are those that the pictures have led to, in the place of those it was made with.
+        """
+        self._settings = settings
         save_run(self._settings, self.folder)
         write_table(self.folder / "partition.csv", parts, pictures.labels, pictures.classes)
 
