@@ -18,6 +18,8 @@ from fedssl.methods.heads import MLP
 class BarlowTwins(SSLMethod):
     """An encoder and a projector; every view has a forward pass of its own.
 
+    A batch has three pictures at least: over two the correlation of two features is 1 or -1, whatever they are.
+
     Parameters
     ----------
     encoder : Encoder
@@ -32,6 +34,8 @@ class BarlowTwins(SSLMethod):
     InputError
         If ``lambd`` is negative.
     """
+
+    smallest_batch = 3
 
     def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float) -> None:
         if lambd < 0:

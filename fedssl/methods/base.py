@@ -35,6 +35,9 @@ class SSLMethod(nn.Module):
         Layers that are out of use at present.
     fresh_target : bool
         Whether a target network is made anew from the online one in every round, whatever the client kept.
+    smallest_batch : int
+        Fewest pictures that a step can learn anything from. 2 where nothing else is said: a picture alone has no other
+        to be told apart from, and its batch normalisation is 0 whatever the picture.
     uses_labels : bool
         Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
     """
@@ -46,6 +49,7 @@ class SSLMethod(nn.Module):
     frozen: int = 0
     idle: frozenset[str] = frozenset()
     fresh_target: bool = False
+    smallest_batch: int = 2
     uses_labels: bool = False
 
     @cached_property

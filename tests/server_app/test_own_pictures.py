@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
 from fedssl.config import compose
 from fedssl.errors import InputError
 from fedssl.evaluation.subject import lacking
+from fedssl.losses import barlow_twins
 from simulation.cli import run
 from tests.federation import Federation
 
@@ -104,3 +106,61 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
         ),
     ):
         assert lacking(compose(words).data) == message
+
+
+# --- clients and batches that are too small ---
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("barlow_twins", "BarlowTwins"),
+        ("byol", "BYOL"),
+        ("simsiam", "SimSiam"),
+        ("moco_v3", "MoCoV3"),
+        ("fedx", "FedX"),
+    ],
+)
+def test_batches_of_which_a_method_learns_nothing_are_refused(tmp_path, method, name):
+    message = f"batch_size=2 but {name} learns nothing from batches of fewer than 3 pictures; set batch_size=3 or more"
+    with pytest.raises(InputError, match=message):
+        Federation(tmp_path, f"method={method}", "batch_size=2")
+
+
+def test_contrastive_losses_take_two_pictures(tmp_path):
+    Federation(tmp_path, "batch_size=2").run(1)
+    with pytest.raises(InputError, match="batch_size=1 but it must be at least 2"):
+        compose(["batch_size=1"])
+
+
+def test_two_pictures_tell_barlow_twins_nothing():
+    # Standardised over two pictures a feature is (1, -1) or (-1, 1), so a correlation is 1 or -1. With all four
+    # features in the same order every correlation is 1: the loss is lambda times the number of pairs, 4 * 3.
+    steep = torch.tensor([[0.0, 1, 2, 3], [100, 2, 2.5, 9]], dtype=torch.float64)
+    flat = torch.tensor([[5.0, 5, 5, 5], [6, 7, 8, 9]], dtype=torch.float64)
+    for one, other in ((steep, flat), (flat, steep), (steep, steep)):
+        assert barlow_twins(one, other, lambd=0.01).item() == pytest.approx(0.12, abs=1e-3)
+
+
+@pytest.fixture
+def owners(tmp_path):
+    """Three owners, of whom one has two pictures only."""
+    for name, number in (("few", 2), ("one", 4), ("two", 5)):
+        pictures(tmp_path / "owners" / name, number)
+    return [*SMALL, f"dataset.path={tmp_path / 'owners'}", "dataset.folders=owner", "partition=natural"]
+
+
+def test_a_client_with_too_few_pictures_is_dropped_and_told(owners, tmp_path, capsys):
+    run([*owners, "method=byol", f"output_dir={tmp_path / 'run'}"])
+    table = [row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:]]
+    [few] = [client for client, number in table if number == "2"]
+    assert f"BYOL learns nothing from fewer than 3 pictures: client {few} will be dropped" in capsys.readouterr().out
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert line["clients"] == 2
+    assert list(line["dropped"]) == [few]
+    assert "BYOL learns nothing from fewer than 3 pictures, and the client has 2" in line["dropped"][few]
+
+
+def test_a_federation_of_clients_with_too_few_pictures_is_refused(owners, tmp_path):
+    with pytest.raises(InputError, match="no client has the 3 pictures that BYOL needs at least; lower num_clients=3"):
+        run([*owners, "dataset.limit=6", "partition=iid", "method=byol", f"output_dir={tmp_path / 'run'}"])
