@@ -14,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedssl.config import load_run
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
+from fedssl.evaluation.subject import lacking
 from fedssl.files import new_run_folder, numbered_files
 from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
@@ -65,12 +66,14 @@ def main(grid: Grid, context: Context) -> None:
                 recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results, models=models)
-        log.info("%s\nresults are in %s", format_table(results), recorder.folder)
+        table = format_table(results) if results else f"nothing was evaluated: {lacking(settings.data)}"
+        log.info("%s\nresults are in %s", table, recorder.folder)
 
 
 def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:
     """All rounds from the last checkpoint on; returns what `finish` does."""
     prepared = prepare(grid, settings)
+    settings = prepared.settings
     resumed = settings.recording.resumed
     if resumed not in (None, settings.rounds) and len(prepared.federation.phases) > 1:
         raise InputError(  # they decide which phase a round belongs to
@@ -78,7 +81,7 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
             "were, or start a new run"
         )
     state = ServerState() if resumed is None else recorder.restore()
-    recorder.begin(prepared.pictures, prepared.parts)
+    recorder.begin(settings.recording, prepared.pictures, prepared.parts)
     log.info(
         "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
         *(settings.num_clients, len(prepared.pictures.images), settings.rounds),
@@ -89,6 +92,9 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
         settings.algorithm.strategy.name,
         ", ".join(prepared.federation.reported(state.round + 1)) or "nothing",
     )
+    problem = lacking(settings.data)
+    if problem:
+        log.warning("nothing will be evaluated: %s", problem)
     state = rounds(grid, prepared, state, recorder, last=settings.rounds)
     return finish(prepared, state, settings, recorder)
 

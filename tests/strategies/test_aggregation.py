@@ -348,7 +348,40 @@ def test_cosines():
     assert cosines.weights == pytest.approx({"a": 0.96, "b": 0})
     assert cosines.buffers == pytest.approx({"bn.running_var": 0.96})
     assert cosines.model == pytest.approx(DELTA)  # neither statistics nor counters
+    assert cosines.mean == pytest.approx(0.48)  # two layers of two numbers
     assert cosines.finite
+
+
+def test_the_mean_of_cosines_goes_by_size_and_leaves_out_what_points_nowhere():
+    # Global a = (3, 4) and b of 6 ones; the client has a = (4, 3), cosine 24/25 = 0.96, and b with one of six ones
+    # turned round, cosine (5 - 1)/6 = 2/3. The mean by size is (2 * 0.96 + 6 * 2/3) / 8 = 0.74. The fresh bias, whose
+    # cosine counts as 1 in the rules, is no part of it. The model: (24 + 4 + 0) / sqrt((25 + 6) (25 + 6 + 9)).
+    start = GlobalLayers(layers(a=[3, 4], b=[1] * 6, bias=[0, 0, 0]))
+    cosines = start.compare(layers(a=[4, 3], b=[-1, 1, 1, 1, 1, 1], bias=[3, 0, 0]))
+    assert cosines.weights == pytest.approx({"a": 0.96, "b": 2 / 3, "bias": 1})
+    assert cosines.mean == pytest.approx(0.74)
+    assert cosines.model == pytest.approx(28 / sqrt(31 * 40))
+    assert GlobalLayers(layers(bias=[0, 0])).compare(layers(bias=[1, 2])).mean is None
+    assert GlobalLayers({}).compare({}).mean is None
+
+
+def test_cosines_of_a_model_against_a_slow_transcription():
+    start, client = model(0), model(1)
+    weights = [name for name, array in start.items() if array.dtype.kind == "f" and "running" not in name]
+    known = [name for name in weights if start[name].any()]
+    assert len(known) == len(weights) - 1
+    by_name = {name: slow_cosine(start[name], client[name]) for name in known}
+    sizes = {name: start[name].size for name in known}
+    cosines = GlobalLayers(start).compare(client)
+    expected = sum(sizes[name] * by_name[name] for name in known) / sum(sizes.values())
+    assert cosines.mean == pytest.approx(expected, abs=1e-6)
+    whole, other = (np.concatenate([one[name].ravel() for name in weights]) for one in (start, client))
+    assert cosines.model == pytest.approx(slow_cosine(whole, other), abs=1e-6)
+
+
+def slow_cosine(one, other):
+    one, other = one.astype(float).ravel(), other.astype(float).ravel()
+    return one @ other / (np.sqrt(one @ one) * np.sqrt(other @ other))
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "conv.bias", "bn.running_var"])
