@@ -86,11 +86,17 @@ class Resident:
         return plan
 
     def _train(self, plan: TrainPlan, partition_id: int, generator: torch.Generator) -> TrainResult:
+        own = torch.from_numpy(np.asarray(self.parts[partition_id]))
+        if len(own) < self.method.smallest_batch:
+            raise ValueError(
+                f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} pictures, "
+                f"and the client has {len(own)}"
+            )
         self.training.restart(lr_factor=plan.lr_factor)
         result = train(
             self.method,
             self.images,
-            torch.from_numpy(np.asarray(self.parts[partition_id])),
+            own,
             training=self.training,
             generator=generator,
             labels=self.labels,

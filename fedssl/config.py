@@ -1,5 +1,6 @@
 """Settings as typed values, made once for everybody who takes them, and kept by a run as one resolved YAML."""
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from fedssl.settings import (
     TrainingSettings,
 )
 from fedssl.words import parse, quote
+
+log = logging.getLogger("fedssl")
 
 # What a client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
@@ -87,6 +90,19 @@ def load_run(words: Sequence[str]) -> Settings:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
         raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")
     return _settings(config, choices, words=words, resumed=saved.rounds)
+
+
+def partition_without_labels(settings: Settings) -> Settings:
+    """The settings for pictures without labels, which the default partition cannot divide: with ``partition=iid``.
+
+    What the words choose, themselves or by an experiment, stays, and is refused where it needs labels.
+    """
+    recording = settings.recording
+    chosen = {override.key_or_group.partition(".")[0] for override in parse(recording.words)}
+    if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:
+        return settings
+    log.info("the pictures have no labels, which partition=dirichlet needs: partition=iid is taken")
+    return load_run([*recording.words, "partition=iid"])
 
 
 def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
@@ -215,9 +231,8 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         machine=_machine(config),
         engine=EngineSettings(
             name=config.engine.name,
-            client_cpus=config.engine.get("client_cpus") or config.threads,
-            client_gpus=config.engine.get("client_gpus", 0.0),
-            verbose=config.engine.get("verbose", False),
+            client_cpus=config.engine.get("client_cpus"),
+            client_gpus=config.engine.get("client_gpus"),
         ),
         recording=RecordingSettings(
             folder=None if config.output_dir is None else Path(config.output_dir).resolve(),

@@ -77,12 +77,16 @@ class Cosines:
         Cosine of all weights as one vector.
     offender : str or None
         First layer that holds NaN or an infinite value.
+    mean : float or None
+        Mean cosine of the weights, each counted by how many numbers it holds. Weights that are all zero in what the
+        client started from (fresh biases) point nowhere and are left out; None: there are no others.
     """
 
     weights: dict[str, float]
     buffers: dict[str, float]
     model: float
     offender: str | None
+    mean: float | None = None
 
     @property
     def finite(self) -> bool:
@@ -173,11 +177,15 @@ class GlobalLayers:
     def _cosines(self, measured: dict[str, tuple[float, float]]) -> Cosines:
         weights, buffers = {}, {}
         model_wg = model_ww = model_gg = 0.0
+        total, numbers = 0.0, 0
         for name, (wg, ww) in measured.items():
             gg = self._squares[name]
             if name in self._weights:
                 weights[name] = cosine(wg, ww, gg)
                 model_wg, model_ww, model_gg = model_wg + wg, model_ww + ww, model_gg + gg
+                if gg:
+                    size = self.layers[name].size
+                    total, numbers = total + size * weights[name], numbers + size
             else:
                 buffers[name] = cosine(wg, ww, gg)
         return Cosines(
@@ -185,6 +193,7 @@ class GlobalLayers:
             buffers=buffers,
             model=cosine(model_wg, model_ww, model_gg),
             offender=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
+            mean=total / numbers if numbers else None,
         )
 
 

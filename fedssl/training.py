@@ -60,9 +60,10 @@ class LocalTraining:
             A part refuses its settings, or the regulariser needs a part that the method does not have.
         """
         regularizer: Regularizer = settings.regularizer.make()
-        if regularizer.on not in (None, *(name for name, _ in method.named_children())):
+        part = regularizer.part_of(method)
+        if part not in (None, *(name for name, _ in method.named_children())):
             raise InputError(
-                f"{type(regularizer).__name__} works on the {regularizer.on}, which {type(method).__name__} does not "
+                f"{type(regularizer).__name__} works on the {part}, which {type(method).__name__} does not "
                 "have; set another regularizer or method"
             )
         optimizer = settings.optimizer.make([method.tensors[name] for name in method.trainable])
@@ -138,7 +139,7 @@ def train(
     epoch_loss = torch.zeros((), device=device)
     for _ in range(training.epochs):
         epoch_loss.zero_()
-        for batch in batches(indices, training.batch_size, generator=generator):
+        for batch in batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch):
             rows = to_device(batch, device)
             views = training.augment(images.index_select(0, rows), generator)
             view1, view2 = (view.contiguous(memory_format=layout) for view in views)
@@ -148,7 +149,7 @@ def train(
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
                 if method.frozen:
                     inputs = method.encoder.prefix(inputs, generator)
-                with outputs_of(method, regularizer.on) as outputs:
+                with outputs_of(method, regularizer.part_of(method)) as outputs:
                     loss = method.loss(*inputs, *known)
                 z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
                 loss = regularizer.add_to(loss, Step(method, inputs[0], inputs[1], z1, z2, generator))
@@ -175,11 +176,18 @@ def outputs_of(method: SSLMethod, part: str | None) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def batches(indices: Tensor, batch_size: int, *, generator: torch.Generator) -> Iterator[Tensor]:
-    """One epoch: the indices in random order, cut into ``ceil(m / batch_size)`` batches of nearly equal size.
+def batches(indices: Tensor, batch_size: int, *, generator: torch.Generator, smallest: int = 2) -> Iterator[Tensor]:
+    """One epoch: the indices in random order, cut into `number_of_batches` of nearly equal size.
 
-    Sizes differ by at most 1, so every picture is seen in every epoch and no batch is left with one picture, which
-    batch norm and contrastive losses cannot use; an odd number in batches of 2 therefore makes one of 3.
+    Sizes differ by at most 1, so that every picture is seen in every epoch.
     """
     order = indices[torch.randperm(len(indices), generator=generator)]
-    yield from order.tensor_split(max(1, min(-(-len(order) // batch_size), len(order) // 2)))
+    yield from order.tensor_split(number_of_batches(len(order), batch_size, smallest=smallest))
+
+
+def number_of_batches(pictures: int, batch_size: int, *, smallest: int = 2) -> int:
+    """``ceil(pictures / batch_size)``, or fewer, so that none has less than ``smallest`` if there are so many pictures.
+
+    An odd number of pictures in batches of 2 therefore makes one of 3.
+    """
+    return max(1, min(-(-pictures // batch_size), pictures // smallest))

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedssl.config import load_run
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
+from fedssl.evaluation.subject import lacking
 from fedssl.files import new_run_folder, numbered_files
 from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
@@ -23,15 +24,19 @@ from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
-from fedssl.words import quote
+from fedssl.words import parse, quote
 from server_app.evaluator import Judged
 from server_app.federation import Federation
+from server_app.nodes import federation_size
 from server_app.prepare import Prepared, prepare
 from server_app.recorder import Recorder, logging_to
 from server_app.round import run_round
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
+
+SAYS_HOW_MANY = {"num_clients", "experiment", "resume"}
+"""Words without which the number of clients is that of the federation."""
 
 app = ServerApp()
 
@@ -41,6 +46,12 @@ def main(grid: Grid, context: Context) -> None:
     """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
     words = shlex.split(str(context.run_config["overrides"]))
     settings = load_run(words)
+    if not SAYS_HOW_MANY & {word.key_or_group for word in parse(words)}:
+        size = federation_size(grid, timeout=settings.client_timeout)
+        if size != settings.num_clients:
+            words = [f"num_clients={size}", *words]
+            settings = load_run(words)
+            log.warning("num_clients=%d, as many as the federation has nodes", size)
     if settings.recording.folder is None:
         settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
     recorder = Recorder(settings.recording, rounds=settings.rounds)
@@ -55,12 +66,14 @@ def main(grid: Grid, context: Context) -> None:
                 recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results, models=models)
-        log.info("%s\nresults are in %s", format_table(results), recorder.folder)
+        table = format_table(results) if results else f"nothing was evaluated: {lacking(settings.data)}"
+        log.info("%s\nresults are in %s", table, recorder.folder)
 
 
 def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:
     """All rounds from the last checkpoint on; returns what `finish` does."""
     prepared = prepare(grid, settings)
+    settings = prepared.settings
     resumed = settings.recording.resumed
     if resumed not in (None, settings.rounds) and len(prepared.federation.phases) > 1:
         raise InputError(  # they decide which phase a round belongs to
@@ -68,7 +81,7 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
             "were, or start a new run"
         )
     state = ServerState() if resumed is None else recorder.restore()
-    recorder.begin(prepared.pictures, prepared.parts)
+    recorder.begin(settings.recording, prepared.pictures, prepared.parts)
     log.info(
         "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
         *(settings.num_clients, len(prepared.pictures.images), settings.rounds),
@@ -79,6 +92,9 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
         settings.algorithm.strategy.name,
         ", ".join(prepared.federation.reported(state.round + 1)) or "nothing",
     )
+    problem = lacking(settings.data)
+    if problem:
+        log.warning("nothing will be evaluated: %s", problem)
     state = rounds(grid, prepared, state, recorder, last=settings.rounds)
     return finish(prepared, state, settings, recorder)
 

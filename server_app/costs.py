@@ -10,7 +10,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import at_stage
 from fedssl.step_cost import StepCost, step_cost
-from fedssl.training import LocalTraining
+from fedssl.training import LocalTraining, number_of_batches
 
 
 class Costs:
@@ -41,7 +41,10 @@ class Costs:
         self._method, self._training = method, training
         self._pictures = [len(part) for part in parts]
         # The largest batch of any client: batches of an epoch differ by one picture at most.
-        batch = max(-(-count // -(-count // training.batch_size)) for count in self._pictures)
+        smallest = method.smallest_batch
+        batch = max(
+            -(-count // number_of_batches(count, training.batch_size, smallest=smallest)) for count in self._pictures
+        )
         self._images = pictures.images[:batch].to(device)
         self._labels = (
             pictures.labels[:batch].to(device) if method.uses_labels and pictures.labels is not None else None

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from fedssl.datasets.base import load, load_federated
+from fedssl.datasets.base import load_any, load_federated
 from fedssl.evaluation.features import extract
-from fedssl.evaluation.health import Health
+from fedssl.evaluation.health import TOP, Health, spectrum
 from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import load_layers, travelling_names
@@ -58,8 +58,9 @@ Found = tuple[dict[str, Any], list[np.ndarray]]
 class Monitor:
     """Measures models on the same pictures of the data set, labelled or not.
 
-    Health is measured on pictures of the clients' split. The representations that are kept are those of test pictures,
-    as in FedU2, or of the clients' where there are none.
+    Health is measured on pictures of the clients' split. Spectra and the representations that are kept are those of
+    test pictures, as in FedU2, or of the clients' where there are none. A spectrum takes two pictures for every
+    dimension, as far as there are so many: the representations of fewer would lack dimensions by themselves.
 
     Parameters
     ----------
@@ -98,15 +99,19 @@ class Monitor:
             device=device,
             seed=seed,
         )
-        shown = load(data, "test") or federated
-        chosen = torch.randperm(len(shown.images), generator=torch_generator(seed, "shown"))[:pictures]
-        self._images = shown.images[chosen]
-        self._labels = None if shown.labels is None else shown.labels[chosen].numpy()
+        held_out = load_any(data, "test")
+        if held_out is None:
+            log.info("the data set has no test pictures: spectra and representations are of the clients' pictures")
+        shown, self._split = (federated, "federated") if held_out is None else (held_out, "test")
+        order = torch.randperm(len(shown.images), generator=torch_generator(seed, "shown"))
+        self._images = shown.images[order[: max(pictures, 2 * method.encoder.feature_dim)]]
+        self._kept = min(pictures, len(self._images))
+        self._labels = None if shown.labels is None else shown.labels[order[: self._kept]].numpy()
         # What is kept: h, and z where it lies on a sphere that can be drawn as it is.
-        self._maps: list[nn.Module] = [method.encoder]
+        self._parts: tuple[str, ...] = ("encoder",)
         parts = dict(method.named_children())
         if "projector" in parts and parts["projector"].out_features == 3:
-            self._maps.append(nn.Sequential(method.encoder, parts["projector"]))
+            self._parts = ("encoder", "projector")
 
     def observe(self, client: int, layers: Layers) -> None:
         """Measure a client's model; one of which only some layers arrived cannot be measured."""
@@ -138,22 +143,36 @@ class Monitor:
 
     def _needed(self) -> set[str]:
         """Names of the layers between pictures and what is kept; stages that do not run at present are not needed."""
-        parts = ("encoder.", "projector.")[: len(self._maps)]
-        return {name for name in travelling_names(self._method) if name.startswith(parts)}
+        return {name for name in travelling_names(self._method) if name.split(".")[0] in self._parts}
 
     def _measure(self, layers: Layers, name: str) -> Found | None:
         """Measure one model; if some numbers are not finite there is a warning, and None."""
         load_layers(self._method, {layer: layers[layer] for layer in self._needed()})
-        maps = [extract(part, self._images, mean=self._mean, std=self._std, device=self._device) for part in self._maps]
+        found = self._vectors()
         numbers: dict[str, Any] = {}
-        if all(vectors.isfinite().all() for vectors in maps):
+        if all(vectors.isfinite().all() for vectors in found):
             # The pictures of `Health` are others: they may give no spectrum.
             with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # torch does not say it exports it
-                numbers = self._health.measure(self._method.encoder)
-        if not numbers or not all(math.isfinite(value) for value in numbers.values() if isinstance(value, float)):
+                numbers = {**self._health.measure(self._method.encoder)}
+        if not all(map(math.isfinite, numbers.values())) or not numbers:
             log.warning("%s gives representations that are NaN or infinite: its training has diverged", name)
             return None
-        return numbers, [F.normalize(vectors.double(), dim=1).half().numpy() for vectors in maps]
+        numbers["spectrum"] = {
+            "singular_values": spectrum(found[0])[:TOP].tolist(),
+            "split": self._split,
+            "pictures": len(found[0]),
+            "dim": found[0].shape[1],
+        }
+        return numbers, [vectors[: self._kept].half().numpy() for vectors in found]
+
+    def _vectors(self) -> list[Tensor]:
+        """What the model makes of the pictures, each vector divided by its length: h, and z of those that are kept."""
+        maps: list[tuple[nn.Module, Tensor]] = [(self._method.encoder, self._images)]
+        if len(self._parts) > 1:
+            both = nn.Sequential(self._method.encoder, self._method.get_submodule("projector"))
+            maps.append((both, self._images[: self._kept]))
+        found = [extract(part, images, mean=self._mean, std=self._std, device=self._device) for part, images in maps]
+        return [F.normalize(vectors.double(), dim=1) for vectors in found]
 
 
 def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,7 +181,7 @@ def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     clients = [row for row in measured if row["client"] is not None]
     result = {"global": _means(models)}
     if len(models) == 1:
-        result["global"]["singular_values"] = models[0]["singular_values"]
+        result["global"]["spectrum"] = models[0]["spectrum"]
     return result | ({"clients": _means(clients)} if clients else {})
 
 

@@ -1,5 +1,6 @@
 """What a run works with, built from the settings and found usable before any round."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from flwr.serverapp import Grid
 
+from fedssl.config import partition_without_labels
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
 from fedssl.fingerprint import code_fingerprint
@@ -29,6 +31,8 @@ from server_app.nodes import find_nodes
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
 
+log = logging.getLogger("fedssl")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -36,6 +40,8 @@ class Prepared:
 
     Attributes
     ----------
+    settings : Settings
+        Those of the run, with what only the pictures could tell.
     federation : Federation
     lr_schedule : LRSchedule
     pictures : Pictures
@@ -49,6 +55,7 @@ class Prepared:
         None: they are not measured.
     """
 
+    settings: Settings
     federation: Federation
     lr_schedule: LRSchedule
     pictures: Pictures
@@ -74,12 +81,16 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
     device, data = set_up(settings.machine), settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build(settings.model).to(device)
+    check_batch(settings, method)
     evaluator.check(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method)
     method.encoder.check_pictures((data.channels, data.size, data.size))
-    nodes = find_nodes(grid, settings.num_clients)
+    nodes = find_nodes(grid, settings.num_clients, timeout=settings.client_timeout)
     pictures = federated_pictures(settings, method)
+    if pictures.labels is None:
+        settings = partition_without_labels(settings)
     parts = split(settings.partition, pictures)
+    check_clients(parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
     federation = Federation(
@@ -100,6 +111,7 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
     )
     measured = settings.evaluation.resources
     return Prepared(
+        settings=settings,
         federation=federation,
         lr_schedule=lr_schedule,
         pictures=pictures,
@@ -108,6 +120,33 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
         monitor=make_monitor(settings, method, training, device),
         costs=Costs(method, training, pictures=pictures, parts=parts, device=device) if measured else None,
     )
+
+
+def check_batch(settings: Settings, method: SSLMethod) -> None:
+    """Refuse batches of which the method learns nothing; raises `InputError`."""
+    batch_size, smallest = settings.training.batch_size, method.smallest_batch
+    if batch_size < smallest:
+        raise InputError(
+            f"batch_size={batch_size} but {type(method).__name__} learns nothing from batches of fewer than {smallest} "
+            f"pictures; set batch_size={smallest} or more, better 64"
+        )
+
+
+def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
+    """Tell which clients have too few pictures to be trained with; raises `InputError` if all have."""
+    smallest = method.smallest_batch
+    few = [str(client) for client, part in enumerate(parts) if len(part) < smallest]
+    if len(few) == len(parts):
+        raise InputError(
+            f"no client has the {smallest} pictures that {type(method).__name__} needs at least; lower num_clients="
+            f"{len(parts)}, or choose another method"
+        )
+    if few:
+        log.warning(
+            "%s learns nothing from fewer than %d pictures: client %s will be dropped in every round; a larger "
+            "partition.min_size or fewer clients avoid it",
+            *(type(method).__name__, smallest, ", ".join(few)),
+        )
 
 
 def make_algorithm(settings: Settings, method: SSLMethod) -> tuple[FedSSLStrategy, ServerOptimizer]:

@@ -32,8 +32,8 @@ class Progress:
         parts = [f"round {row['round']}/{self._rounds}"]
         if row["loss"] is not None:
             parts.append(f"loss {row['loss']:.3f}")
-        if row["cosine"] is not None:
-            parts.append(f"cosine {row['cosine']:.4f}")
+        if row["model_cosine"] is not None:
+            parts.append(f"cosine {row['model_cosine']:.4f}")
         parts += [f"{name} {score.text}" for name, score in evaluation.items()]
         if row["dropped"]:
             parts.append(f"{len(row['dropped'])} dropped")

@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -95,8 +95,12 @@ class Recorder:
                 raise InputError(f"{self.folder} is in use by another run; wait for its end or stop it") from error
             yield
 
-    def begin(self, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
-        """Make the folder that of this run: all settings have been found usable, and it is known who holds what."""
+    def begin(self, settings: RecordingSettings, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
+        """Make the folder that of this run: all settings have been found usable, and it is known who holds what.
+
+        ``settings`` are those that the pictures have led to, in the place of those it was made with.
+        """
+        self._settings = settings
         save_run(self._settings, self.folder)
         write_table(self.folder / "partition.csv", parts, pictures.labels, pictures.classes)
 
@@ -133,15 +137,14 @@ class Recorder:
         ``cost`` are None where they were not measured.
         """
         overall = over_models(list(evaluation.values())) if evaluation else {}
-        losses = [row.loss for row in report.clients if row.loss is not None]
-        times = [row.seconds for row in report.clients if row.seconds is not None]
-        cosines = [value for row in report.clients for value in row.cosine.values()]
+        rows = report.clients
         line: dict[str, Any] = {
             "round": report.round,
-            "loss": float(np.mean(losses)) if losses else None,
-            "cosine": float(np.mean(cosines)) if cosines else None,  # a round in which no weights travel
+            "loss": _mean(row.loss for row in rows),
+            "model_cosine": _mean(row.model_cosine for row in rows),
+            "layer_cosine": _mean(row.layer_cosine for row in rows),
             "seconds": seconds,
-            "client_seconds": float(np.mean(times)) if times else None,
+            "client_seconds": _mean(row.seconds for row in rows),
             "clients": len(report.clients),
             "dropped": {str(client): reason for client, reason in report.dropped.items()},
             "bytes_up": sum(row.bytes_up for row in report.clients),
@@ -252,6 +255,12 @@ def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:
 def _kind(reason: str) -> str:
     """Reduce a reason to what can be counted, without its particulars."""
     return reason.split(":")[0]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Average over the clients that have a value; None if none has, e.g. a cosine where no weights travel."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 class ClientRow:
     """What the server knows of one client's part in a round; the fields are the keys of ``clients.jsonl``.
 
-    ``model`` is the name of the model that the client started from.
+    ``model`` is the name of the model that the client started from. ``cosine`` has that of every layer with it,
+    ``model_cosine`` that of all weights as one vector (L-DAWA, Eq. 2 and Fig. 4), and ``layer_cosine`` the mean over
+    layers, see `fedssl.layers.Cosines`; None: no weights travelled.
     """
 
     round: int
@@ -20,6 +22,8 @@ class ClientRow:
     bytes_down: int
     examples: int | None
     cosine: dict[str, float]
+    model_cosine: float | None
+    layer_cosine: float | None
 
 
 @dataclass(frozen=True)

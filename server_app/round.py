@@ -224,6 +224,8 @@ class Round:
             bytes_down=self._bytes_down[update.partition_id],
             examples=update.num_examples,
             cosine=cosines.weights,
+            model_cosine=cosines.model if cosines.weights else None,
+            layer_cosine=cosines.mean,
         )
 
     def _drop(self, client: int, reason: str) -> None:

@@ -70,18 +70,27 @@ def load(data: DataSettings, split: Split) -> Pictures | None:
     InputError
         If a setting, file or folder cannot be used.
     """
-    check(data)
-    source = {"federated": data.federated, "train": data.train, "test": data.test}[split]
-    limit = data.test_limit if split == "test" else data.limit
-    pictures = None if source is None else _read(data, source, limit)
+    pictures = load_any(data, split)
     if split == "federated":
         if pictures is None:
             raise InputError(
-                f"dataset.splits.federated={source} names no pictures; "
+                f"dataset.splits.federated={data.federated} names no pictures; "
                 "name each file or folder after its split (train-0.parquet, test-0.parquet) and check dataset.path"
             )
         return pictures
     return None if pictures is None or pictures.labels is None else pictures
+
+
+def load_any(data: DataSettings, split: Split) -> Pictures | None:
+    """Pictures of one split as `load` gives them, labelled or not; None if the data set has none."""
+    check(data)
+    source = source_of(data, split)
+    return None if source is None else _read(data, source, data.test_limit if split == "test" else data.limit)
+
+
+def source_of(data: DataSettings, split: Split) -> str | None:
+    """The source's name of a split; None if the settings say that it has none."""
+    return {"federated": data.federated, "train": data.train, "test": data.test}[split]
 
 
 def load_federated(data: DataSettings) -> Pictures:

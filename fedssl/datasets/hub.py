@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from fedssl.datasets.base import Pictures, choose
+from fedssl.datasets.base import Pictures, choose, hold_out
 from fedssl.datasets.decoding import decode
 from fedssl.errors import InputError
 
@@ -38,6 +38,7 @@ def read(
     image: str,
     label: str,
     owner: str | None = None,
+    test_fraction: float = 0.0,
 ) -> Pictures | None:
     """Read one split.
 
@@ -58,6 +59,9 @@ def read(
         Names of the columns.
     owner : str or None
         Name of the column that says who made a picture, in whole numbers or words. None: unknown.
+    test_fraction : float
+        Share of every class of labelled local training pictures, in [0, 1), that is held out where no file is for the
+        test; 0 holds nothing out.
 
     Returns
     -------
@@ -69,12 +73,22 @@ def read(
     InputError
         If the files or the Hub cannot be read.
     """
-    files = hub_files(hub, split) if path is None else local_files(path, split)
+    _check_fraction(test_fraction, path)
+    shared = path is not None and test_fraction > 0 and not any(local_files(path, one) for one in _HELD_OUT)
+    held_out = shared and split in _HELD_OUT
+    files = hub_files(hub, split) if path is None else local_files(path, "train" if held_out else split)
     count = sum(_num_rows(file) for file in files)
     if not count:
         return None
-    rows = choose(count, limit)
     labels, classes = _labels(files, label)
+    rows = np.arange(count)
+    if held_out and labels is None:
+        return None
+    if labels is not None and shared and (held_out or split == "train"):
+        rows = hold_out(labels, fraction=test_fraction)[held_out]
+    rows = rows[choose(len(rows), limit)]
+    if not len(rows):
+        return None
     owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
     images, unreadable = decode(_encoded(files, image, rows), count=len(rows), channels=channels, size=size)
     if unreadable:
@@ -84,6 +98,16 @@ def read(
             f"{rows[position]} of {files[0].parent} ({reason}); fetch the files again"
         )
     return Pictures(images, _at(rows, labels), classes, _at(rows, owners), owner_names)
+
+
+def _check_fraction(test_fraction: float, path: str | None) -> None:
+    if not 0 <= test_fraction < 1:
+        raise InputError(f"dataset.test_fraction={test_fraction} must be at least 0 and below 1; 0 holds nothing out")
+    if test_fraction and path is None:
+        raise InputError(
+            f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "
+            "Hub have splits of their own; give dataset.splits.test=NAME, or dataset.path"
+        )
 
 
 def local_files(path: str, split: str) -> list[Path]:

@@ -23,7 +23,7 @@ from fedssl.config import compose_evaluation
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
-from fedssl.evaluation.subject import Subject, load_labelled, make_subject
+from fedssl.evaluation.subject import Subject, lacking, make_subject
 from fedssl.export import load_encoder, saved_target
 from fedssl.files import write_text
 from fedssl.machine.devices import pick_device
@@ -116,11 +116,7 @@ def subject_of(encoder: Any, data: DataSettings, *, device: str) -> Subject:
     """Join the encoder and the labelled pictures of the data set; raises `InputError` if it has none."""
     subject = make_subject(encoder, data, device=pick_device(device))
     if subject is None:
-        missing = "training" if load_labelled(data, "train") is None else "test"
-        raise InputError(
-            f"the data set has no labelled {missing} pictures to evaluate with; choose another with dataset=, or give "
-            "dataset=image_folder a folder with one subfolder per class"
-        )
+        raise InputError(f"{lacking(data)}, or choose another data set with dataset=")
     return subject
 
 

@@ -3,11 +3,13 @@
 Constant collapse (all pictures on one point) shows in `spread`, dimensional collapse (pictures in few dimensions) in
 the `spectrum`, which `covariance_rank` sums up, and in `effective_rank`; `alignment` and `uniformity` are the two sides
 between which contrastive learning balances. All take representations h of the same pictures ``(n, dim)``.
+
+FedU2's Fig. 3 shows the spectrum of test pictures beside that of Gaussian vectors. It needs more pictures than the
+numbers do: with n of them no more than n - 1 singular values are above 0, whatever the encoder.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,19 @@ TOP = 100
 def spectrum(h: Tensor) -> Tensor:
     """Singular values of the covariance (divisor n) in float64, descending, ``(min(n, dim),)``; FedU2, Fig. 3."""
     centred = h.double() - h.double().mean(dim=0)
-    values: Tensor = torch.linalg.svdvals(centred)
-    return values.square() / len(h)
+    # Those of the covariance and of the matrix of inner products are the same; the smaller one is the faster.
+    gram = centred.T @ centred if h.shape[0] > h.shape[1] else centred @ centred.T
+    values: Tensor = torch.linalg.eigvalsh(gram / len(h))
+    return values.flip(0).clamp(min=0)
+
+
+def gaussian_spectrum(n: int, dim: int) -> Tensor:
+    """The `spectrum` of n Gaussian vectors, each divided by its length, always the same ones: no collapse at all.
+
+    Its values lie around 1 / dim, the further apart the fewer vectors there are.
+    """
+    vectors = torch.randn(n, dim, generator=torch_generator(0, "Gaussian spectrum"), dtype=torch.float64)
+    return spectrum(F.normalize(vectors, dim=1))
 
 
 def effective_rank(h: Tensor) -> float:
@@ -103,8 +116,8 @@ class Health:
         self._views = augment(self._images.to(device), generator)
         self._mean, self._std, self._device = mean, std, device
 
-    def measure(self, encoder: nn.Module) -> dict[str, Any]:
-        """Return the numbers above by name, and under ``singular_values`` the largest of the covariance."""
+    def measure(self, encoder: nn.Module) -> dict[str, float]:
+        """Return the numbers above by name, but for the spectrum."""
         h = extract(encoder, self._images, mean=self._mean, std=self._std, device=self._device)
         h1, h2 = (_forward(encoder, view) for view in self._views)
         return {
@@ -113,7 +126,6 @@ class Health:
             "spread": spread(h),
             "alignment": alignment(h1, h2),
             "uniformity": uniformity(h),
-            "singular_values": spectrum(h)[:TOP].tolist(),
         }
 
 

@@ -6,9 +6,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedssl.datasets.base import Split, load
+from fedssl.datasets.base import Split, load, load_any, source_of
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.settings import DataSettings
+
+SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
+"""What is needed to evaluate, and how people are told of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,26 @@ def make_subject(encoder: nn.Module | None, data: DataSettings, *, device: torch
     if train is None or test is None:
         return None
     return Subject(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
+
+
+def lacking(data: DataSettings) -> str | None:
+    """Why there is nothing to evaluate with, and how to get it, in one sentence; None: there is."""
+    keys = data.reader.values
+    for split, name in SPLITS.items():
+        if load_labelled(data, split) is not None:
+            continue
+        names = f"dataset.splits.{split}={source_of(data, split) or 'null'}"
+        advice = [f"give dataset.splits.{split}=NAME of a split that has them"]
+        if load_any(data, split) is None:
+            found = "names no pictures"
+            if split == "test" and "test_fraction" in keys:
+                advice.append("hold out a share of the training pictures with dataset.test_fraction=0.2")
+        else:
+            found = "names pictures without labels"
+            advice += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
+            advice += ["give every class a subfolder"] if "folders" in keys else []
+        return f"the data set has no labelled {name} pictures ({names} {found}); {', or '.join(advice)}"
+    return None
 
 
 def load_labelled(data: DataSettings, split: Split) -> Labelled | None:

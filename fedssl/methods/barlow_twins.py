@@ -20,6 +20,8 @@ LOSSES = {"standard": barlow_twins, "l_dawa": barlow_twins_unbiased}
 class BarlowTwins(SSLMethod):
     """An encoder and a projector; every view has a forward pass of its own.
 
+    A batch has three pictures at least: over two the correlation of two features is 1 or -1, whatever they are.
+
     Parameters
     ----------
     encoder : Encoder
@@ -36,6 +38,8 @@ class BarlowTwins(SSLMethod):
     InputError
         If ``lambd`` is negative or ``loss`` is another word.
     """
+
+    smallest_batch = 3
 
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float, loss: str = "standard"

@@ -36,6 +36,9 @@ class SSLMethod(nn.Module):
     target : {"keep", "copy", "average"} or None
         What target networks are at the start of a round, see `fedssl.methods.momentum.FollowedMethod`; None: there are
         none.
+    smallest_batch : int
+        Fewest pictures that a step can learn anything from. 2 where nothing else is said: a picture alone has no other
+        to be told apart from, and its batch normalisation is 0 whatever the picture.
     uses_labels : bool
         Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
     """
@@ -47,6 +50,7 @@ class SSLMethod(nn.Module):
     frozen: int = 0
     idle: frozenset[str] = frozenset()
     target: str | None = None
+    smallest_batch: int = 2
     uses_labels: bool = False
 
     @cached_property

@@ -34,6 +34,8 @@ class FedX(SSLMethod):
     nor stays with the client, because `start_round` makes it anew from the global layers (from what the client starts
     the round with, if its strategy mixes them with its own).
 
+    A batch has three pictures at least: batch normalisation makes 1 and -1 of two pictures, whatever they are.
+
     Parameters
     ----------
     encoder : Encoder
@@ -50,6 +52,8 @@ class FedX(SSLMethod):
     InputError
         If ``temperature`` is not positive, or the predictor's output does not fit.
     """
+
+    smallest_batch = 3
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ class FollowedMethod(SSLMethod):
     its running statistics come from its own passes; the moving average concerns parameters only. It is taken after each
     step, which is before the next targets are computed.
 
+    A batch has three pictures at least: batch normalisation makes 1 and -1 of two pictures, whatever they are.
+
     Parameters
     ----------
     encoder : Encoder
@@ -50,6 +52,7 @@ class FollowedMethod(SSLMethod):
     """
 
     kept: tuple[str, ...] = ("target_encoder", "target_projector")
+    smallest_batch = 3
 
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target: str = "keep"

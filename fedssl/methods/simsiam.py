@@ -17,6 +17,8 @@ from fedssl.methods.momentum import predictor_for
 class SimSiam(SSLMethod):
     """An encoder, a projector and a predictor; every view has a forward pass of its own.
 
+    A batch has three pictures at least: batch normalisation makes 1 and -1 of two pictures, whatever they are.
+
     Parameters
     ----------
     encoder : Encoder
@@ -31,6 +33,8 @@ class SimSiam(SSLMethod):
     InputError
         If the predictor's output does not fit.
     """
+
+    smallest_batch = 3
 
     def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP], predictor: Callable[[int], MLP]) -> None:
         super().__init__()

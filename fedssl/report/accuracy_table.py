@@ -28,7 +28,7 @@ def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
     """
     units = {name: unit for column in results.values() for name, unit in units_of(column).items()}
     if not units:
-        return "nothing was evaluated: no labelled pictures, or no protocol"
+        return "nothing was evaluated: there is no protocol"
     body = [
         [name if unit == ACCURACY else heading(name, unit), *(_cell(column.get(name)) for column in results.values())]
         for name, unit in units.items()

@@ -5,11 +5,11 @@ A run draws them at its end; ``fedssl-report --figures`` draws them again, also 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
 from fedssl.report.figures import axes_over_rounds, new_figure, save_figure
 from fedssl.report.runs import read_lines
@@ -57,27 +57,37 @@ def draw_metrics(folder: Path) -> Path | None:
 
 
 def draw_cosines(folder: Path) -> Path | None:
-    """Draw how close the clients stay to their global model to ``figures/cosines.png`` (L-DAWA, Fig. 4).
+    """Draw how close the clients stay to their global model to ``figures/cosines.png``.
 
-    A client's value is the mean over its layers; the line is the mean over the clients of a round, the band one
-    standard deviation over them to either side. Thin lines are layers, each the mean over clients.
+    Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
+    band one standard deviation over them to either side. Below the cosines of single layers: thin lines are layers,
+    each the mean over clients, the thick one is the mean over layers by their size.
 
     Returns
     -------
     Path or None
         The figure; None if no cosines were recorded.
     """
-    lines = [line for line in read_lines(folder / "clients.jsonl") if line["cosine"]]
+    lines = [line for line in read_lines(folder / "clients.jsonl") if line.get("model_cosine") is not None]
     if not lines:
         return None
     several = len({line.get("model") for line in lines}) > 1
-    figure = new_figure(height=3.5)
-    title = "cosine with the client's global model" if several else "cosine with the global model"
-    axes = axes_over_rounds(figure, (1, 1, 1), title)
-    _plot_layers(axes, lines)
-    _plot_clients(axes, lines)
-    axes.legend()
+    reference = "the client's global model" if several else "the global model"
+    figure = new_figure(height=6.5)
+    _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines)
+    _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines)
+    for axes in figure.axes:
+        axes.legend()
     return save_figure(figure, folder, "cosines")
+
+
+def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
+    rounds, clients = _by_round(lines, "model_cosine")
+    center = np.array([np.mean(values) for values in clients])
+    spread = np.array([np.std(values) for values in clients])
+    axes.plot(rounds, center, marker=".", color="tab:red", label="all weights as one vector, mean over clients")
+    band = (center - spread, center + spread)
+    axes.fill_between(rounds, *band, color="tab:red", alpha=0.25, label="standard deviation over clients")
 
 
 def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
@@ -92,46 +102,55 @@ def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
         means = [float(np.mean(values[round])) for round in sorted(values)]
         axes.plot(sorted(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
     axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")
+    rounds, clients = _by_round(lines, "layer_cosine")
+    axes.plot(rounds, list(map(np.mean, clients)), color="tab:red", linewidth=2, label="mean over layers by size")
 
 
-def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
-    clients: dict[int, list[float]] = {}
+def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[list[float]]]:
+    """Rounds in which clients have this number, ascending, and the numbers of their clients."""
+    found: dict[int, list[float]] = {}
     for line in lines:
-        clients.setdefault(line["round"], []).append(mean(line["cosine"].values()))
-    rounds = sorted(clients)
-    center = np.array([np.mean(clients[round]) for round in rounds])
-    spread = np.array([np.std(clients[round]) for round in rounds])
-    axes.plot(rounds, center, marker=".", color="tab:red", label="mean over clients and layers")
-    band = (center - spread, center + spread)
-    axes.fill_between(rounds, *band, color="tab:red", alpha=0.25, label="standard deviation over clients")
+        if line[key] is not None:
+            found.setdefault(line["round"], []).append(line[key])
+    return sorted(found), [found[round] for round in sorted(found)]
 
 
 def draw_spectra(folder: Path) -> Path | None:
     """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
 
-    Those of every global model and of every client's, in the last round in which they were measured, as base-10
-    logarithms.
+    Those of every global model and of every client's, in the last round in which they were measured, and as a reference
+    those of as many Gaussian vectors, as base-10 logarithms. All vectors have length 1.
 
     Returns
     -------
     Path or None
         The figure; None if nothing was measured.
     """
-    lines = read_lines(folder / "health.jsonl")
+    lines = [line for line in read_lines(folder / "health.jsonl") if "spectrum" in line]
     if not lines:
         return None
-    round = lines[-1]["round"]
+    round, one = lines[-1]["round"], lines[-1]["spectrum"]
     lines = [line for line in lines if line["round"] == round]
     figure = new_figure(height=3.5)
     axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
+    axes.set_title(_spectrum_title(one), fontsize="medium")
     for line in lines:
         if line["client"] is not None:
-            axes.plot(_logarithms(line), color="tab:blue", alpha=0.4, label="clients")
+            axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="tab:blue", alpha=0.4, label="clients")
     _plot_models(axes, [line for line in lines if line["client"] is None], round=round)
+    reference = gaussian_spectrum(one["pictures"], one["dim"])[:TOP].tolist()
+    axes.plot(_logarithms(reference), color="tab:green", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     axes.legend(once.values(), once.keys())
     return save_figure(figure, folder, "spectrum")
+
+
+def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
+    """Tell which pictures a spectrum is of, and whether there are too few for its dimensions."""
+    whose = "test pictures" if spectrum["split"] == "test" else "pictures of the clients (there are none for the test)"
+    few = ", fewer than two for each" if spectrum["pictures"] < 2 * spectrum["dim"] else ""
+    return f"{spectrum['pictures']} {whose} in {spectrum['dim']} dimensions{few}"
 
 
 def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int) -> None:
@@ -144,9 +163,10 @@ def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int
         if 1 < len(lines) <= NAMED:
             color = colormaps["inferno"](0.8 * position / (len(lines) - 1))
             label = f"model {line['model']}, round {round}"
-        axes.plot(_logarithms(line), color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
+        values = _logarithms(line["spectrum"]["singular_values"])
+        axes.plot(values, color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
 
 
-def _logarithms(line: Mapping[str, Any]) -> np.ndarray:
-    values: np.ndarray = np.log10(np.maximum(line["singular_values"], 1e-12))
+def _logarithms(singular_values: Sequence[float]) -> np.ndarray:
+    values: np.ndarray = np.log10(np.maximum(singular_values, 1e-12))
     return values

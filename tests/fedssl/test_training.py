@@ -33,6 +33,14 @@ def test_an_epoch_sees_every_picture_once_in_nearly_equal_batches(pictures, batc
     assert torch.equal(torch.cat(epoch).sort().values, indices)
 
 
+@pytest.mark.parametrize(
+    ("pictures", "batch_size", "sizes"), [(4, 3, [4]), (5, 3, [5]), (7, 3, [4, 3]), (9, 3, [3, 3, 3]), (2, 3, [2])]
+)
+def test_no_batch_is_smaller_than_what_the_method_learns_from(pictures, batch_size, sizes):
+    epoch = batches(torch.arange(pictures), batch_size, generator=torch_generator(0, "x"), smallest=3)
+    assert [len(batch) for batch in epoch] == sizes
+
+
 NONE = Regularizer()
 
 

@@ -152,7 +152,7 @@ def test_models_are_averaged_with_their_units():
 
 def test_the_progress_line():
     progress = Progress(200)
-    row = {"round": 12, "loss": 4.81, "cosine": 0.98123, "seconds": 14.2, "dropped": {}}
+    row = {"round": 12, "loss": 4.81, "model_cosine": 0.98123, "seconds": 14.2, "dropped": {}}
     found = {"knn": Score(0.6134), "few": Score(0.5, spread=0.05), "norm": Score(2.34567, "cm")}
     line = (
         "round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  few 50.0 ± 5.0%  norm 2.346 cm  14.2 s/round  44 min left"
@@ -160,7 +160,7 @@ def test_the_progress_line():
     assert progress.line(row, found) == line
     row |= {"round": 13, "loss": None, "seconds": 0.2, "dropped": {"3": "late"}}
     assert progress.line(row, {}) == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
-    assert "cosine" not in progress.line({**row, "cosine": None}, {})  # no weights travelled
+    assert "cosine" not in progress.line({**row, "model_cosine": None}, {})  # no weights travelled
 
 
 def test_units_from_the_protocol_to_the_files(tmp_path, capsys):

@@ -14,6 +14,7 @@ from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
 from fedssl.report.representations import read_representations
 from fedssl.schedule.stages import at_stage
+from fedssl.seeding import torch_generator
 from server_app.monitor import Monitor, summary, warn_of_collapse
 from simulation.cli import run
 from strategies.state import GLOBAL
@@ -76,6 +77,22 @@ def test_representations_of_test_pictures_are_kept():
     np.testing.assert_array_equal(test.labels[distance.argmin(dim=1)], kept.labels)
 
 
+def test_a_spectrum_takes_two_test_pictures_for_every_dimension():
+    watch, layers = monitor("health_pictures=10")  # 16 dimensions, 359 test pictures
+    [row] = watch.finish({GLOBAL: layers}).rows
+    found = row["spectrum"]
+    assert (found["split"], found["pictures"], found["dim"]) == ("test", 32, 16)
+    settings = compose(TINY)
+    data, generator = settings.data, torch_generator(settings.seed, "shown")
+    test = load(data, "test").images[torch.randperm(359, generator=generator)[:32]]
+    with torch.no_grad():
+        h = build(settings.model).encoder.eval()((test / 255 - data.mean[0]) / data.std[0]).double()
+    expected = torch.linalg.svdvals(torch.cov((h / h.norm(dim=1, keepdim=True)).T, correction=0))
+    torch.testing.assert_close(torch.tensor(found["singular_values"]).double(), expected, rtol=1e-4, atol=1e-7)
+    watch, layers = monitor("health_pictures=10", "dataset.test_limit=20")
+    assert watch.finish({GLOBAL: layers}).rows[0]["spectrum"]["pictures"] == 20
+
+
 def test_projections_are_kept_where_they_have_three_dimensions():
     watch, layers = monitor("health_pictures=40", "method.projector.out=3")
     watch.observe(1, {name: array for name, array in layers.items() if name.startswith("encoder.")})  # no projector
@@ -98,14 +115,36 @@ def test_stages_that_do_not_run_are_not_needed():
     np.testing.assert_array_equal(kept.h[0], kept.h[1])
 
 
-def test_without_test_pictures_those_of_the_clients_are_taken(tmp_path):
-    for number in range(6):
-        Image.new("L", (8, 8), 40 * number).save(tmp_path / f"{number}.png")
-    words = ["dataset=image_folder", f"dataset.path={tmp_path}", "dataset.size=8", "dataset.channels=1"]
-    watch, layers = monitor(*words, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid")
-    kept = watch.finish({GLOBAL: layers}).representations
-    assert kept.h.shape == (1, 6, 16)
-    assert kept.labels is None
+def test_without_test_pictures_those_of_the_clients_are_taken(tmp_path, caplog):
+    grey_pictures(tmp_path, 6)
+    with caplog.at_level(logging.INFO, logger="fedssl"):
+        watch, layers = monitor(*own_pictures(tmp_path))
+    assert "the data set has no test pictures" in caplog.text
+    found = watch.finish({GLOBAL: layers})
+    assert found.representations.h.shape == (1, 6, 16)
+    assert found.representations.labels is None
+    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["pictures"]) == ("federated", 6)
+
+
+def test_test_pictures_need_no_labels(tmp_path):
+    grey_pictures(tmp_path / "train", 6)
+    grey_pictures(tmp_path / "test", 4)
+    watch, layers = monitor(*own_pictures(tmp_path))
+    found = watch.finish({GLOBAL: layers})
+    assert found.representations.h.shape == (1, 4, 16)
+    assert found.representations.labels is None
+    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["pictures"]) == ("test", 4)
+
+
+def grey_pictures(folder, number):
+    folder.mkdir(exist_ok=True)
+    for shade in range(number):
+        Image.new("L", (8, 8), 40 * shade).save(folder / f"{shade}.png")
+
+
+def own_pictures(folder):
+    words = ["dataset=image_folder", f"dataset.path={folder}", "dataset.size=8", "dataset.channels=1"]
+    return [*words, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid"]
 
 
 def test_a_model_without_numbers_is_left_out_and_told(caplog):
@@ -146,14 +185,14 @@ def test_it_can_be_turned_off(tmp_path):
 
 
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():
-    rows = [{"client": client, "spread": value, "singular_values": [1.0]} for client, value in ((None, 1.0), (0, 2.0))]
-    own = {"spread": 1.0, "singular_values": [1.0]}
+    rows = [{"client": client, "spread": value, "spectrum": {"dim": 1}} for client, value in ((None, 1.0), (0, 2.0))]
+    own = {"spread": 1.0, "spectrum": {"dim": 1}}
     assert summary([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}
     assert summary(rows[:1]) == {"global": own}
 
 
 def test_summary_averages_over_several_global_models():
-    rows = [{"client": None, "model": str(n), "spread": 1.0 + n, "singular_values": [1.0]} for n in range(3)]
+    rows = [{"client": None, "model": str(n), "spread": 1.0 + n, "spectrum": {"dim": 1}} for n in range(3)]
     assert summary([*rows, {"client": 0, "spread": 4.0}]) == {"global": {"spread": 2.0}, "clients": {"spread": 4.0}}
 
 
@@ -190,7 +229,9 @@ def test_a_run_records_and_draws_it(folder):
     rows = [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
     assert [(row["round"], row["client"]) for row in rows] == [(r, c) for r in (2, 3) for c in (None, 0, 1, 2)]
     assert [row["model"] for row in rows if row["client"] is None] == [GLOBAL, GLOBAL]
-    assert rows[0]["singular_values"] == sorted(rows[0]["singular_values"], reverse=True)
+    spectrum = rows[0]["spectrum"]
+    assert spectrum["singular_values"] == sorted(spectrum["singular_values"], reverse=True)
+    assert (spectrum["split"], spectrum["pictures"], spectrum["dim"]) == ("test", 256, 16)
     assert (folder / "figures" / "spectrum.png").stat().st_size > 0
     round, kept = read_representations(folder)
     assert round == 3  # the last one
@@ -201,7 +242,7 @@ def test_a_run_records_and_draws_it(folder):
 def test_measuring_changes_no_number_of_the_training(folder, tmp_path):
     run([*TINY, "rounds=3", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'out'}"])
     one, other = (
-        [json.loads(line)["cosine"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line)["model_cosine"] for line in (place / "metrics.jsonl").read_text().splitlines()]
         for place in (folder, tmp_path / "out")
     )
     assert one == other

@@ -234,6 +234,8 @@ def test_rows_of_a_round():
     # Client 0 sent the global layers back. Client 1 sent (2, 3, 3): cosine (1*2 + 2*3 + 2*3) / (3 * sqrt(22)).
     assert first.cosine == {"encoder.weight": pytest.approx(1.0)}
     assert second.cosine == {"encoder.weight": pytest.approx(14 / (3 * np.sqrt(22)))}
+    assert (first.model_cosine, first.layer_cosine) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert second.model_cosine == second.layer_cosine == pytest.approx(14 / (3 * np.sqrt(22)))
     assert (first.loss, first.examples, first.bytes_up) == (None, None, 16)
     assert first.bytes_down > 16
 

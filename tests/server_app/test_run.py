@@ -66,6 +66,9 @@ def test_lines_of_rounds_and_clients(folder):
     for line in rounds:
         own = [client for client in clients if client["round"] == line["round"]]
         assert line["loss"] == pytest.approx(sum(client["loss"] for client in own) / 2)
+        for cosine in ("model_cosine", "layer_cosine"):
+            assert line[cosine] == pytest.approx(sum(client[cosine] for client in own) / 2)
+            assert line[cosine] < 1
         assert line["bytes_up"] == sum(client["bytes_up"] for client in own)
         assert 0 < line["evaluation"]["knn"] <= 1
     state = load_encoder(folder / "encoder.pt").state_dict()

@@ -384,6 +384,46 @@ def test_owners_that_cannot_be_used_are_one_sentence(tmp_path: Path, column: pa.
     assert "\n" not in str(caught.value)
 
 
+def test_a_share_of_local_files_without_a_test_is_held_out(tmp_path: Path) -> None:
+    values, labels = list(range(0, 200, 10)), [0] * 10 + [1] * 10
+    pq.write_table(table(values, labels), tmp_path / "mine.parquet")
+    data = settings_of("cifar10", path=str(tmp_path), size=4)
+    assert load(data, "test") is None
+    assert len(load(data, "train").images) == 20
+    data = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2)
+    train, test = (load(data, split) for split in ("train", "test"))
+    assert train is load(data, "federated")  # clients do not train on what they are tested by
+    assert sorted(first_pixels(train.images) + first_pixels(test.images)) == values
+    assert torch.bincount(test.labels).tolist() == [2, 2]
+    assert [value >= 100 for value in first_pixels(test.images)] == test.labels.bool().tolist()
+    # Tiny ImageNet calls its test "valid".
+    other = settings_of("tiny_imagenet", path=str(tmp_path), size=4, test_fraction=0.2, image="img")
+    assert first_pixels(load(other, "test").images) == first_pixels(test.images)
+    limited = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2, limit=5, test_limit=3)
+    assert not {*first_pixels(load(limited, "train").images)} & {*first_pixels(test.images)}
+    assert (len(load(limited, "train").images), len(load(limited, "test").images)) == (5, 3)
+    # A file for the test is taken as it is.
+    pq.write_table(table(values, labels), tmp_path / "mine-train.parquet")
+    pq.write_table(table([7], [1]), tmp_path / "mine-test.parquet")
+    (tmp_path / "mine.parquet").unlink()
+    base._read.cache_clear()
+    assert first_pixels(load(data, "test").images) == [7]
+    assert len(load(data, "train").images) == 20
+
+
+def test_a_share_that_cannot_be_held_out(tmp_path: Path) -> None:
+    pq.write_table(table([0, 10], [None, None]), tmp_path / "mine.parquet")
+    data = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.5)
+    assert load(data, "test") is None
+    assert len(load(data, "federated").images) == 2
+    for changes, message in (
+        ({"test_fraction": 1.0, "path": str(tmp_path)}, r"dataset\.test_fraction=1\.0 must be at least 0 and below 1"),
+        ({"test_fraction": 0.2}, r"dataset\.test_fraction=0\.2 is for local files, but dataset\.path is null"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load(settings_of("cifar10", **changes), "federated")
+
+
 def test_hidden_files_are_no_match_of_a_pattern(folder: Path) -> None:
     (folder / "data" / "._train-00000-of-00002.parquet").write_bytes(b"a hidden file of another system")
     settings = settings_of("cifar10", path=str(folder / "data" / "*train-*-of-00002*.parquet"), size=4)

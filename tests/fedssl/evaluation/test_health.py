@@ -5,7 +5,15 @@ from math import exp, log, sqrt
 import pytest
 import torch
 
-from fedssl.evaluation.health import alignment, covariance_rank, effective_rank, spectrum, spread, uniformity
+from fedssl.evaluation.health import (
+    alignment,
+    covariance_rank,
+    effective_rank,
+    gaussian_spectrum,
+    spectrum,
+    spread,
+    uniformity,
+)
 
 
 def sphere(n: int, dim: int, seed: int = 0) -> torch.Tensor:
@@ -23,6 +31,32 @@ def test_spectrum_is_that_of_the_covariance():
     expected = torch.linalg.svdvals(torch.cov(h.T, correction=0))
     torch.testing.assert_close(spectrum(h), expected)
     assert len(spectrum(h[:3])) == 3  # fewer pictures than dimensions
+
+
+@pytest.mark.parametrize(("n", "dim"), [(50, 7), (7, 50), (64, 64)])
+def test_spectrum_against_a_slow_transcription(n, dim):
+    """The covariance entry by entry, as sum over pictures of the products of their deviations."""
+    h = torch.randn(n, dim, generator=torch.Generator().manual_seed(1)).double() * 3 - 1
+    means = [sum(column) / n for column in h.T.tolist()]
+    deviations = [[value - mean for value, mean in zip(row, means, strict=True)] for row in h.tolist()]
+    columns = list(zip(*deviations, strict=True))
+    covariance = [[sum(a * b for a, b in zip(one, other, strict=True)) / n for other in columns] for one in columns]
+    expected = torch.linalg.svdvals(torch.tensor(covariance, dtype=torch.float64))
+    torch.testing.assert_close(spectrum(h), expected[: min(n, dim)], rtol=1e-9, atol=1e-12)
+    # With n pictures at most n - 1 directions vary, hence two pictures for every dimension.
+    assert (spectrum(h) > 1e-12).sum() == min(n - 1, dim)
+
+
+def test_the_gaussian_spectrum():
+    # Unit vectors of no direction have the second moment 1/dim in every direction; with n of them the eigenvalues lie
+    # in (1 +- sqrt(dim / n))^2 / dim (Marchenko and Pastur), and their sum is 1 less the squared length of the mean.
+    n, dim = 4000, 40
+    values = gaussian_spectrum(n, dim) * dim
+    edges = [(1 - sqrt(dim / n)) ** 2, (1 + sqrt(dim / n)) ** 2]
+    assert values.min() == pytest.approx(edges[0], abs=0.05)
+    assert values.max() == pytest.approx(edges[1], abs=0.05)
+    assert values.sum() / dim == pytest.approx(1, abs=1e-3)
+    torch.testing.assert_close(gaussian_spectrum(n, dim) * dim, values, rtol=0, atol=0)
 
 
 def test_effective_rank_by_hand():
