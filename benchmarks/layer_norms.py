@@ -1,0 +1,165 @@
+"""What aggregation does to the norms of layers: tables and a figure from run folders that kept all their checkpoints.
+
+    uv run python benchmarks/layer_norms.py RUNS... --figure docs/layer_norms.png
+
+Layers are of three kinds. Those that batch normalisation follows (convolutions, and linear layers inside of a head) can
+be scaled without changing what the network computes: a smaller norm only makes the same optimiser step turn them
+further. For scales of batch norm and the last layer of a head a smaller norm is a smaller output, and shifts (biases)
+begin at or near 0 and are learned slowly. docs/l_dawa.md says what comes of it.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedssl.config import compose
+from fedssl.layers import Layers
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
+from fedssl.model_layers import travelling_layers
+from fedssl.report.figures import new_figure, write_png
+from fedssl.report.runs import Run, find_runs, read_lines
+
+FREE, SCALES, SHIFTS = KINDS = "before batch norm", "scales and last layer", "shifts"
+
+
+def kinds(method: SSLMethod) -> dict[str, str]:
+    """Kind of every trained layer that travels."""
+    found = {}
+    modules = [(name, module) for name, module in method.named_modules() if not list(module.children())]
+    followers = [*(module for _, module in modules[1:]), None]
+    for (name, module), follower in zip(modules, followers, strict=True):
+        normalised = isinstance(follower, nn.BatchNorm1d | nn.BatchNorm2d) and not isinstance(
+            module, nn.BatchNorm1d | nn.BatchNorm2d
+        )
+        for parameter, _ in module.named_parameters():
+            found[f"{name}.{parameter}"] = FREE if normalised else SHIFTS if parameter == "bias" else SCALES
+    return found
+
+
+def norms(layers: Layers, kind: dict[str, str]) -> dict[str, float]:
+    """Norm of all layers of each kind as one vector."""
+    squares: dict[str, float] = defaultdict(float)
+    for name, array in layers.items():
+        if name in kind:
+            squares[kind[name]] += float(np.square(array, dtype=np.float64).sum())
+    return {name: square**0.5 for name, square in squares.items()}
+
+
+class Followed:
+    """What a run's checkpoints and lines tell of its layers.
+
+    Parameters
+    ----------
+    run : Run
+        With a checkpoint for every round.
+
+    Attributes
+    ----------
+    norms : dict of list
+        By kind, those of the untrained model and then of every round's.
+    knn : list of (int, float)
+        Round and accuracy in %.
+    cosines : dict of float
+        By kind, the mean over clients and layers in the last round.
+    results : dict of float
+        Of the last evaluation, in %.
+    """
+
+    def __init__(self, run: Run) -> None:
+        method = build(compose([f"{key}={value}" for key, value in run.words.items() if key != "output_dir"]).model)
+        kind = kinds(method)
+        history = [norms(travelling_layers(method), kind)]
+        history += [norms(layers, kind) for layers in _checkpoints(run.folder / "checkpoints")]
+        self.norms = {name: [each[name] for each in history] for name in KINDS}
+        lines = read_lines(run.folder / "metrics.jsonl")
+        self.knn = [
+            (line["round"], 100 * line["evaluation"]["knn"]) for line in lines if "knn" in line.get("evaluation", {})
+        ]
+        rows = [row for row in read_lines(run.folder / "clients.jsonl") if row["round"] == lines[-1]["round"]]
+        self.cosines = {
+            name: mean(value for row in rows for layer, value in row["cosine"].items() if kind[layer] == name)
+            for name in KINDS
+        }
+        self.results = {name: 100 * score.value for name, score in run.results.items() if name in ("knn", "linear")}
+
+
+def rule(run: Run) -> str:
+    """What the tables call a run's rule."""
+    return run.value("strategy") + (" normalize" if run.value("strategy.normalize").lower() == "true" else "")
+
+
+def table(groups: dict[tuple[str, str], list[Followed]]) -> Iterable[str]:
+    """Lines of a Markdown table, one for every rule and number of local epochs: means and deviations over seeds."""
+    measured = [f"{what}, {kind}" for what in ("norm", "cosine") for kind in KINDS]
+    heads = ["epochs, rounds", "rule", "kNN", "linear", *measured]
+    yield f"| {' | '.join(heads)} | seeds |"
+    yield "|---|---|" + "---:|" * 9
+    for (epochs, name), runs in groups.items():
+        values = [
+            *([each.results[protocol] for each in runs] for protocol in ("knn", "linear")),
+            *([each.norms[kind][-1] for each in runs] for kind in KINDS),
+            *([each.cosines[kind] for each in runs] for kind in KINDS),
+        ]
+        digits = (1, 1, 2, 2, 2, 3, 3, 3)
+        cells = [_spread(numbers, digit) for numbers, digit in zip(values, digits, strict=True)]
+        yield f"| {epochs}, {len(runs[0].norms[FREE]) - 1} | {name} | {' | '.join(cells)} | {len(runs)} |"
+
+
+def draw(groups: dict[tuple[str, str], list[Followed]], file: Path) -> None:
+    """Norms of both kinds and accuracy over rounds; a row for each number of local epochs, means over seeds."""
+    all_epochs, names = (list(dict.fromkeys(key[place] for key in groups)) for place in (0, 1))
+    figure = new_figure(height=2.6 * len(all_epochs), width=12)
+    axes = figure.subplots(len(all_epochs), 4, squeeze=False)
+    colours = dict(zip(names, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=False))  # for colour-blind eyes too
+    for (epochs, name), runs in groups.items():
+        row = axes[all_epochs.index(epochs)]
+        for place, kind in enumerate(KINDS):
+            row[place].plot(np.mean([each.norms[kind] for each in runs], axis=0), label=name, color=colours[name])
+            row[place].set_title(f"{epochs} local epochs: norm of\n{kind}", fontsize=9)
+        rounds = [point[0] for point in runs[0].knn]
+        accuracies = np.mean([[point[1] for point in each.knn] for each in runs], axis=0)
+        row[3].plot(rounds, accuracies, color=colours[name])
+        row[3].set_title(f"{epochs} local epochs: \nkNN accuracy in %", fontsize=9)
+    for each in axes.flat:
+        each.set_xlabel("round")
+    axes[0][0].legend(fontsize=8)
+    write_png(figure, file, dpi=110)
+
+
+def _checkpoints(folder: Path) -> Iterable[Layers]:
+    """The global layers after each round."""
+    for file in sorted(folder.glob("round-*.pt")):
+        saved = torch.load(file, weights_only=True)["models"]["global"]["layers"]
+        yield {name: tensor.numpy() for name, tensor in saved.items()}
+
+
+def _spread(numbers: list[float], digits: int) -> str:
+    spread = f" ± {stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{mean(numbers):.{digits}f}{spread}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--figure", type=Path)
+    arguments = parser.parse_args()
+    groups: dict[tuple[str, str], list[Followed]] = defaultdict(list)
+    for run in find_runs(arguments.runs):
+        if run.finished:
+            groups[run.value("local_epochs"), rule(run)].append(Followed(run))
+    groups = dict(sorted(groups.items(), key=lambda item: int(item[0][0])))
+    print("\n".join(table(groups)))
+    if arguments.figure:
+        draw(groups, arguments.figure)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
