@@ -401,7 +401,7 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["dataset.limit=10"],  # two pictures each: fewer than clusters
+        ["dataset.limit=15", "method.local_clusters=4"],  # three pictures each: fewer than clusters
         ["server_optimizer=fedadam"],
         ["method.target=copy"],
         ["precision=bf16"],
