@@ -57,8 +57,8 @@ WHY = """
 FLOPs: the paper counts the frozen blocks once for each network, ours run once for all of them; so does alignment.
 Memory: heads, their gradients, the optimiser's state and the target network are there whatever is frozen, which is
 what the ratios of small batches show.
-Bytes: heads travel in every round, and the paper leaves them out. Of the encoder we count the patch embedding, the
-positions and the last normalisation too, and that a layer-wise client receives each block once more, as the last
+Bytes: heads travel in every round, and the paper leaves them out. Of the encoder we count the patch embedding and the
+last normalisation too, and that a layer-wise client receives each block once more, as the last
 aggregation left it, when the next one begins."""
 
 

@@ -2,7 +2,8 @@
 
     uv run python benchmarks/ray_engine.py        # 2 to 3 minutes; progress goes to standard error
 
-All three run with 10 clients on two Ray actors of one CPU each, none takes an optimiser step, and the same span is
+All three run with 10 clients on two Ray actors of one CPU each, ours on our own grid and the others on Flower's runtime
+(`flwr run`); none takes an optimiser step, and the same span is
 timed: from the making of the messages to the new global model.
 - empty: messages and replies without content, i.e. what Flower and Ray take for themselves, with our loop over replies;
 - ours: ResNet-18 with SimCLR's head (11 M weights), L-DAWA, ``local_epochs=0``;
@@ -24,18 +25,15 @@ from pathlib import Path
 
 import torch
 
-from simulation.flower_run import run
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for what the tests know about Flower's own runtime
+
+from fedssl.settings import EngineSettings, MachineSettings
+from simulation.ray_grid import run_ray
+from tests.flower import flwr_run
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = 10
 WARM_UP, ROUNDS = 2, 20
-
-
-def run_app(app: Path, words: list[str], *, rounds: int, folder: Path) -> None:
-    """Run a Flower app with the settings that all share."""
-    words = [*words, f"num_clients={CLIENTS}", f"output_dir={folder}"]
-    with redirect_stdout(sys.stderr):
-        run(app, words, num_clients=CLIENTS, rounds=rounds, client_cpus=1, client_gpus=0.0, cpus=2, output_dir=folder)
 
 
 def ours(folder: Path) -> list[float]:
@@ -43,7 +41,15 @@ def ours(folder: Path) -> list[float]:
     rounds = WARM_UP + ROUNDS
     words = [f"rounds={rounds}", "encoder=resnet18", "strategy=l_dawa", "local_epochs=0", "threads=1", "device=cpu"]
     words += ["partition=iid", "evaluation=none", "final_evaluation=none", f"checkpoint_every={rounds}"]
-    run_app(ROOT, words, rounds=rounds, folder=folder)
+    words += [f"num_clients={CLIENTS}", f"output_dir={folder}"]
+    with redirect_stdout(sys.stderr):
+        run_ray(
+            words,
+            num_clients=CLIENTS,
+            clients_at_a_time=2,
+            engine=EngineSettings(name="ray", client_cpus=1, client_gpus=None),
+            machine=MachineSettings(device="cpu", threads=1, allocator=True, compile_encoder=False),
+        )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["clients"] == CLIENTS for line in lines)
     return [line["seconds"] for line in lines][WARM_UP:]
@@ -53,8 +59,12 @@ def empty_and_usual(folder: Path) -> tuple[list[float], list[float]]:
     """Seconds of empty rounds and of rounds of the usual client."""
     rounds, pictures = WARM_UP + ROUNDS, folder / "pictures.pt"
     torch.save(torch.rand(5000, 3, 32, 32), pictures)
-    words = [f"rounds={rounds}", f"pictures={pictures}"]
-    run_app(ROOT / "benchmarks" / "usual_client", words, rounds=2 * rounds, folder=folder)
+    words = f"rounds={rounds} pictures={pictures} num_clients={CLIENTS} output_dir={folder}"
+    federation = f"num-supernodes={CLIENTS} client-resources-num-cpus=1 init-args-num-cpus=2"
+    app = ROOT / "benchmarks" / "usual_client"
+    outcome = flwr_run(app, "--run-config", f'overrides="{words}"', "--federation-config", federation)
+    print(outcome.log, file=sys.stderr)
+    assert outcome.status == "finished:completed", outcome.status
     seconds = json.loads((folder / "summary.json").read_text())["seconds"]
     return seconds["empty"][WARM_UP:], seconds["usual"][WARM_UP:]
 

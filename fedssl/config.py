@@ -231,9 +231,8 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         machine=_machine(config),
         engine=EngineSettings(
             name=config.engine.name,
-            client_cpus=config.engine.get("client_cpus") or config.threads,
-            client_gpus=config.engine.get("client_gpus", 0.0),
-            verbose=config.engine.get("verbose", False),
+            client_cpus=config.engine.get("client_cpus"),
+            client_gpus=config.engine.get("client_gpus"),
         ),
         recording=RecordingSettings(
             folder=None if config.output_dir is None else Path(config.output_dir).resolve(),

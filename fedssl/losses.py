@@ -1,8 +1,8 @@
 """Losses of two views: pure functions of projections z and predictions p, all ``(batch, dim)``.
 
-Standard forms, each written down in its docstring. The federated papers' code departs from them (L-DAWA's NT-Xent keeps
-the similarity of a picture with itself in the denominator and goes in one direction; FedU2's adds exp(0)); these
-do not. All are computed in at least float32, also inside autocast.
+Each is written down in its docstring. They have the standard forms, but for two of L-DAWA's code,
+`nt_xent_one_sided` and `barlow_twins_unbiased`, which methods take if asked. All are computed in at least float32, also
+inside autocast.
 """
 
 import torch
@@ -33,6 +33,28 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     similarity = _product(z / temperature, z.T).fill_diagonal_(-torch.inf)  # k != i
     other_view = torch.arange(2 * batch, device=z.device).roll(batch)
     return F.cross_entropy(similarity, other_view)  # Eq. 1
+
+
+def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
+    """NT-Xent as the code of L-DAWA (arXiv 2307.07393) has it: one direction, a picture among its own negatives.
+
+    With s the cosine divided by the temperature, i one of the ``batch`` vectors of view 1 and j its other view, the
+    mean over i of ``-log( exp(s_ij) / sum_k exp(s_ik) )``, k over all ``2 * batch`` vectors, i among them.
+
+    Parameters
+    ----------
+    z1, z2, temperature
+        As in `nt_xent`.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= log 2, which it comes near to where both views are alike and all other pictures far away.
+    """
+    z1, z2 = F.normalize(at_least_float32(z1), dim=1), F.normalize(at_least_float32(z2), dim=1)
+    similarity = _product(z1 / temperature, torch.cat((z1, z2)).T)
+    batch = z1.shape[0]
+    return F.cross_entropy(similarity, torch.arange(batch, 2 * batch, device=z1.device))
 
 
 def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
@@ -144,16 +166,45 @@ def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     Tensor
         Scalar >= 0.
     """
-    correlation = _product(_standardised(z1).T, _standardised(z2)) / z1.shape[0]  # Eq. 2
+    return _redundancy_reduction(_standardised(z1), _standardised(z2), lambd)
+
+
+def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
+    """Barlow Twins as the code of L-DAWA (arXiv 2307.07393) has it: the standard deviation has the divisor batch - 1.
+
+    The correlation is divided by ``batch`` nevertheless, so that its diagonal reaches ``(batch - 1) / batch`` at most.
+    Nothing is added to the variance; a feature that is constant counts as uncorrelated here, there it gives NaN.
+
+    Parameters
+    ----------
+    z1, z2, lambd
+        As in `barlow_twins`; two pictures or more.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= ``dim / batch^2``.
+    """
+    return _redundancy_reduction(_unbiased(z1), _unbiased(z2), lambd)
+
+
+def at_least_float32(z: Tensor) -> Tensor:
+    """``z`` in float32, or as it is if it is more precise."""
+    return z.to(torch.promote_types(z.dtype, torch.float32))
+
+
+def _redundancy_reduction(z1: Tensor, z2: Tensor, lambd: float) -> Tensor:
+    correlation = _product(z1.T, z2) / z1.shape[0]  # Eq. 2
     diagonal = correlation.diagonal()
     invariance = (1 - diagonal).square().sum()
     redundancy = correlation.square().sum() - diagonal.square().sum()
     return invariance + lambd * redundancy  # Eq. 1
 
 
-def at_least_float32(z: Tensor) -> Tensor:
-    """``z`` in float32, or as it is if it is more precise."""
-    return z.to(torch.promote_types(z.dtype, torch.float32))
+def _unbiased(z: Tensor) -> Tensor:
+    z = at_least_float32(z)
+    variance, mean = torch.var_mean(z, dim=0)
+    return (z - mean) * torch.rsqrt(variance.clamp(min=torch.finfo(z.dtype).tiny))
 
 
 def _standardised(z: Tensor) -> Tensor:

@@ -276,9 +276,8 @@ class EngineSettings:
     """How the clients are run, see ``conf/engine``."""
 
     name: str
-    client_cpus: int
-    client_gpus: float
-    verbose: bool
+    client_cpus: int | None
+    client_gpus: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

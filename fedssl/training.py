@@ -60,9 +60,10 @@ class LocalTraining:
             A part refuses its settings, or the regulariser needs a part that the method does not have.
         """
         regularizer: Regularizer = settings.regularizer.make()
-        if regularizer.on not in (None, *(name for name, _ in method.named_children())):
+        part = regularizer.part_of(method)
+        if part not in (None, *(name for name, _ in method.named_children())):
             raise InputError(
-                f"{type(regularizer).__name__} works on the {regularizer.on}, which {type(method).__name__} does not "
+                f"{type(regularizer).__name__} works on the {part}, which {type(method).__name__} does not "
                 "have; set another regularizer or method"
             )
         optimizer = settings.optimizer.make([method.tensors[name] for name in method.trainable])
@@ -148,7 +149,7 @@ def train(
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
                 if method.frozen:
                     inputs = method.encoder.prefix(inputs, generator)
-                with outputs_of(method, regularizer.on) as outputs:
+                with outputs_of(method, regularizer.part_of(method)) as outputs:
                     loss = method.loss(*inputs, *known)
                 z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
                 loss = regularizer.add_to(loss, Step(method, inputs[0], inputs[1], z1, z2, generator))

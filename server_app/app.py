@@ -24,15 +24,19 @@ from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
-from fedssl.words import quote
+from fedssl.words import parse, quote
 from server_app.evaluator import Judged
 from server_app.federation import Federation
+from server_app.nodes import federation_size
 from server_app.prepare import Prepared, prepare
 from server_app.recorder import Recorder, logging_to
 from server_app.round import run_round
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
+
+SAYS_HOW_MANY = {"num_clients", "experiment", "resume"}
+"""Words without which the number of clients is that of the federation."""
 
 app = ServerApp()
 
@@ -42,6 +46,12 @@ def main(grid: Grid, context: Context) -> None:
     """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
     words = shlex.split(str(context.run_config["overrides"]))
     settings = load_run(words)
+    if not SAYS_HOW_MANY & {word.key_or_group for word in parse(words)}:
+        size = federation_size(grid, timeout=settings.client_timeout)
+        if size != settings.num_clients:
+            words = [f"num_clients={size}", *words]
+            settings = load_run(words)
+            log.warning("num_clients=%d, as many as the federation has nodes", size)
     if settings.recording.folder is None:
         settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
     recorder = Recorder(settings.recording, rounds=settings.rounds)

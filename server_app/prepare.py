@@ -85,7 +85,7 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
     evaluator.check(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method)
     method.encoder.check_pictures((data.channels, data.size, data.size))
-    nodes = find_nodes(grid, settings.num_clients)
+    nodes = find_nodes(grid, settings.num_clients, timeout=settings.client_timeout)
     pictures = federated_pictures(settings, method)
     if pictures.labels is None:
         settings = partition_without_labels(settings)

@@ -27,11 +27,9 @@ from fedssl.composition import check_names
 from fedssl.config import compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
-from fedssl.plugins import SEARCH, from_arguments, search_folders
+from fedssl.plugins import SEARCH, from_arguments
 from fedssl.report.runs import read_summary
 from fedssl.words import CONF, quote
-
-APP_DIR = CONF.parent
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
 JOBS: list[Path] = []
@@ -94,26 +92,16 @@ def run(words: Sequence[str]) -> None:
         path = one.reader.values.get("path")
         if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
             overrides.append(f"{key}.path={quote(path)}")
-    engine = settings.engine
-    if engine.name == "ray":
-        from simulation.flower_run import run as run_flower
+    if settings.engine.name == "ray":
+        from simulation.ray_grid import run_ray
 
-        try:
-            run_flower(
-                APP_DIR,
-                overrides,
-                num_clients=settings.num_clients,
-                rounds=settings.rounds,
-                client_cpus=engine.client_cpus,
-                client_gpus=engine.client_gpus,
-                output_dir=folder,
-                allocator=settings.machine.allocator,
-                verbose=engine.verbose,
-                import_from=Path.cwd() if search_folders(overrides) else None,
-            )
-        except KeyboardInterrupt:
-            _note(folder, words, status="interrupted", reason="stopped by the user")
-            raise
+        run_ray(
+            overrides,
+            num_clients=settings.num_clients,
+            clients_at_a_time=settings.clients_per_round,
+            engine=settings.engine,
+            machine=settings.machine,
+        )
     else:
         from simulation.local_grid import run_local
 

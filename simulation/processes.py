@@ -1,6 +1,6 @@
 """A private place for foreign processes: whatever is started in it ends with it, and nothing of it stays on disk.
 
-Flower's SuperLink and Ray start daemons that start daemons, in sessions of their own, so neither a process group nor
+Ray and Flower's SuperLink start daemons that start daemons, in sessions of their own, so neither a process group nor
 the tree of parents finds them all. What they inherit is the working directory and the environment: every process whose
 working directory or ``FLWR_HOME`` lies in the private directory belongs to the place. Both are needed: a process may go
 elsewhere, and Ray's workers overwrite their environment with a title.
@@ -94,15 +94,19 @@ def private_place() -> Iterator[Place]:
             process.wait()
 
 
-def belonging(place: Path) -> set[int]:
-    """Return the ids of all processes that belong to the place at this path, whoever their parents are."""
+def belonging(place: Path, *, spared_group: int | None = None) -> set[int]:
+    """Return the ids of all processes that belong to the place at this path, whoever their parents are.
+
+    ``spared_group``: process group of the owner, whose members belong to the place only if they themselves say so.
+    """
     if sys.platform == "linux":
         return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_in(entry, place)}
     # macOS tells no working directories; a process that has lost its environment still has its process group.
     listing = subprocess.run(["ps", "-axwwE", "-o", "pid=,pgid=,command="], capture_output=True, errors="replace")
     rows = [line.split() for line in listing.stdout.splitlines()]
-    groups = {row[1] for row in rows if f"FLWR_HOME={place / 'home'}" in row}
-    return {int(row[0]) for row in rows if row[1] in groups}
+    marked = {row[0]: row[1] for row in rows if f"FLWR_HOME={place / 'home'}" in row}
+    groups = set(marked.values()) - {str(spared_group)}
+    return {int(row[0]) for row in rows if row[0] in marked or row[1] in groups}
 
 
 def _is_in(entry: Path, place: Path) -> bool:
@@ -114,11 +118,11 @@ def _is_in(entry: Path, place: Path) -> bool:
         return False
 
 
-def end(place: Path) -> None:
+def end(place: Path, *, spared_group: int) -> None:
     """End the processes of a place: SIGTERM, and SIGKILL for those that are still there after ``GRACE`` seconds."""
     start = time.monotonic()
     asked: set[int] = set()
-    while (pids := belonging(place)) and (waited := time.monotonic() - start) < PATIENCE:
+    while (pids := belonging(place, spared_group=spared_group)) and (waited := time.monotonic() - start) < PATIENCE:
         for pid in pids if waited > GRACE else pids - asked:
             try:
                 os.kill(pid, signal.SIGKILL if waited > GRACE else signal.SIGTERM)
@@ -130,8 +134,9 @@ def end(place: Path) -> None:
 
 def watch(path: Path) -> None:
     """Wait, as the guard, until the standard input ends; end the processes of the place and remove it."""
+    owner = os.getpgid(os.getppid())
     sys.stdin.buffer.read()
-    end(path)
+    end(path, spared_group=owner)
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,52 +1,63 @@
 """How far training moved an encoder: d of FedU's DAPU (Zhuang et al., ICCV 2021, Eq. 3) and of FedEMA.
 
 Eq. 3 has the sum of squares over all weights (``squared_l2``); the authors' code, from which the numbers of the paper
-come, the mean over the convolution kernels of the root of that sum (``mean_conv_l2``).
+come, the mean over the convolution kernels of the root of that sum (``mean_conv_l2``). The authors have ResNets only.
+Where no convolution kernel is trained, which is so in vision transformers, ``mean_conv_l2`` is here the same mean over
+all weights of the encoder that are trained. Either way only what is trained at present counts, stage by stage.
 """
 
 import math
 
 import numpy as np
+from torch import nn
 
 from fedssl.errors import InputError
-from fedssl.layers import Layers, is_weight, products
+from fedssl.layers import Layers, products
 from fedssl.methods.base import SSLMethod
 
 DISTANCES = ("mean_conv_l2", "squared_l2")
 
 
-def compared(layers: Layers, *, distance: str) -> list[str]:
-    """Names of the encoder's weights that the distance is made of.
+def compared(method: SSLMethod, *, distance: str) -> list[str]:
+    """Names of the weights that the distance is made of, in the stage that the method is in.
 
-    "squared_l2": all. "mean_conv_l2": kernels of convolutions, i.e. arrays ``(out, in, height, width)``, without those
-    of shortcuts ("downsample"); 17 in a ResNet-18.
+    "squared_l2": all weights of the encoder that are trained. "mean_conv_l2": of these the kernels of convolutions, or
+    all, if no kernel is among them. Kernels of shortcuts ("downsample") do not count, as in the authors' code (17
+    kernels in a ResNet-18), nor does a patch embedding, which is a convolution in torch only.
 
     Raises
     ------
     InputError
-        The encoder has no such kernel.
+        Nothing of the encoder is trained.
     """
-    weights = [name for name, array in layers.items() if name.startswith("encoder.") and is_weight(name, array)]
+    parameters = method.encoder.named_parameters(prefix="encoder")
+    trained = [name for name, parameter in parameters if parameter.requires_grad]
+    if not trained:
+        raise InputError(
+            f"strategy.distance={distance} measures how far training moves the encoder, of which nothing is trained; "
+            "set another strategy, or strategy.predictor=global if it is fedu"
+        )
     if distance == "squared_l2":
-        return weights
-    kernels = [name for name in weights if layers[name].ndim == 4 and "downsample" not in name]
-    if not kernels:
-        raise InputError(f"strategy.distance={distance} but the encoder has no convolution; set it to squared_l2")
-    return kernels
+        return trained
+    kernels = {
+        f"encoder.{name}.weight"
+        for name, module in method.encoder.named_modules()
+        if isinstance(module, nn.Conv2d) and "downsample" not in name and name != method.encoder.patch_embedding
+    }
+    return [name for name in trained if name in kernels] or trained
 
 
 def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
-    """Distance of a trained encoder from an earlier one, e.g. the global one that the client had received.
+    """Distance of trained weights from earlier ones, e.g. the global ones that the client had received.
 
     Parameters
     ----------
     trained : Layers
-        Has at least the layers that `compared` names.
+        The weights that `compared` names; at least one.
     start : Layers
-        The earlier layers; those that `compared` does not name do not count.
+        The earlier ones; layers that are not in ``trained`` do not count.
     distance : {"mean_conv_l2", "squared_l2"}
-        mean_l ||w_l - g_l|| over the convolution kernels, or sum_l ||w_l - g_l||^2 over all weights (Eq. 3), g_l at
-        the start.
+        mean_l ||w_l - g_l||, or sum_l ||w_l - g_l||^2 (Eq. 3), g_l at the start.
 
     Returns
     -------
@@ -55,8 +66,8 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
     """
     squares = []
     with np.errstate(over="ignore", invalid="ignore"):
-        for name in compared(start, distance=distance):
-            difference = np.asarray(trained[name] - start[name])
+        for name, weight in trained.items():
+            difference = np.asarray(weight - start[name])
             squares.append(products([difference], difference)[0][1])
     if distance == "squared_l2":
         return sum(squares)  # Eq. 3
@@ -64,7 +75,7 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
 
 
 def moved(method: SSLMethod, start: Layers, *, distance: str) -> float:
-    """`divergence` of what is trained of a method's encoder, as it is now, from ``start``."""
-    names = [name for name in compared(start, distance=distance) if method.tensors[name].requires_grad]
+    """`divergence` of a method's encoder, as it is now, from ``start``."""
+    names = compared(method, distance=distance)
     trained = {name: method.tensors[name].detach().cpu().numpy() for name in names}
-    return divergence(trained, {name: start[name] for name in names}, distance=distance) if names else 0.0
+    return divergence(trained, start, distance=distance)

@@ -3,17 +3,20 @@
 The server averages models by examples. A client measures how far its encoder moves in training, d. At its next
 participation it begins with mu w_k + (1 - mu) w, a mixture of its own weights w_k and the global ones w of online
 encoder, projector and predictor, where mu = min(lambda d, 1). The client sets lambda = tau / d by its first d, so that
-mu is tau at its second participation, and never changes it. Its target networks stay its own, and in its first
-participation it takes everything from the global model.
+mu is tau at its second participation, and never changes it. Its target networks stay its own (those that travel,
+``method.target=average``, are mixed like the others), and in its first participation it takes everything from the
+global model.
 
 As in the authors' code:
 
-- d is the mean distance of the convolution kernels after training from those before it; the paper compares the
-  client's trained weights with the global ones that it receives next;
+- d is the mean distance of the convolution kernels after training from those before it (without convolutions: of all
+  that is trained of the encoder, see `strategies.distance`); the paper compares the client's trained weights with the
+  global ones that it receives next;
 - running statistics of encoder and projector come from the global model, those of the predictor from the side with the
   larger share. Counters go with them and are never mixed.
 
 Here lambda stays open as long as d = 0 (no local epochs), which means mu = 0, where the authors' code divides by zero.
+Stages that are frozen at present are neither kept nor mixed: they are the server's, which may have calibrated them.
 Parts that a method does not have, such as SimCLR's predictor and target, are left out.
 """
 
@@ -26,8 +29,8 @@ from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, travelling_layers
-from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers
+from fedssl.model_layers import copies, kept_names, start_from
+from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers, sent_names
 from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean
 from strategies.weighted_sum import one_of
@@ -71,7 +74,7 @@ class MixingClient(ClientHalf):
         Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
         global ones.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.distance.divergence`.
+        d, see `strategies.distance`.
 
     Raises
     ------
@@ -86,7 +89,7 @@ class MixingClient(ClientHalf):
         self.distance = one_of("strategy.distance", distance, DISTANCES)
 
     def check(self, circumstances: Circumstances) -> None:
-        compared(travelling_layers(circumstances.method), distance=self.distance)
+        compared(circumstances.method, distance=self.distance)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, stays=", ".join([f"own weights of {usual.down}", *method.kept, "distance and lambda"]))
@@ -95,7 +98,9 @@ class MixingClient(ClientHalf):
         layers = plan.layers
         if state is not None:
             mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
-            layers = blend(plan.layers, as_layers(state, method), mu=mu)
+            mine = {*sent_names(method, plan), *kept_names(method)}  # not the stages frozen since
+            own = {name: array for name, array in as_layers(state, method).items() if name in mine}
+            layers = blend(plan.layers, own, mu=mu)
         return start_from(method, layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
@@ -107,7 +112,8 @@ class MixingClient(ClientHalf):
             new[LAMBDA] = state[LAMBDA]
         elif distance > 0:
             new[LAMBDA] = torch.tensor(self.tau / distance, dtype=torch.float64)
-        mixed = [name for name, array in plan.layers.items() if is_weight(name, array) or name.startswith("predictor.")]
+        layers = {name: plan.layers[name] for name in sent_names(method, plan)}
+        mixed = [name for name, array in layers.items() if is_weight(name, array) or name.startswith("predictor.")]
         return new | copies(method, [*mixed, *kept_names(method)])
 
 

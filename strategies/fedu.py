@@ -29,7 +29,7 @@ from fedssl.errors import InputError
 from fedssl.layers import Layers
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_layers, travelling_names
+from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
 from strategies.base import (
     Circumstances,
     ClientHalf,
@@ -61,7 +61,7 @@ class PartialUpdate:
     predictor : {"dapu", "global", "local"}
         "global": the received one. "local": as this client left it. "dapu": global if d < ``predictor_threshold``.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.distance.divergence`.
+        d, see `strategies.distance`.
     predictor_threshold : float
         mu of Eq. 3, in the unit of d; 0: always local.
     """
@@ -103,7 +103,12 @@ class FedUClient(ClientHalf):
                 f"strategy.aggregate={options.aggregate} strategy.update={options.update} needs a method with target "
                 f"networks and {kind} has none; set both to online, or method=byol"
             )
-        if method.fresh_target and options.update != "both":
+        if method.target == "average":
+            raise InputError(
+                "method.target=average lets target networks travel beside the online ones, against strategy.aggregate "
+                "and strategy.update, which choose one of the two; set method.target=keep, or strategy=fedavg"
+            )
+        if method.target == "copy" and options.update != "both":
             raise InputError(
                 f"method.target=copy makes the target anew every round, against strategy.update={options.update}; "
                 "set method.target=keep or strategy.update=both"
@@ -114,12 +119,12 @@ class FedUClient(ClientHalf):
                 "neither; set strategy.predictor=global"
             )
         if options.predictor == "dapu":
-            compared(travelling_layers(method), distance=options.distance)
+            compared(method, distance=options.distance)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         options, sources = self.options, self._sources(method, travelling_names(method))
         up = {name.partition(".")[0]: source.partition(".")[0] for name, source in sources.items()}
-        stays = _parts(self._own(method, local_head=options.predictor != "global"))
+        stays = _parts(self._own(method, travelling_names(method), local_head=options.predictor != "global"))
         if options.predictor == "dapu":
             stays = [f"{part} (if DAPU says so)" if part == _head(method) else part for part in stays]
             stays += ["DAPU's distance and decision"]
@@ -134,13 +139,14 @@ class FedUClient(ClientHalf):
         if state is not None:
             if self.options.update != "online":
                 layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
-            layers |= as_layers(state, method)
+            mine = self._own(method, sent_names(method, plan), local_head=True)  # not the stages frozen since
+            layers |= {name: array for name, array in as_layers(state, method).items() if name in mine}
         return start_from(method, layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         options = self.options
         if options.predictor != "dapu":
-            return copies(method, self._own(method, local_head=options.predictor == "local"))
+            return copies(method, self._own(method, sent_names(method, plan), local_head=options.predictor == "local"))
         distance = moved(method, plan.layers, distance=options.distance)
         if not math.isfinite(distance):
             return {}  # training failed: the client goes on from what it kept before
@@ -149,22 +155,18 @@ class FedUClient(ClientHalf):
             TAKE_GLOBAL: torch.tensor(take_global),
             DISTANCE: torch.tensor(distance, dtype=torch.float64),
         }
-        return decision | copies(method, self._own(method, local_head=not take_global))
+        return decision | copies(method, self._own(method, sent_names(method, plan), local_head=not take_global))
 
     def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         sources = self._sources(method, sent_names(method, plan))
         taken = take_layers(method, sources.values())
         return {name: taken[source] for name, source in sources.items()}
 
-    def _own(self, method: SSLMethod, *, local_head: bool) -> list[str]:
-        """Names of the layers that nothing received will overwrite at the next participation."""
+    def _own(self, method: SSLMethod, trained: Sequence[str], *, local_head: bool) -> list[str]:
+        """Names of the layers, of those ``trained`` and kept, that nothing received will overwrite at the next turn."""
         update, head, targets = self.options.update, _head(method), set(_targets(method).values())
         kept = [name for name in kept_names(method) if update == "online" or name not in targets]
-        online = [
-            name
-            for name in travelling_names(method)
-            if (local_head if name.startswith(f"{head}.") else update == "target")
-        ]
+        online = [name for name in trained if (local_head if name.startswith(f"{head}.") else update == "target")]
         return online + kept
 
     def _sources(self, method: SSLMethod, names: Sequence[str]) -> dict[str, str]:

@@ -38,6 +38,7 @@ def l_dawa(
     *,
     weighting: str = "uniform",
     buffers: str = "average",
+    normalize: bool = False,
 ) -> Layers:
     """Weighted mean of delta_k^(l) w_k^(l) for every layer l, delta_k^(l) its cosine with the global layer.
 
@@ -52,6 +53,10 @@ def l_dawa(
         loss (Eq. 6).
     buffers : {"average", "scale"}
         Running statistics: mean with the same beta_k, or scaled by their own cosine as in the authors' code.
+    normalize : bool
+        False: divided by sum_k beta_k, as in the paper, so that a layer shrinks by the mean cosine in every round.
+        True: divided by sum_k beta_k |delta_k^(l)|, so that the cosines only weigh the clients against each other. A
+        layer whose cosines are all exactly 0 becomes 0 either way.
 
     Returns
     -------
@@ -64,7 +69,7 @@ def l_dawa(
         No updates, an unknown option, a layer that does not fit or has values that are not finite, or a metric missing
         that the weighting needs.
     """
-    rule = WeightedSum(weighting=weighting, scale="layer", buffers=buffers)
+    rule = WeightedSum(weighting=weighting, scale="layer", buffers=buffers, normalize=normalize)
     return weighted_sum(global_layers, updates, rule=rule)  # Eqs. 4-6
 
 
@@ -150,7 +155,7 @@ class LDAWA(FedSSLStrategy):
 
     Parameters
     ----------
-    weighting, buffers : str
+    weighting, buffers, normalize
         As in `l_dawa`. With ``weighting="uniform"`` clients report nothing but their layers.
     warmup_rounds : int
         First rounds that are FedAvg weighted by examples; 0: none (the paper), 3: the authors' code.
@@ -159,6 +164,11 @@ class LDAWA(FedSSLStrategy):
         cosines in the log are those of the scaled layers, i.e. absolute values.
     client : ClientHalf, optional
         None: that of federated averaging.
+
+    Raises
+    ------
+    InputError
+        An unknown option, or ``normalize`` with ``scale_at="client"``: the server then has no cosines to divide by.
     """
 
     def __init__(
@@ -167,13 +177,19 @@ class LDAWA(FedSSLStrategy):
         weighting: str = "uniform",
         buffers: str = "average",
         warmup_rounds: int = 0,
+        normalize: bool = False,
         scale_at: str = "server",
         client: ClientHalf | None = None,
     ) -> None:
         one_of("strategy.scale_at", scale_at, ("server", "client"))
         one_of("strategy.buffers", buffers, BUFFERS)
+        if normalize and scale_at == "client":
+            raise InputError(
+                "strategy.normalize=true needs the cosines on the server, which strategy.scale_at=client keeps from it;"
+                " set one of them back"
+            )
         scale = "layer" if scale_at == "server" else "none"
-        rule = partial(WeightedSum, weighting=weighting, scale=scale, buffers=buffers)
+        rule = partial(WeightedSum, weighting=weighting, scale=scale, buffers=buffers, normalize=normalize)
         client = client or ClientHalf()
         if scale_at == "client":
             client = ScaledClient(client, buffers=buffers, warmup_rounds=warmup_rounds)

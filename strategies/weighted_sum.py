@@ -2,8 +2,9 @@
 
 All of them compute ``sum_k beta_k s_k w_k / sum_k beta_k`` for every layer. The weights beta are 1, the numbers of
 examples (Eq. 1 of L-DAWA, Rehman et al., ICCV 2023) or exp(-loss) (its Eq. 6); the scale s is 1 (FedAvg), the cosine of
-the client's layer (Eqs. 4-6) or that of its whole model (Eqs. 2-3) with the global one. Updates are folded in one by
-one, so a round needs the memory of one model beside the global one, whatever the number of clients.
+the client's layer (Eqs. 4-6) or that of its whole model (Eqs. 2-3) with the global one. With ``normalize`` the divisor
+is ``sum_k beta_k |s_k|``: scales then weigh the clients against each other and no layer shrinks. Updates are folded in
+one by one, so a round needs the memory of one model beside the global one, whatever the number of clients.
 
 Kinds of layers: running statistics are averaged with s = 1 (``buffers="average"``), or scaled like weights as in the
 authors' code (``buffers="scale"``); counters are averaged with s = 1 and rounded to the nearest integer.
@@ -62,6 +63,8 @@ class WeightedSum:
         s: 1, the cosine of each layer, or one cosine over all weights.
     buffers : {"average", "scale"}
         Whether running statistics are averaged or scaled as weights are.
+    normalize : bool
+        Whether the sum is divided by that of beta |s| instead of that of beta.
 
     Raises
     ------
@@ -69,10 +72,13 @@ class WeightedSum:
         An option is none of these.
     """
 
-    def __init__(self, *, weighting: str = "uniform", scale: str = "none", buffers: str = "average") -> None:
+    def __init__(
+        self, *, weighting: str = "uniform", scale: str = "none", buffers: str = "average", normalize: bool = False
+    ) -> None:
         self.weighting = one_of("strategy.weighting", weighting, tuple(NEEDS))
         self.scale = one_of("scale", scale, SCALES)
         self.buffers = one_of("strategy.buffers", buffers, BUFFERS)
+        self.normalize = normalize
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -84,6 +90,7 @@ class WeightedSum:
         self._global = global_layers
         self._sums = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in global_layers.layers.items()}
         self._total = 0.0
+        self._scaled_totals = dict.fromkeys(global_layers.layers, 0.0)
         self._empty = True
         self._least_loss = math.inf
 
@@ -130,7 +137,8 @@ class WeightedSum:
 
         def divide(name: str) -> None:
             total, dtype = self._sums[name], self._global.layers[name].dtype
-            np.divide(total, total.dtype.type(self._total), out=total)
+            divisor = self._scaled_totals[name] or self._total if self.normalize else self._total
+            np.divide(total, total.dtype.type(divisor), out=total)
             if dtype.kind != "f":
                 np.rint(total, out=total)
             result[name] = total.astype(dtype, copy=False)
@@ -164,6 +172,8 @@ class WeightedSum:
         total = self._sums[name].reshape(-1)
         clients = [term.layers[name].reshape(-1) for term in terms]
         coefficients = self._coefficients(name, terms)
+        for term, coefficient in zip(terms, coefficients, strict=True):
+            self._scaled_totals[name] = term.keep * self._scaled_totals[name] + abs(coefficient)
         for start in range(0, len(total), TILE):
             tile = slice(start, start + TILE)
             sums = torch.from_numpy(total[tile])

@@ -61,6 +61,8 @@ class Encoder(nn.Module):
         Channels of the pictures that it takes; None: not known before the stem runs.
     only_size : int or None
         Height and width in pixels of the pictures that it takes; None: any.
+    patch_embedding : str or None
+        Name of the submodule that makes a token of every patch of a picture; None: there is none.
     stage_names : tuple of str
         The stages' names among the submodules.
     span : Span
@@ -75,6 +77,7 @@ class Encoder(nn.Module):
     feature_dim: int
     channels: int | None = None
     only_size: int | None = None
+    patch_embedding: str | None = None
     stage_names: tuple[str, ...] = ()
     span: Span
     bridges: nn.ModuleDict

@@ -102,6 +102,7 @@ def vit_tiny(
     width: int = 192,
     heads: int = 3,
     pool: str = "token",
+    positions: str = "learned",
 ) -> Encoder:
     """VisionTransformer of torchvision in the "tiny" size of DeiT (arXiv 2012.12877).
 
@@ -116,17 +117,31 @@ def vit_tiny(
         times as wide as a token.
     pool : {"token", "mean"}
         h is the class token, or the mean over the patches of a transformer without class token.
+    positions : {"sincos", "learned"}
+        What is added to the tokens: the fixed numbers of `fedssl.encoders.torchvision.sincos_positions`, or weights as
+        in torchvision, which are what an encoder file of an earlier version has.
 
     Raises
     ------
     InputError
-        If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``, or
-        ``pool`` is another word.
+        If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``,
+        ``pool`` or ``positions`` is another word, or ``width`` is no multiple of 4, which "sincos" needs.
     """
     _check_transformer(channels, size, patch=patch, depth=depth, width=width, heads=heads, pool=pool)
+    if positions not in ("sincos", "learned"):
+        raise InputError(
+            f"encoder.positions={positions} is unknown; set encoder.positions=sincos or encoder.positions=learned"
+        )
+    if positions == "sincos" and width % 4:
+        raise InputError(
+            f"encoder.positions=sincos makes four equal parts of a token but encoder.width={width}; set encoder.width "
+            "to a multiple of 4, or encoder.positions=learned"
+        )
     from fedssl.encoders.torchvision import ViTEncoder  # here: takes a second, and conv_small does without
 
-    encoder = ViTEncoder(size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool)
+    encoder = ViTEncoder(
+        size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool, fixed_positions=positions == "sincos"
+    )
     if channels != 3:
         projection = nn.Conv2d(channels, width, patch, patch)
         nn.init.trunc_normal_(projection.weight, std=math.sqrt(1 / (channels * patch * patch)))

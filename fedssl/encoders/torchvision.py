@@ -50,6 +50,19 @@ class ResNetEncoder(Encoder, ResNet):
         return torch.flatten(self.avgpool(x), 1)
 
 
+def sincos_positions(side: int, width: int) -> Tensor:
+    """Fixed positions of MoCo v3 (arXiv 2104.02057) for ``side x side`` patches, row by row: ``(side^2, width)``.
+
+    A patch in row r and column c has sin(r w_i), cos(r w_i), sin(c w_i) and cos(c w_i) one after the other, each for
+    i = 0 to n - 1 with n = width / 4, where w_i = 10000^(-i / n).
+    """
+    place = torch.arange(side, dtype=torch.float64)
+    frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angle = torch.outer(place, frequency)
+    half = torch.cat((angle.sin(), angle.cos()), dim=1)
+    return torch.cat((half.repeat_interleave(side, dim=0), half.repeat(side, 1)), dim=1).float()
+
+
 class ViTEncoder(Encoder, VisionTransformer):
     """VisionTransformer of torchvision; its blocks are the stages, the last layer normalisation is the tail.
 
@@ -59,6 +72,9 @@ class ViTEncoder(Encoder, VisionTransformer):
         Height of a picture and of a patch in pixels, blocks, attention heads, length of a token.
     pool : {"token", "mean"}
         h is the class token, or the mean over patches, in which case there is no class token.
+    fixed_positions : bool
+        Whether positions are `sincos_positions` (and 0 for the class token), which are not trained, do not travel and
+        are not in the ``state_dict``. False: they are weights.
     """
 
     conv_proj: nn.Conv2d
@@ -66,9 +82,12 @@ class ViTEncoder(Encoder, VisionTransformer):
     class_token: nn.Parameter
     encoder: Any
     heads: nn.Module
+    patch_embedding = "conv_proj"
     even = True
 
-    def __init__(self, *, size: int, patch: int, depth: int, heads: int, width: int, pool: str) -> None:
+    def __init__(
+        self, *, size: int, patch: int, depth: int, heads: int, width: int, pool: str, fixed_positions: bool
+    ) -> None:
         super().__init__(
             image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
         )
@@ -79,6 +98,12 @@ class ViTEncoder(Encoder, VisionTransformer):
         if pool == "mean":
             del self.class_token
             self.encoder.pos_embedding = nn.Parameter(self.encoder.pos_embedding.detach()[:, 1:].clone())
+        if fixed_positions:
+            patches = sincos_positions(size // patch, width)
+            positions = torch.zeros_like(self.encoder.pos_embedding)
+            positions[0, -len(patches) :] = patches
+            del self.encoder.pos_embedding
+            self.encoder.register_buffer("pos_embedding", positions.detach(), persistent=False)
         self.divide(
             stages=tuple(f"encoder.layers.{name}" for name, _ in self.encoder.layers.named_children()),
             widths=(width,) * depth,

@@ -1,7 +1,7 @@
 """Barlow Twins (Zbontar et al., arXiv 2103.03230): the features of two views correlate one to one and not otherwise.
 
-L-DAWA trains with it, with one linear layer as head, a redundancy weight of 0.005 and a standard deviation with divisor
-n - 1, by which the diagonal of its correlation cannot exceed (n - 1) / n.
+L-DAWA trains with it. Its code has one linear layer as head, a redundancy weight of 0.005 and a standard deviation with
+divisor n - 1, by which the diagonal of the correlation cannot exceed (n - 1) / n. Here all three are settings.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.losses import barlow_twins
+from fedssl.losses import barlow_twins, barlow_twins_unbiased
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
+
+LOSSES = {"standard": barlow_twins, "l_dawa": barlow_twins_unbiased}
 
 
 class BarlowTwins(SSLMethod):
@@ -28,23 +30,30 @@ class BarlowTwins(SSLMethod):
         Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=512)``.
     lambd : float
         Weight of the redundancy term; 0 turns it off.
+    loss : {"standard", "l_dawa"}
+        `fedssl.losses.barlow_twins`, or `fedssl.losses.barlow_twins_unbiased`.
 
     Raises
     ------
     InputError
-        If ``lambd`` is negative.
+        If ``lambd`` is negative or ``loss`` is another word.
     """
 
     smallest_batch = 3
 
-    def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float) -> None:
+    def __init__(
+        self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float, loss: str = "standard"
+    ) -> None:
         if lambd < 0:
             raise InputError(f"method.lambd={lambd} must not be negative; Barlow Twins uses 0.0051")
+        if loss not in LOSSES:
+            raise InputError(f"method.loss={loss} is unknown; set method.loss to one of {', '.join(LOSSES)}")
         super().__init__()
+        self._loss = LOSSES[loss]
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
         self.lambd = lambd
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
         z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
-        return barlow_twins(z1, z2, lambd=self.lambd)
+        return self._loss(z1, z2, lambd=self.lambd)

@@ -33,8 +33,9 @@ class SSLMethod(nn.Module):
         Stages of the encoder that are not trained at present, see `fedssl.schedule.stages`.
     idle : frozenset of str
         Layers that are out of use at present.
-    fresh_target : bool
-        Whether a target network is made anew from the online one in every round, whatever the client kept.
+    target : {"keep", "copy", "average"} or None
+        What target networks are at the start of a round, see `fedssl.methods.momentum.FollowedMethod`; None: there are
+        none.
     smallest_batch : int
         Fewest pictures that a step can learn anything from. 2 where nothing else is said: a picture alone has no other
         to be told apart from, and its batch normalisation is 0 whatever the picture.
@@ -48,7 +49,7 @@ class SSLMethod(nn.Module):
     shared: tuple[str, ...] = ()
     frozen: int = 0
     idle: frozenset[str] = frozenset()
-    fresh_target: bool = False
+    target: str | None = None
     smallest_batch: int = 2
     uses_labels: bool = False
 

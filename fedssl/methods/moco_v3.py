@@ -1,7 +1,7 @@
 """MoCo v3 (Chen et al., arXiv 2104.02057): tell, from one view, which picture of the batch the other view is of.
 
-LW-FedSSL trains with it. The loss has the factor 2 temperature of the authors' code, which LW-FedSSL's Eq. 2 leaves
-out; it makes losses of different temperatures comparable and matters where another loss is added.
+LW-FedSSL trains with it. The code of MoCo v3 multiplies the loss by 2 temperature, which makes losses of different
+temperatures comparable; Eq. 2 of LW-FedSSL does not. This matters where another loss is added: ``loss_scale``.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,8 @@ class MoCoV3(MomentumMethod):
     ----------
     temperature : float
         Of the loss; positive.
+    loss_scale : float or None
+        Factor of the loss; positive. None: 2 ``temperature``.
     train_patches : bool
         Whether the patch embedding of a vision transformer is trained; MoCo v3 leaves it at its random start for
         stability. Means nothing for other encoders.
@@ -29,7 +31,7 @@ class MoCoV3(MomentumMethod):
     Raises
     ------
     InputError
-        If ``temperature`` is not positive; see also `MomentumMethod`.
+        If ``temperature`` or ``loss_scale`` is not positive; see also `MomentumMethod`.
     """
 
     def __init__(
@@ -41,18 +43,23 @@ class MoCoV3(MomentumMethod):
         temperature: float,
         ema_decay: float,
         target: str = "keep",
+        loss_scale: float | None = None,
         train_patches: bool = True,
     ) -> None:
         if temperature <= 0:
             raise InputError(f"method.temperature={temperature} must be positive; MoCo v3 uses 0.2")
-        if not train_patches:
-            for name, parameter in encoder.named_parameters():
-                if name.startswith("conv_proj."):
-                    parameter.requires_grad_(False)
+        if loss_scale is not None and (type(loss_scale) not in (int, float) or not loss_scale > 0):
+            raise InputError(
+                f"method.loss_scale={loss_scale} must be a positive number (LW-FedSSL: 1), or null for the "
+                "2 temperature of MoCo v3"
+            )
+        if not train_patches and encoder.patch_embedding is not None:
+            encoder.get_submodule(encoder.patch_embedding).requires_grad_(False)
         super().__init__(encoder, projector=projector, predictor=predictor, ema_decay=ema_decay, target=target)
         self.temperature = temperature
+        self.loss_scale = 2 * temperature if loss_scale is None else loss_scale
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
         p1, p2, z1, z2 = self.passes(view1, view2)
         losses = [info_nce(q, k, temperature=self.temperature) for q, k in ((p1, z2), (p2, z1))]
-        return 2 * self.temperature * (losses[0] + losses[1])
+        return self.loss_scale * (losses[0] + losses[1])

@@ -1,8 +1,9 @@
 """What BYOL, MoCo v3 and Orchestra share: an online network, and a target network that follows it slowly.
 
-As in the code of FedU and FedEMA the decay of the target is constant, and the target stays with the client between
-rounds. Unlike FedU's code, in which a client's first target *is* the online network, so that it does not lag behind at
-all, it starts as a copy.
+As in the code of FedU and FedEMA the decay of the target is constant, and by default the target stays with the client
+between rounds. Unlike FedU's code, in which a client's first target *is* the online network, so that it does not lag
+behind at all, it starts as a copy. In the code of FedU2 targets travel and are averaged (``target="average"``), in
+LW-FedSSL's Algorithm 2 they are made anew in every round (``target="copy"``).
 """
 
 import copy
@@ -16,6 +17,8 @@ from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
+
+TARGETS = ("keep", "copy", "average")
 
 
 class FollowedMethod(SSLMethod):
@@ -36,9 +39,11 @@ class FollowedMethod(SSLMethod):
     ema_decay : float
         Share of its old self that the target keeps at each step, in [0, 1]: 0 makes it the online network of the step
         before, 1 never moves it.
-    target : {"keep", "copy"}
+    target : {"keep", "copy", "average"}
         Target at the start of a round. "keep": as this client left it, and a copy of the online network in the
-        client's first round. "copy": a copy of the online network in every round.
+        client's first round. "copy": a copy of the online network in every round. "average": as it was received; it
+        travels and is aggregated like all other layers, and begins as a copy of the untrained online network. Where the
+        encoder grows by stages, "keep" and "average" begin with a copy of the online network in every stage.
 
     Raises
     ------
@@ -54,8 +59,8 @@ class FollowedMethod(SSLMethod):
     ) -> None:
         if not 0 <= ema_decay <= 1:
             raise InputError(f"method.ema_decay={ema_decay} must be in [0, 1]; FedU uses 0.99")
-        if target not in ("keep", "copy"):
-            raise InputError(f"method.target={target} is unknown; set method.target=keep or method.target=copy")
+        if target not in TARGETS:
+            raise InputError(f"method.target={target} is unknown; set method.target to one of {', '.join(TARGETS)}")
         super().__init__()
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
@@ -63,10 +68,11 @@ class FollowedMethod(SSLMethod):
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.ema_decay = ema_decay
         self.target = target
-        self.fresh_target = target == "copy"
+        if target == "average":
+            self.kept = tuple(part for part in self.kept if part not in FollowedMethod.kept)
 
     def start_round(self, *, first: bool) -> None:
-        if first or self.fresh_target:
+        if self.target == "copy" or (first and self.target == "keep"):
             self.target_encoder.load_state_dict(self.encoder.state_dict())
             self.target_projector.load_state_dict(self.projector.state_dict())
 

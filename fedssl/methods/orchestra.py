@@ -12,7 +12,8 @@ Where this differs from the authors' code:
 - they begin with a round without training, in which clients only cluster. Here the first centroids are zero: all
   clusters are alike, the consistency term is constant and has no gradient, and round 1 learns from turned pictures
   alone;
-- their target networks travel and are averaged; here they stay with the client, like the memory;
+- their target networks travel and are averaged (``target="average"``); here they stay with the client by default, like
+  the memory, which begins anew with them;
 - their memory begins with random numbers and ends in the client's object, which every round makes anew; here it begins
   empty and stays with the client;
 - what is turned is view 1, theirs is a third view; to regularisers it is the first of the two views;

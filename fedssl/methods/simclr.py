@@ -1,8 +1,8 @@
 """SimCLR (Chen et al., arXiv 2002.05709): views of one picture attract, all other pictures of the batch repel.
 
 L-DAWA trains with it. Its code has one linear layer as head, a temperature of 0.07 and a loss that is not Eq. 1 of
-SimCLR (one direction, self-similarity kept in the denominator); here it is Eq. 1, and head and temperature are
-settings.
+SimCLR (one direction, self-similarity kept in the denominator). Here all three are settings, and the loss is Eq. 1 by
+default.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.losses import nt_xent
+from fedssl.losses import nt_xent, nt_xent_one_sided
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
+
+LOSSES = {"standard": nt_xent, "l_dawa": nt_xent_one_sided}
 
 
 class SimCLR(SSLMethod):
@@ -32,19 +34,30 @@ class SimCLR(SSLMethod):
         Whether both views go through the network concatenated, as in SimCLR itself: batch normalisation then
         uses the statistics of both views together and updates the running ones once a step. False: one after
         the other, each view with its own statistics.
+    loss : {"standard", "l_dawa"}
+        `fedssl.losses.nt_xent`, or `fedssl.losses.nt_xent_one_sided`.
 
     Raises
     ------
     InputError
-        If ``temperature`` is not positive.
+        If ``temperature`` is not positive or ``loss`` is another word.
     """
 
     def __init__(
-        self, encoder: Encoder, *, projector: Callable[[int], MLP], temperature: float, one_forward: bool = True
+        self,
+        encoder: Encoder,
+        *,
+        projector: Callable[[int], MLP],
+        temperature: float,
+        one_forward: bool = True,
+        loss: str = "standard",
     ) -> None:
         if temperature <= 0:
             raise InputError(f"method.temperature={temperature} must be positive; SimCLR uses 0.1 to 0.5")
+        if loss not in LOSSES:
+            raise InputError(f"method.loss={loss} is unknown; set method.loss to one of {', '.join(LOSSES)}")
         super().__init__()
+        self._loss = LOSSES[loss]
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
         self.temperature = temperature
@@ -55,4 +68,4 @@ class SimCLR(SSLMethod):
             z1, z2 = self.projector(self.encoder(torch.cat((view1, view2)))).chunk(2)
         else:
             z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
-        return nt_xent(z1, z2, temperature=self.temperature)
+        return self._loss(z1, z2, temperature=self.temperature)

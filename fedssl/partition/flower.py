@@ -52,17 +52,26 @@ def iid(labels: np.ndarray, *, num_clients: int) -> list[np.ndarray]:
 
 
 def dirichlet(
-    labels: np.ndarray, *, num_clients: int, alpha: float, min_size: int, seed: int
+    labels: np.ndarray, *, num_clients: int, alpha: float, min_size: int, seed: int, self_balancing: bool
 ) -> list[np.ndarray] | None:
-    """Rows of each client: `DirichletPartitioner`; None if no draw gave every client ``min_size`` rows."""
+    """Rows of each client: `DirichletPartitioner`; None if no draw gave every client ``min_size`` rows.
+
+    With ``self_balancing`` also None if a class would go to nobody: to clients that are full, or with a share of 0.
+    """
     partitioner = _dirichlet.DirichletPartitioner(
-        num_clients, "label", alpha=float(alpha), min_partition_size=min_size, shuffle=False, seed=seed
+        num_clients,
+        "label",
+        alpha=float(alpha),
+        min_partition_size=min_size,
+        self_balancing=self_balancing,
+        shuffle=False,
+        seed=seed,
     )
-    with catch_warnings():
+    with catch_warnings(), np.errstate(invalid="raise"):
         simplefilter("ignore")  # one warning per draw that missed the minimum
         try:
             return _deal(partitioner, labels)
-        except ValueError:  # after 11 draws
+        except (ValueError, FloatingPointError):  # after 11 draws; or shares of 0 divided by their sum
             return None
 
 

@@ -72,6 +72,7 @@ def dirichlet(
     seed: int,
     alpha: float,
     min_size: int,
+    self_balancing: bool = False,
 ) -> list[np.ndarray]:
     """Each class is divided among the clients by shares from Dir(alpha, ..., alpha).
 
@@ -81,6 +82,9 @@ def dirichlet(
         Above 0; small: a client holds few classes, large: all clients are alike.
     min_size : int
         Fewest pictures of a client, at least 2; a draw that misses it is repeated (11 draws in all).
+    self_balancing : bool
+        Whether a client that has more than ``n / num_clients`` pictures gets none of the classes to come, whose shares
+        the others divide among themselves. Classes come in the order of their numbers.
     """
     _check_counts(num_pictures, num_clients)
     if not (alpha > 0 and math.isfinite(alpha)):
@@ -92,7 +96,12 @@ def dirichlet(
     parts = None
     if min_size * num_clients <= num_pictures:
         parts = flower.dirichlet(
-            column, num_clients=num_clients, alpha=alpha, min_size=min_size, seed=derive(seed, "partition", "shares")
+            column,
+            num_clients=num_clients,
+            alpha=alpha,
+            min_size=min_size,
+            seed=derive(seed, "partition", "shares"),
+            self_balancing=self_balancing,
         )
     if parts is None:
         raise InputError(

@@ -19,8 +19,8 @@ class Step:
     view1, view2 : Tensor
         The two views of the batch as `SSLMethod.loss` gets them.
     z1, z2 : Tensor or None
-        Outputs for the two views of the part that the regulariser names in ``on``, ``(batch, dim)``, with gradient;
-        None if it names none.
+        Outputs for the two views of the part that `Regularizer.part_of` names, ``(batch, dim)``, with gradient; None
+        if it names none.
     generator : torch.Generator
         CPU generator of all random numbers in this training.
     """
@@ -46,6 +46,10 @@ class Regularizer:
 
     def start(self, method: SSLMethod) -> None:
         """Prepare for one client's local training, which starts from ``method`` as it is now."""
+
+    def part_of(self, method: SSLMethod) -> str | None:
+        """Part of this method whose outputs the term gets; None: it needs none."""
+        return self.on
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
         """Loss with the term added, a scalar.

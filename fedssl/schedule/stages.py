@@ -14,6 +14,9 @@ from fedssl.schedule.phases import Phase
 
 log = logging.getLogger("fedssl")
 
+TARGET_ENCODER = "target_encoder."
+"""How the names of its layers begin."""
+
 _HEAD = Lifetime(0, float("inf"), float("inf"))
 
 
@@ -27,8 +30,8 @@ def lifetime(method: SSLMethod, name: str) -> Lifetime:
 def at_stage(method: SSLMethod, *, depth: int | None, frozen: int = 0, dropout: float = 0.0) -> Iterator[None]:
     """Let only some stages of the encoder run, and be trained, inside the block; after it all is as before.
 
-    Meanwhile `fedssl.model_layers` names running layers only. Of the networks that stay with a client it names the
-    trained stages only, because all networks of a method share the frozen ones.
+    Meanwhile `fedssl.model_layers` names running layers only. Of target networks it names the trained stages only,
+    because all networks of a method share the frozen ones.
 
     Parameters
     ----------
@@ -75,6 +78,7 @@ class Stages:
     def __init__(self, method: SSLMethod) -> None:
         self._lifetimes = {name: lifetime(method, name) for name in method.tensors}
         self._names = [f"encoder.{name}." for name in method.encoder.stage_names]
+        self._averages_target = method.target == "average"
 
     def trained(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the layers that clients train."""
@@ -82,15 +86,27 @@ class Stages:
 
     def frozen(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the layers that clients use without training them."""
-        return tuple(name for name in self._running(phase, names) if phase.frozen >= self._lifetimes[name].freezes)
+        return tuple(
+            name
+            for name in self._running(phase, names)
+            if phase.frozen >= self._lifetimes[name].freezes and not name.startswith(TARGET_ENCODER)
+        )
 
     def hand_on(self, layers: Layers, phase: Phase) -> Layers:
         """The layers with which a phase begins: its newest stage takes over the weights of the stage before.
 
-        Only a stage whose layers have the shapes of those before takes them over; the stages of a ResNet do not.
+        Only a stage whose layers have the shapes of those before takes them over; the stages of a ResNet do not. Target
+        networks that travel begin as copies of the online ones.
         """
-        if not phase.transfer or phase.number == 1:
+        if phase.number == 1:
             return layers
+        layers = self._transfer(layers, phase) if phase.transfer else layers
+        if not self._averages_target:
+            return layers
+        targets = [name for name in layers if name.startswith("target_")]
+        return {**layers, **{name: layers[name.removeprefix("target_")].copy() for name in targets}}
+
+    def _transfer(self, layers: Layers, phase: Phase) -> Layers:
         before, new = self._names[phase.depth - 2], self._names[phase.depth - 1]
         found = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
         shapes = {name: array.shape for name, array in layers.items() if name.startswith(new)}
@@ -120,7 +136,7 @@ def _enter(method: SSLMethod, depth: int, frozen: int, dropout: float) -> None:
     runs = {name: _runs(found, depth) for name, found in lifetimes.items()}
     trained = {name: runs[name] and frozen < found.freezes for name, found in lifetimes.items()}
     method.idle = frozenset(
-        name for name in lifetimes if not (trained[name] if name.startswith("target_encoder.") else runs[name])
+        name for name in lifetimes if not (trained[name] if name.startswith(TARGET_ENCODER) else runs[name])
     )
     for name in method.trainable:
         method.tensors[name].requires_grad_(trained[name])

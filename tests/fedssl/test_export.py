@@ -30,6 +30,9 @@ def rewrite(path: Path, **changes: Any) -> None:
     torch.save(content | changes, path)
 
 
+VIT = {"channels": 3, "size": 8, "patch": 2, "depth": 2}
+
+
 @pytest.mark.parametrize(
     ("encoder", "settings"),
     [
@@ -40,10 +43,14 @@ def rewrite(path: Path, **changes: Any) -> None:
         ),
         (
             vit_tiny(channels=3, size=8, patch=2, depth=2),
-            {"_target_": "fedssl.encoders.vit_tiny", "channels": 3, "size": 8, "patch": 2, "depth": 2},
+            {"_target_": "fedssl.encoders.vit_tiny", **VIT},
+        ),
+        (
+            vit_tiny(channels=3, size=8, patch=2, depth=2, positions="sincos"),
+            {"_target_": "fedssl.encoders.vit_tiny", **VIT, "positions": "sincos"},
         ),
     ],
-    ids=["conv_small", "resnet18", "vit_tiny"],
+    ids=["conv_small", "resnet18", "vit_tiny", "fixed_positions"],
 )
 def test_round_trip_is_exact(tmp_path: Path, encoder, settings: dict[str, Any]) -> None:
     encoder = copy.deepcopy(encoder)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedssl.losses import barlow_twins, byol, info_nce, negative_cosine, nt_xent
+from fedssl.losses import (
+    barlow_twins,
+    barlow_twins_unbiased,
+    byol,
+    info_nce,
+    negative_cosine,
+    nt_xent,
+    nt_xent_one_sided,
+)
 
 E1, E2 = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
 
@@ -30,6 +38,14 @@ def slow_nt_xent(z1: Tensor, z2: Tensor, temperature: float) -> float:
     return sum(losses) / len(losses)
 
 
+def slow_nt_xent_one_sided(z1: Tensor, z2: Tensor, temperature: float) -> float:
+    losses = []
+    for own, other in zip(z1, z2, strict=True):
+        denominator = sum(math.exp(cosine(own, z) / temperature) for z in [*z1, *z2])
+        losses.append(-math.log(math.exp(cosine(own, other) / temperature) / denominator))
+    return sum(losses) / len(losses)
+
+
 def slow_info_nce(q: Tensor, k: Tensor, temperature: float) -> float:
     losses = []
     for i in range(len(q)):
@@ -38,13 +54,13 @@ def slow_info_nce(q: Tensor, k: Tensor, temperature: float) -> float:
     return sum(losses) / len(losses)
 
 
-def slow_barlow_twins(z1: Tensor, z2: Tensor, lambd: float) -> float:
+def slow_barlow_twins(z1: Tensor, z2: Tensor, lambd: float, *, fewer: int = 0, more: float = 1e-5) -> float:
     batch, dim = z1.shape
 
     def column(z: Tensor, i: int) -> list[float]:
         mean = float(z[:, i].sum()) / batch
-        variance = sum((float(value) - mean) ** 2 for value in z[:, i]) / batch
-        return [(float(value) - mean) / math.sqrt(variance + 1e-5) for value in z[:, i]]
+        variance = sum((float(value) - mean) ** 2 for value in z[:, i]) / (batch - fewer)
+        return [(float(value) - mean) / math.sqrt(variance + more) for value in z[:, i]]
 
     loss = 0.0
     for i in range(dim):
@@ -83,6 +99,58 @@ def test_nt_xent_of_all_equal_vectors_is_the_logarithm_of_the_others() -> None:
     """Of 2 * 8 - 1 = 15 equal candidates one is right; with the self-similarity left in it would be log 16."""
     z = torch.ones(8, 3)
     assert nt_xent(z, z, temperature=0.07).item() == pytest.approx(math.log(15), rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5, 2.0])
+@pytest.mark.parametrize("batch", [2, 5])
+def test_one_sided_nt_xent_is_its_equation(temperature: float, batch: int) -> None:
+    z1, z2 = draw(batch, 7)
+    loss = nt_xent_one_sided(z1, z2, temperature=temperature)
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(slow_nt_xent_one_sided(z1, z2, temperature), rel=1e-12)
+    # One direction, and other candidates than the standard form.
+    assert loss.item() != pytest.approx(nt_xent_one_sided(z2, z1, temperature=temperature).item(), rel=1e-6)
+    assert loss.item() != pytest.approx(nt_xent(z1, z2, temperature=temperature).item(), rel=1e-3)
+
+
+def test_one_sided_nt_xent_by_hand() -> None:
+    """Two pictures whose views agree, e1 and e2. An anchor has cosine 1 with itself and its other view and 0 with both
+    views of the other picture: -log(e^(1/t) / (2 e^(1/t) + 2)) = log 2 + log(1 + e^(-1/t)); with t = 1: 1.006409.
+    Of eight equal pictures all 16 candidates are alike, the anchor too: log 16."""
+    z = torch.stack((E1, E2))
+    assert nt_xent_one_sided(z, 3 * z, temperature=1.0).item() == pytest.approx(1.006409, abs=1e-6)
+    assert nt_xent_one_sided(torch.ones(8, 3), torch.ones(8, 3), temperature=0.07).item() == pytest.approx(math.log(16))
+
+
+def test_one_sided_nt_xent_gradient_is_right_and_flows_into_both_views() -> None:
+    z1, z2 = (z.requires_grad_() for z in draw(3, 4))
+    assert torch.autograd.gradcheck(lambda a, b: nt_xent_one_sided(a, b, temperature=0.5), (z1, z2))
+
+
+@pytest.mark.parametrize("lambd", [0, 0.005, 1])
+@pytest.mark.parametrize("batch", [2, 6])
+def test_unbiased_barlow_twins_is_its_equation(batch: int, lambd: float) -> None:
+    z1, z2 = draw(batch, 4)
+    loss = barlow_twins_unbiased(z1, z2, lambd=lambd)
+    assert loss.item() == pytest.approx(slow_barlow_twins(z1, z2, lambd, fewer=1, more=0), rel=1e-10)
+    assert loss.item() != pytest.approx(barlow_twins(z1, z2, lambd=lambd).item(), rel=1e-3)
+
+
+def test_unbiased_barlow_twins_by_hand() -> None:
+    """Two equal views of n = 4 pictures, features (1, 1, -1, -1) and (1, -1, 1, -1): uncorrelated, of mean 0. Divided
+    by their standard deviations sqrt(4 / 3) their squares sum to 3, so that C = diag(3/4): 2 (1 - 3/4)^2 = 1/8."""
+    z = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]])
+    assert barlow_twins_unbiased(5 * z + 1, z, lambd=1).item() == pytest.approx(1 / 8, rel=1e-5)
+
+
+def test_a_constant_feature_counts_as_uncorrelated_in_the_unbiased_form() -> None:
+    """Beside the other feature's (1 - 3/4)^2 it costs (1 - 0)^2; its gradient is finite."""
+    z = torch.tensor([[1.0, 2], [1, 2], [-1, 2], [-1, 2]]).requires_grad_()
+    loss = barlow_twins_unbiased(z, z, lambd=1)
+    loss.backward()
+    assert loss.item() == pytest.approx(1 + 1 / 16, rel=1e-5)
+    assert z.grad is not None
+    assert z.grad.isfinite().all()
 
 
 def test_nt_xent_does_not_depend_on_order_or_length_of_vectors() -> None:

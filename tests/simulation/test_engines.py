@@ -7,9 +7,10 @@ import pytest
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 
-# BYOL keeps state at the clients; two of three clients a round, so that who trains matters.
-WORDS = ["num_clients=3", "clients_per_round=2", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
-WORDS += ["threads=1", "method=byol", "strategy=l_dawa", "evaluate_every=1", "final_evaluation=few_labels"]
+# BYOL keeps state at the clients, and stages are frozen; two of three clients a round, so that who trains matters.
+WORDS = ["num_clients=3", "clients_per_round=2", "rounds=5", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
+WORDS += ["threads=1", "method=byol", "strategy=l_dawa", "evaluate_every=2", "final_evaluation=few_labels"]
+WORDS += ["schedule=layer_wise", "regularizer=alignment", "calibration=auxiliary"]
 
 
 def lines(file):

@@ -80,10 +80,10 @@ def test_too_few_nodes(monkeypatch):
     with pytest.raises(
         InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
     ):
-        find_nodes(grid, 10)
+        find_nodes(grid, 10, timeout=60)
 
 
 def test_nodes_come_in_the_order_of_their_partitions():
     grid = LocalGrid(adding_app(), num_clients=4)
-    nodes = find_nodes(grid, 4)
+    nodes = find_nodes(grid, 4, timeout=60)
     assert [grid._contexts[node].node_config["partition-id"] for node in nodes] == [0, 1, 2, 3]

@@ -28,6 +28,7 @@ RULES = {
     "l_dawa examples": partial(l_dawa, weighting="examples"),
     "l_dawa loss": partial(l_dawa, weighting="loss"),
     "l_dawa scale": partial(l_dawa, buffers="scale"),
+    "l_dawa normalize": partial(l_dawa, weighting="loss", buffers="scale", normalize=True),
     "m_dawa": m_dawa,
     "m_dawa scale": partial(m_dawa, buffers="scale"),
 }
@@ -66,6 +67,8 @@ DELTA = 24 / 169
         (partial(fedavg, weighting="uniform"), [3.5, 3.5], [6, 6]),
         # softmax of (-ln 3, 0) is (1/4, 3/4)
         (loss_weighted, [3.25, 3.75], [9, 3]),
+        # The cosines only weigh: a = (0.96 * 4 + 3, 0.96 * 3 + 4) / (0.96 + 1), b = (0 + 12, 0 + 0) / (0 + 1)
+        (partial(l_dawa, normalize=True), [6.84 / 1.96, 6.88 / 1.96], [12, 0]),
         # Eqs. 2-3: (24/169 w_0 + w_1) / 2
         (m_dawa, [(4 * DELTA + 3) / 2, (3 * DELTA + 4) / 2], [6, 6 * DELTA]),
         # Eq. 4: a = (0.96 * 4 + 3, 0.96 * 3 + 4) / 2, b = (0 + 12, 0 * 12 + 0) / 2
@@ -75,7 +78,7 @@ DELTA = 24 / 169
         # Eq. 6: beta is again (1/4, 3/4)
         (partial(l_dawa, weighting="loss"), [3.21, 3.72], [9, 0]),
     ],
-    ids=["Eq. 1 examples", "Eq. 1 uniform", "loss", "Eqs. 2-3", "Eq. 4", "Eq. 5", "Eq. 6"],
+    ids=["Eq. 1 examples", "Eq. 1 uniform", "loss", "normalize", "Eqs. 2-3", "Eq. 4", "Eq. 5", "Eq. 6"],
 )
 def test_two_clients_by_hand(rule, a, b):
     result = rule(GLOBAL, CLIENTS)
@@ -142,7 +145,7 @@ def clients_of(start, number=5, dtype=np.float32):
     return updates
 
 
-def slowly(start, updates, *, beta, scale, buffers):
+def slowly(start, updates, *, beta, scale, buffers, normalize):
     """The equations as they stand, in float64."""
     statistics = [name for name in start if "running" in name]
     weights = [name for name, array in start.items() if array.dtype.kind == "f" and name not in statistics]
@@ -156,11 +159,14 @@ def slowly(start, updates, *, beta, scale, buffers):
 
     result = {}
     for name, array in start.items():
-        total = np.zeros(array.shape)
+        total, divisor = np.zeros(array.shape), 0.0
         for client, share in zip(updates, np.array(beta) / np.sum(beta), strict=True):
             scaled = name in weights or (name in statistics and buffers == "scale")
             s = 1.0 if scale == "none" or not scaled else delta(client, weights if scale == "model" else [name])
             total += share * s * client.layers[name].astype(float)
+            divisor += share * abs(s)
+        if normalize:
+            total /= divisor
         result[name] = np.rint(total) if array.dtype.kind == "i" else total
     return result
 
@@ -183,6 +189,7 @@ def test_rules_equal_the_equations(rule, dtype):
         beta=beta,
         scale={fedavg: "none", loss_weighted: "none", l_dawa: "layer", m_dawa: "model"}[function],
         buffers=options.get("buffers", "average"),
+        normalize=options.get("normalize", False),
     )
     result = rule(start, updates)
     tolerance = {np.float16: 1e-3, np.float32: 2e-6, np.float64: 1e-12}[dtype]
@@ -303,6 +310,22 @@ def test_an_opposite_client_is_turned_round(rule):
     start = layers(a=[3, 4], b=[12, 0])
     opposite = update(0, {name: -array for name, array in start.items()})
     assert same(rule(start, [opposite]), start)
+
+
+def test_normalized_clients_that_turn_away_do_not_blow_a_layer_up():
+    # Cosines 1/2 and -1/2: divided by their sum the layer would be infinite; by that of their sizes it is
+    # (w_0 / 2 - w_1 / 2) / 1.
+    start = layers(a=[1, 0])
+    first, second = layers(a=[1, sqrt(3)]), layers(a=[-1, sqrt(3)])
+    result = l_dawa(start, [update(0, first), update(1, second)], normalize=True)
+    np.testing.assert_allclose(result["a"], [1, 0], atol=1e-7)
+    at_right_angles = l_dawa(start, [update(0, layers(a=[0, 1]))], normalize=True)
+    np.testing.assert_array_equal(at_right_angles["a"], [0, 0])
+
+
+def test_a_client_that_scales_leaves_no_cosines_to_normalize_by():
+    with pytest.raises(InputError, match=r"strategy.normalize=true .* strategy.scale_at=client"):
+        LDAWA(normalize=True, scale_at="client")
 
 
 @pytest.mark.parametrize("rule", [l_dawa, m_dawa])

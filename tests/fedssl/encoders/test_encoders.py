@@ -1,5 +1,6 @@
 """Encoders: sizes, torchvision's names and counts, and what is refused."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fedssl.encoders import Encoder, conv_small, resnet18, resnet34, resnet50, vit_tiny
+from fedssl.encoders.torchvision import sincos_positions
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -105,6 +107,46 @@ def test_vit_tiny_has_the_blocks_of_the_paper() -> None:
     assert not [name for name in encoder.state_dict() if name.startswith("heads")]
 
 
+@pytest.mark.parametrize(("side", "width"), [(1, 4), (2, 8), (8, 192), (3, 20)])
+def test_fixed_positions_equal_the_formula(side: int, width: int) -> None:
+    """Number by number: a quarter each of sin and cos of the row, and sin and cos of the column."""
+    n = width // 4
+    for number, place in enumerate(sincos_positions(side, width)):
+        row, column = divmod(number, side)
+        expected = [
+            function(coordinate / 10000 ** (i / n))
+            for coordinate in (row, column)
+            for function in (math.sin, math.cos)
+            for i in range(n)
+        ]
+        assert place.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def seeded_vit(*, pool: str, positions: str) -> Encoder:
+    torch.manual_seed(0)
+    return vit_tiny(channels=3, size=12, depth=1, width=12, heads=1, pool=pool, positions=positions)
+
+
+@pytest.mark.parametrize("pool", ["token", "mean"])
+def test_fixed_positions_are_added_and_nothing_else(pool: str) -> None:
+    fixed, learned = (seeded_vit(pool=pool, positions=positions) for positions in ("sincos", "learned"))
+    state = learned.state_dict()
+    assert state.pop("encoder.pos_embedding").shape == (1, 9 + (pool == "token"), 12)
+    # All else begins with the same weights; positions are no layer and nothing to train.
+    assert {name: value.tolist() for name, value in fixed.state_dict().items()} == {
+        name: value.tolist() for name, value in state.items()
+    }
+    assert not any("pos_embedding" in name for name, _ in fixed.named_parameters())
+    pictures = torch.rand(2, 3, 12, 12)
+    with torch.no_grad():
+        learned.encoder.pos_embedding.zero_()
+        added = fixed.stem(pictures) - learned.stem(pictures)
+    if pool == "token":
+        assert not added[:, 0].any()
+        added = added[:, 1:]
+    torch.testing.assert_close(added, sincos_positions(3, 12).expand(2, -1, -1), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(("size", "patch", "channels"), [(8, 2, 1), (32, 4, 3), (64, 8, 5)])
 def test_vit_tiny_runs_at_every_size(size: int, patch: int, channels: int) -> None:
     encoder = vit_tiny(channels=channels, size=size, patch=patch, depth=2)
@@ -125,6 +167,12 @@ def test_vit_tiny_draws_the_same_kind_of_patch_weights_for_any_channels() -> Non
         (vit_tiny, {"channels": 3, "size": 30}, "encoder.patch=4 does not divide the 30x30"),
         (vit_tiny, {"channels": 3, "size": 32, "heads": 5}, "encoder.heads=5 does not divide encoder.width=192"),
         (vit_tiny, {"channels": 3, "size": 32, "depth": 0}, "depth=0"),
+        (vit_tiny, {"channels": 3, "size": 32, "positions": "rotary"}, "encoder.positions=rotary is unknown; set"),
+        (
+            vit_tiny,
+            {"channels": 3, "size": 32, "width": 6, "heads": 1, "positions": "sincos"},
+            "four equal parts of a token but encoder.width=6; set encoder.width to a multiple of 4",
+        ),
         (resnet18, {"channels": 3, "size": 32, "stem": "big"}, "encoder.stem=big"),
         (resnet18, {"channels": 0, "size": 32}, "dataset.channels"),
         (conv_small, {"channels": 3, "size": 3}, "3x3"),

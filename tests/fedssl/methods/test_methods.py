@@ -1,6 +1,7 @@
 """Heads and methods: what trains, what follows, what is kept, and the loss that comes out."""
 
 from functools import partial
+from math import exp, log
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 from fedssl.config import compose
 from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
-from fedssl.losses import barlow_twins, byol, info_nce, negative_cosine, nt_xent
+from fedssl.losses import (
+    barlow_twins,
+    barlow_twins_unbiased,
+    byol,
+    info_nce,
+    negative_cosine,
+    nt_xent,
+    nt_xent_one_sided,
+)
 from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
@@ -207,8 +216,8 @@ def test_byol_start_of_a_round(target: str, first: bool, copied: bool) -> None:
     assert not any(own.requires_grad for own, _ in pairs(method))
 
 
-def make_moco() -> MoCoV3:
-    return MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9)
+def make_moco(*, loss_scale: float | None = None) -> MoCoV3:
+    return MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9, loss_scale=loss_scale)
 
 
 def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() -> None:
@@ -220,6 +229,26 @@ def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() 
     expected = 2 * 0.2 * (info_nce(q1, k2, temperature=0.2) + info_nce(q2, k1, temperature=0.2))
     torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
     assert method.kept == ("target_encoder", "target_projector")
+
+
+def slow_info_nce(q: torch.Tensor, k: torch.Tensor, temperature: float) -> float:
+    """Eq. 2 of LW-FedSSL, picture by picture in float64."""
+    q, k = q.double(), k.double()
+    total = 0.0
+    for i in range(len(q)):
+        cosines = [float(q[i] @ k[j] / q[i].norm() / k[j].norm()) / temperature for j in range(len(k))]
+        total -= log(exp(cosines[i]) / sum(map(exp, cosines)))
+    return total / len(q)
+
+
+@pytest.mark.parametrize(("loss_scale", "factor"), [(None, 2 * 0.2), (1, 1), (0.5, 0.5)])
+def test_moco_loss_is_scaled_as_asked(loss_scale: float | None, factor: float) -> None:
+    method = make_moco(loss_scale=loss_scale)
+    step(method)
+    with torch.no_grad():
+        (p1, p2, z1, z2), loss = method.passes(*views()), method.loss(*views())
+    expected = factor * (slow_info_nce(p1, z2, 0.2) + slow_info_nce(p2, z1, 0.2))
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_moco_can_leave_the_patch_embedding_at_its_start() -> None:
@@ -247,6 +276,32 @@ def test_barlow_twins_loss_compares_projections_of_each_view_by_itself() -> None
     torch.testing.assert_close(method.loss(view1, view2), barlow_twins(z1, z2, lambd=0.01), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("method", "standard", "l_dawa"),
+    [("simclr", nt_xent, nt_xent_one_sided), ("barlow_twins", barlow_twins, barlow_twins_unbiased)],
+)
+def test_the_loss_is_chosen(method: str, standard, l_dawa) -> None:
+    """Each choice is its function of the two views' projections; the recipe with L-DAWA's head takes L-DAWA's."""
+    recipe = build(compose([f"method=l_dawa/{method}", "encoder.width=4"]).model)
+    head = ["encoder.width=4", "method.projector.layers=1"]
+    for words, function in (
+        ([f"method={method}"], standard),
+        ([f"method={method}", "method.loss=standard"], standard),
+        ([f"method={method}", "method.loss=l_dawa"], l_dawa),
+    ):
+        made = build(compose([*words, *head]).model)
+        kwargs = {"lambd": made.lambd} if method == "barlow_twins" else {"temperature": made.temperature}
+        z1, z2 = (made.projector(made.encoder(view)) for view in views())
+        if method == "simclr":
+            z1, z2 = made.projector(made.encoder(torch.cat(views()))).chunk(2)
+        torch.testing.assert_close(made.loss(*views()), function(z1, z2, **kwargs), rtol=0, atol=0)
+    kwargs = {"lambd": 0.005} if method == "barlow_twins" else {"temperature": 0.07}
+    both = recipe.projector(recipe.encoder(torch.cat(views()))).chunk(2)
+    each = [recipe.projector(recipe.encoder(view)) for view in views()]
+    expected = l_dawa(*(both if method == "simclr" else each), **kwargs)
+    torch.testing.assert_close(recipe.loss(*views()), expected, rtol=0, atol=0)
+
+
 MAKERS = {
     "byol": make_byol,
     "simclr": lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5),
@@ -272,9 +327,20 @@ def test_training_lowers_the_loss(make) -> None:
         (lambda: make_byol(target="alias"), "method.target=alias"),
         (lambda: BarlowTwins(encoder(), projector=HEAD, lambd=-1), "method.lambd=-1"),
         (
+            lambda: BarlowTwins(encoder(), projector=HEAD, lambd=1, loss="hsic"),
+            "method.loss=hsic is unknown; set method.loss to one of standard, l_dawa",
+        ),
+        (
+            lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5, loss="dcl"),
+            "method.loss=dcl is unknown; set method.loss to one of standard, l_dawa",
+        ),
+        (
             lambda: MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0, ema_decay=0.9),
             "method.temperature=0",
         ),
+        (lambda: make_moco(loss_scale=0), "method.loss_scale=0 must be a positive number .* or null"),
+        (lambda: make_moco(loss_scale="big"), "method.loss_scale=big must be a positive number"),
+        (lambda: make_moco(loss_scale=True), "method.loss_scale=True must be a positive number"),
         (
             lambda: SimSiam(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9)),
             "method.predictor.out=9 must equal method.projector.out=8",
@@ -303,8 +369,9 @@ PAPERS = {
     "fedu2/simsiam": ("512 2048 512", "512 2048 512", {}),
     "dec_ssl/simclr": ("512 512 512", "", {"temperature": 0.5}),
     "dec_ssl/simsiam": ("512 2048 2048 512 n", "512 512 512", {}),
-    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target": "copy"}),
-    "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {}),
+    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"target": "copy", "loss_scale": 1}),
+    "lw_fedssl/byol": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target": "copy"}),
+    "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {"temperature": 0.2}),
     "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
     "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
     "original/barlow_twins": ("512 8192 8192 8192", "", {"lambd": 0.0051}),

@@ -103,20 +103,54 @@ def test_iid_mixes_sorted_classes() -> None:
     assert np.abs(counts[:, 0] - 100).max() < 26
 
 
-def test_dirichlet_equals_its_definition() -> None:
-    """Per class: shares from Dir(alpha 1), cut points at the floor of cumulative shares times the class's size."""
+@pytest.mark.parametrize("self_balancing", [False, True])
+def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
+    """Per class: shares from Dir(alpha 1), cut points at the floor of cumulative shares times the class's size.
+
+    With self-balancing, clients with more than 100 / 4 pictures have the share 0, and the others theirs over their sum.
+    """
     labels = labels_of(33, 50, 17)
-    parts = split("dirichlet", labels, 4, seed=5, alpha=2.0, min_size=2)
+    settings = {"self_balancing": True} if self_balancing else {}
+    parts = split("dirichlet", labels, 4, seed=5, alpha=2.0, min_size=2, **settings)
+    full = 0
     order = numpy_generator(5, "partition", "order").permutation(100)
     generator = np.random.default_rng(derive(5, "partition", "shares"))
     expected: list[list[int]] = [[], [], [], []]
     for name in range(3):
         members = [position for position in order if labels[position] == name]
         share = generator.dirichlet([2.0] * 4)
+        if self_balancing:
+            share = np.array([0 if len(expected[k]) > 25 else share[k] for k in range(4)])
+            full += int((share == 0).sum())
+            share /= share.sum()
         cuts = [0, *(int(share[: k + 1].sum() * len(members)) for k in range(3)), len(members)]
         for client in range(4):
             expected[client] += members[cuts[client] : cuts[client + 1]]
     assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
+    assert (full > 0) == self_balancing  # else it was no test of it
+
+
+def test_self_balancing_makes_sizes_more_alike() -> None:
+    labels = labels_of(*[200] * 10)
+    for seed in range(6):
+        plain, balanced = (
+            np.std([len(part) for part in split("dirichlet", labels, 5, seed=seed, **KINDS["dirichlet"], **more)])
+            for more in ({}, {"self_balancing": True})
+        )
+        assert balanced < plain
+
+
+def test_self_balancing_with_a_class_for_nobody_is_one_sentence() -> None:
+    """Shares of (1, 0) or (0, 1): whoever has the 60 pictures of class 0 is full, and may have the whole of class 1."""
+    refusals = []
+    for seed in range(12):
+        try:
+            parts = split("dirichlet", labels_of(60, 40), 2, seed=seed, alpha=1e-5, min_size=2, self_balancing=True)
+            assert sorted(map(len, parts)) == [40, 60]
+        except InputError as error:
+            refusals.append(str(error))
+    assert 0 < len(refusals) < 12
+    assert all("partition.alpha=1e-05 leaves" in words and "raise partition.alpha" in words for words in refusals)
 
 
 @pytest.mark.slow
@@ -133,7 +167,13 @@ def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
         (IidPartitioner(7), flower.iid(labels, num_clients=7)),
         (
             DirichletPartitioner(7, "label", alpha=0.3, min_partition_size=5, shuffle=False, seed=9),
-            flower.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9),
+            flower.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=False),
+        ),
+        (
+            DirichletPartitioner(
+                7, "label", alpha=0.3, min_partition_size=5, self_balancing=True, shuffle=False, seed=9
+            ),
+            flower.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=True),
         ),
         (
             PathologicalPartitioner(14, "label", 1, class_assignment_mode="deterministic", shuffle=False),

@@ -1,0 +1,109 @@
+"""What the engines share: nodes with fixed ids, messages with ids, and the client's answer to a message.
+
+They make what Flower's runtime otherwise makes, so they need names that Flower keeps to itself (`flwr.supercore`,
+`flwr.common`, the id in a message's metadata); flwr<1.42 keeps them as they are.
+"""
+
+import logging
+import shlex
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+log = logging.getLogger("fedssl")
+
+RUN_ID, SERVER_NODE = 1, 1
+
+
+class SimulatedGrid(Grid):
+    """A federation of ``num_clients`` nodes with fixed ids, each of which holds the partition of its place."""
+
+    def __init__(self, *, num_clients: int) -> None:
+        self.num_clients = num_clients
+        identify()
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Ids of all nodes, in the order of their partitions."""
+        return list(range(SERVER_NODE + 1, SERVER_NODE + 1 + self.num_clients))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Yield the replies as they come."""
+        pending = set(self.push_messages(messages))
+        while pending:
+            for reply in self.pull_messages(pending):
+                pending.discard(reply.metadata.reply_to_message_id)
+                yield reply
+
+    # --- parts of Flower's interface that a simulation does not use ---
+
+    def set_run(self, run: Run) -> None:
+        """There is one run."""
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return Run.create_empty(run_id=RUN_ID)
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Make a message; deprecated in Flower, whose messages are made by their constructor."""
+        return Message(*args, **kwargs)
+
+
+def identify() -> None:
+    """Tell Flower, whose messages ask for it, which run this process works for."""
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SERVER_NODE
+
+
+def number(message: Message) -> str:
+    """Give a message an id of its own, and return it."""
+    message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+    return message.metadata.message_id
+
+
+def context_of(node: int, *, num_clients: int) -> Context:
+    """What the ClientApp is told of the node it runs on."""
+    partition = node - SERVER_NODE - 1
+    return Context(
+        run_id=RUN_ID,
+        node_id=node,
+        node_config={"partition-id": partition, "num-partitions": num_clients},
+        state=RecordDict(),
+        run_config={},
+    )
+
+
+def answer(client_app: ClientApp, message: Message, context: Context) -> Message:
+    """The client's reply; a failure is a reply too."""
+    try:
+        return client_app(message, context)
+    except Exception as error:  # a client may fail in any way; the server decides what follows
+        log.debug("client of node %d failed", message.metadata.dst_node_id, exc_info=True)
+        return failed(message, f"{type(error).__name__}: {error}")
+
+
+def failed(message: Message, reason: str) -> Message:
+    """The reply of a client that failed."""
+    return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+
+def run_server(grid: Grid, overrides: Sequence[str]) -> None:
+    """Run the ServerApp to its end in this process; what it raises is raised."""
+    from server_app.app import app as server_app
+
+    server_app(
+        grid,
+        Context(
+            run_id=RUN_ID,
+            node_id=SERVER_NODE,
+            node_config={},
+            state=RecordDict(),
+            run_config={"overrides": shlex.join(overrides)},
+        ),
+    )

@@ -1,0 +1,165 @@
+"""Target networks between rounds: kept, copied, or travelling and averaged."""
+
+import numpy as np
+import pytest
+
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.layers import Layers
+from fedssl.messages import ARRAYS, TrainPlan, from_record
+from fedssl.methods.build import build
+from fedssl.model_layers import kept_names, travelling_names
+from fedssl.words import groups
+from simulation.cli import main
+from strategies.base import Circumstances
+from tests.federation import Federation
+
+TARGETS = ("target_encoder", "target_projector")
+SMALL = ["method.projector.hidden=16", "batch_size=16"]
+VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
+
+
+def of_targets(layers: Layers) -> Layers:
+    return {name: array for name, array in layers.items() if name.startswith(TARGETS)}
+
+
+def run(folder, *words, rounds=3) -> Federation:
+    federation = Federation(folder, f"rounds={rounds}", *SMALL, *words)
+    federation.run(rounds)
+    return federation
+
+
+def parts(names) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("method", "kept", "more"),
+    [("byol", set(), {"predictor"}), ("moco_v3", set(), {"predictor"}), ("orchestra", {"memory"}, {"rotation"})],
+)
+def test_what_stays_and_what_travels(method, kept, more):
+    averaged = build(compose([f"method={method}", "method.target=average"]).model)
+    assert parts(kept_names(averaged)) == kept
+    assert parts(travelling_names(averaged)) == {"encoder", "projector", *TARGETS, *more}
+    for target in ("keep", "copy"):
+        own = build(compose([f"method={method}", f"method.target={target}"]).model)
+        assert parts(kept_names(own)) == {*TARGETS, *kept}
+        assert parts(travelling_names(own)) == {"encoder", "projector", *more}
+
+
+@pytest.mark.parametrize("method", ["byol", "moco_v3", "orchestra"])
+def test_the_server_averages_the_targets(tmp_path, method):
+    """By hand: the mean of what two clients sent, by their 50 and 100 pictures."""
+    words = ["num_clients=2", "strategy=fedavg", "strategy.weighting=examples", "dataset.limit=150"]
+    words += ["partition=dirichlet", "partition.alpha=0.5", f"method={method}", "method.target=average"]
+    federation = Federation(tmp_path, *SMALL, *words)
+    first = of_targets(federation.layers)
+    for name, array in first.items():  # begins as a copy of the untrained online network
+        np.testing.assert_array_equal(array, federation.layers[name.removeprefix("target_")])
+    federation.run(1)
+    sizes = [len(part) for part in federation.prepared.parts]
+    assert sizes[0] != sizes[1]
+    sent = [of_targets(from_record(update.array_records[ARRAYS])) for update in federation.updates]
+    assert all(set(layers) == set(first) for layers in sent)
+    received = TrainPlan.from_content(federation.plans[0]).layers
+    assert of_targets(received).keys() == first.keys()
+    after = of_targets(federation.layers)
+    for name, array in after.items():
+        mean = sum(size * layers[name].astype(float) for size, layers in zip(sizes, sent, strict=True)) / sum(sizes)
+        expected = np.round(mean) if array.dtype.kind == "i" else mean
+        np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    federation.run(1)
+    again = of_targets(TrainPlan.from_content(federation.plans[2]).layers)
+    assert all(np.array_equal(again[name], after[name]) for name in after)
+    # They lag behind the online network: neither did they stay where they were, nor are they copies.
+    weight = "target_encoder.blocks.0.0.weight"
+    assert not np.array_equal(after[weight], first[weight])
+    assert not np.array_equal(after[weight], federation.layers["encoder.blocks.0.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [
+        *((method, schedule) for method in ("byol", "moco_v3") for schedule in groups()["schedule"]),
+        ("orchestra", "end_to_end"),
+    ],
+)
+def test_the_average_of_one_client_is_what_it_keeps(tmp_path, method, schedule):
+    words = ["num_clients=1", "dataset.limit=40", "strategy=fedavg", "strategy.weighting=uniform", f"method={method}"]
+    words += [*VIT, f"schedule={schedule}"]  # weights of 1, so that the mean has no rounding of its own
+    kept, averaged = (
+        run(tmp_path / target, *words, f"method.target={target}", rounds=4).layers for target in ("keep", "average")
+    )
+    assert len(of_targets(averaged)) > 0
+    for name, array in kept.items():
+        np.testing.assert_array_equal(array, averaged[name], err_msg=name)
+
+
+def test_with_several_clients_the_three_differ(tmp_path):
+    words = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.ema_decay=0.9"]
+    found = [run(tmp_path / target, *words, f"method.target={target}").layers for target in ("keep", "copy", "average")]
+    name = "encoder.blocks.0.0.weight"
+    assert len({layers[name].tobytes() for layers in found}) == 3
+
+
+def test_stages_send_the_targets_of_what_is_trained(tmp_path):
+    words = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.target=average", *VIT]
+    federation = run(tmp_path, *words, "schedule=layer_wise", rounds=4)
+    for number, update in enumerate(federation.updates):
+        sent = from_record(update.array_records[ARRAYS])
+        for layer, stage in (("encoder_layer_0", 1), ("encoder_layer_1", 2)):
+            present = {name.partition(".")[0] for name in sent if layer in name}
+            assert present == ({"encoder", "target_encoder"} if stage == 1 + number // 4 else set())
+    # Frozen stages come down once for all networks: the target has none of its own.
+    down = TrainPlan.from_content(federation.plans[4]).layers
+    assert {name.partition(".")[0] for name in down if "encoder_layer_0" in name} == {"encoder"}
+    # A stage's target begins as a copy of the online network.
+    for name, array in of_targets(down).items():
+        np.testing.assert_array_equal(array, down[name.removeprefix("target_")])
+
+
+def test_calibration_takes_averaged_targets_on(tmp_path):
+    words = ["num_clients=2", "dataset.limit=60", "method=moco_v3", "method.target=average", "calibration=auxiliary"]
+    federation = run(tmp_path, *words, "schedule=layer_wise", rounds=4)
+    assert all(np.isfinite(array).all() for array in federation.layers.values())
+    name = "encoder.blocks.3.0.weight"
+    assert not np.array_equal(federation.layers[name], federation.layers[f"target_{name}"])
+
+
+@pytest.mark.parametrize(("target", "update"), [("keep", "online"), ("copy", "both")])
+def test_fedavg_is_two_cells_of_fedus_table_4(tmp_path, target, update):
+    words = ["num_clients=3", "clients_per_round=2", "dataset.limit=60", "method=byol", f"method.target={target}"]
+    plain = run(tmp_path / "fedavg", *words, "strategy=fedavg", rounds=4)
+    cell = ["strategy=fedu", f"strategy.update={update}", "strategy.predictor=global"]
+    fedu = run(tmp_path / "fedu", *words, *cell, rounds=4)
+    assert plain.layers.keys() == fedu.layers.keys()
+    assert all(np.array_equal(array, fedu.layers[name]) for name, array in plain.layers.items())
+
+
+REFUSED = ("fedu", "l_dawa_fedu")
+
+
+@pytest.mark.parametrize("strategy", [name for name in groups()["strategy"] if name not in REFUSED])
+def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
+    words = [f"strategy={strategy}", "method=byol", "method.target=average", "dataset.limit=60", "num_clients=5"]
+    federation = run(tmp_path, *words, rounds=2)
+    assert parts(from_record(federation.updates[0].array_records[ARRAYS])) >= {"encoder", *TARGETS}
+    travels = federation.strategy.travels(federation.method)
+    assert all(target in travels.up and target in travels.down for target in TARGETS)
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
+    settings = compose([f"strategy={strategy}", "method=byol", "method.target=average"])
+    circumstances = Circumstances(method=build(settings.model), clients_per_round=2)
+    with pytest.raises(InputError, match="method.target=average lets .* set method.target=keep, or") as caught:
+        settings.algorithm.strategy.make().check(circumstances)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_says_that_they_travel(capsys, monkeypatch):
+    words = ["strategy=fedavg", "method=byol", "method.target=average", "--cfg", "job"]
+    monkeypatch.setattr("sys.argv", ["fedssl", *words])
+    main()
+    text = capsys.readouterr().out
+    assert text.count("encoder, projector, target_encoder, target_projector, predictor") == 2  # down and up

@@ -1,0 +1,85 @@
+"""Plain ``flwr run`` on a SuperLink of its own, which leaves neither processes nor files."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from simulation.processes import Place, private_place
+
+CONNECTION = '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    # Without it every run installs the app's dependencies anew: perhaps another torch than the one in use.
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # seconds; the default is 1
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes
+    ----------
+    status : str
+        As Flower names it, e.g. "finished:completed".
+    log : str
+        All that the command said.
+    """
+
+    status: str
+    log: str
+
+
+def flwr_run(app_dir: Path, *options: str) -> Outcome:
+    """``flwr run APP_DIR OPTIONS --stream``, to the end of the run.
+
+    ``flwr run`` itself exits with 0 when the run failed, so the SuperLink is asked how it ended.
+    """
+    with private_place() as place:
+        bin_folder = str(Path(sys.executable).parent)
+        environment = {**os.environ, **ENVIRONMENT, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+        environment |= {"RAY_TMPDIR": str(place.path), "no_proxy": "127.0.0.1,localhost"}
+        _start_superlink(place, environment)
+        run = place.start(
+            [f"{bin_folder}/flwr", "run", str(app_dir.resolve()), "private", "--stream", *options],
+            environment=environment,
+            stdout=subprocess.PIPE,
+        )
+        log = run.communicate()[0]
+        listed = place.start(
+            [f"{bin_folder}/flwr", "list", "private", "--format", "json"],
+            environment=environment,
+            stdout=subprocess.PIPE,
+        ).communicate()[0]
+        runs = json.loads(listed)["runs"]
+        return Outcome(runs[0]["status"] if runs else "refused", log)
+
+
+def _start_superlink(place: Place, environment: Mapping[str, str]) -> None:
+    """Start a SuperLink on a free port of this machine, write the connection to it, wait until it listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (place.home / "config.toml").write_text(CONNECTION.format(port=port))
+    program = str(Path(sys.executable).with_name("flower-superlink"))
+    command = [program, "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+    with (place.path / "superlink.log").open("w") as log:
+        superlink = place.start(command, environment=environment, stdout=log)
+    while superlink.poll() is None:
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise RuntimeError((place.path / "superlink.log").read_text())

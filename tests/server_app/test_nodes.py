@@ -1,0 +1,82 @@
+"""Nodes are waited for as long as they may take, with a line that says so; what is wrong with them is one sentence."""
+
+import time
+
+import pytest
+from flwr.app import Error, Message, MetricRecord, RecordDict
+
+from fedssl.errors import InputError
+from server_app import nodes
+from server_app.nodes import federation_size, find_nodes
+from simulation.grid import SimulatedGrid, number
+
+
+class SlowGrid(SimulatedGrid):
+    """Nodes that are there after some seconds and answer after more; some never, or with an error."""
+
+    def __init__(
+        self, *, size=3, there_after=0.0, answers_after=0.0, silent=(), error=None, partition=lambda node: node
+    ):
+        super().__init__(num_clients=size)
+        self._begun = time.monotonic()
+        self._there_after, self._answers_after = there_after, answers_after
+        self._silent, self._error, self._partition = silent, error, partition
+        self._asked = {}
+
+    def get_node_ids(self):
+        return super().get_node_ids() if time.monotonic() - self._begun >= self._there_after else []
+
+    def push_messages(self, messages):
+        self._begun_to_ask = time.monotonic()
+        new = {number(message): message for message in messages}
+        self._asked |= new
+        return list(new)
+
+    def pull_messages(self, message_ids):
+        if time.monotonic() - self._begun_to_ask < self._answers_after:
+            return []
+        wanted = [self._asked.pop(each) for each in list(message_ids) if each in self._asked]
+        return [self._answer(message) for message in wanted if message.metadata.dst_node_id - 2 not in self._silent][
+            ::-1
+        ]
+
+    def _answer(self, message):
+        if self._error:
+            return Message(Error(code=0, reason=self._error), reply_to=message)
+        held = {"partition-id": self._partition(message.metadata.dst_node_id - 2), "num-partitions": self.num_clients}
+        return Message(RecordDict({"metrics": MetricRecord(held)}), reply_to=message)
+
+
+def test_late_nodes_and_late_answers_are_waited_for_and_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(nodes, "SAY_EVERY", 0.1)
+    grid = SlowGrid(there_after=0.35, answers_after=0.35)
+    assert find_nodes(grid, 3, timeout=60) == [2, 3, 4]
+    assert "fewer SuperNodes than clients yet (waiting for" in caplog.text
+    assert "their processes are still starting (waiting for" in caplog.text
+
+
+def test_what_takes_no_time_is_not_talked_about(caplog):
+    assert find_nodes(SlowGrid(), 3, timeout=60) == [2, 3, 4]
+    assert federation_size(SlowGrid(size=7), timeout=60) == 7
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"silent": {1}}, r"1 of 3 SuperNodes, such as 3, did not say within 0 s .* longer client_timeout"),
+        ({"error": "no torch"}, r"a client cannot start: no torch"),
+        ({"partition": lambda node: node // 2}, r"hold the partitions \[0, 1\] but 0 to 2 are needed, each once"),
+        ({"size": 2}, r"num_clients=3 but the federation has 2 SuperNodes"),
+        ({"there_after": 1000}, r"num_clients=3 but the federation has 0 SuperNodes"),
+    ],
+)
+def test_what_is_wrong_with_the_nodes(grid, words, monkeypatch):
+    monkeypatch.setattr(nodes, "NODE_WAIT", 0.1)
+    with pytest.raises(InputError, match=words):
+        find_nodes(SlowGrid(**grid), 3, timeout=0.2)
+
+
+def test_no_node_says_how_many_there_are():
+    with pytest.raises(InputError, match="no SuperNode answered within 0 s"):
+        federation_size(SlowGrid(silent={0, 1, 2}), timeout=0.2)

@@ -1,0 +1,347 @@
+"""Engine ``ray``: what clients get of a machine, a grid over real actors, and that nothing of a run stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+
+from fedssl.errors import InputError, RunFailed
+from fedssl.messages import from_record, to_record
+from server_app.replies import receive
+from simulation.processes import belonging, private_place
+from simulation.ray_grid import RayGrid
+from simulation.ray_session import Machine, Share, ray_session, share
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+# --- what a client gets ---
+
+
+@pytest.mark.parametrize(
+    ("machine", "wishes", "expected"),
+    [
+        # Without GPUs: as many CPUs as threads; no more clients than take part in a round.
+        (Machine(16, 0), {"threads": 4}, (Share(4, 0), 4)),
+        (Machine(16, 0), {"threads": 1, "at_most": 10}, (Share(1, 0), 10)),
+        (Machine(2, 0), {"threads": 4}, (Share(2, 0), 1)),
+        (Machine(16, 0), {"threads": 1, "client_cpus": 5}, (Share(5, 0), 3)),
+        # With GPUs: every GPU gets as many clients as another. Ray fills one GPU before it takes the next, so that
+        # shares must be as large as they can be.
+        (Machine(16, 1), {"threads": 4}, (Share(1, 0.25), 4)),
+        (Machine(4, 4), {"threads": 4}, (Share(1, 1.0), 4)),
+        (Machine(4, 2), {"threads": 1}, (Share(1, 0.5), 4)),
+        (Machine(64, 8), {"threads": 4}, (Share(1, 0.25), 32)),
+        (Machine(64, 8), {"threads": 4, "at_most": 5}, (Share(1, 1.0), 5)),
+        (Machine(6, 2), {"threads": 4}, (Share(1, 0.3333), 6)),
+        (Machine(5, 2), {"threads": 4}, (Share(1, 0.5), 4)),
+        # As the user says.
+        (Machine(16, 2), {"threads": 4, "client_gpus": 0.5}, (Share(1, 0.5), 4)),
+        (Machine(16, 4), {"threads": 4, "client_gpus": 2}, (Share(1, 2), 2)),
+        (Machine(16, 2), {"threads": 4, "client_gpus": 0.75}, (Share(1, 0.75), 2)),
+        (Machine(16, 2), {"threads": 4, "client_gpus": 0}, (Share(4, 0), 4)),
+        (Machine(16, 2), {"threads": 4, "client_cpus": 8}, (Share(8, 1.0), 2)),
+    ],
+)
+def test_what_a_client_gets(machine, wishes, expected):
+    assert share(machine, **{"client_cpus": None, "client_gpus": None, "at_most": 100, **wishes}) == expected
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"client_cpus": 5}, "engine.client_cpus=5 .* from 1 to the 4 CPUs"),
+        ({"client_cpus": 0}, "engine.client_cpus=0 .* from 1"),
+        ({"client_cpus": 1.5}, "engine.client_cpus=1.5 .* whole number"),
+        ({"client_gpus": -0.5}, "engine.client_gpus=-0.5"),
+        ({"client_gpus": 1.5}, "engine.client_gpus=1.5 .* whole number"),
+        ({"client_gpus": 3}, "engine.client_gpus=3 but clients can have 2 GPUs; set engine.client_gpus=0"),
+    ],
+)
+def test_what_a_machine_has_not_is_refused(wishes, words):
+    with pytest.raises(InputError, match=words):
+        share(Machine(4, 2), **{"client_cpus": None, "client_gpus": None, "threads": 1, "at_most": 100, **wishes})
+
+
+# --- a grid over real actors, on a machine with two GPUs that are made up ---
+
+
+@pytest.fixture(scope="module")
+def machine():
+    with ray_session(gpus=2) as machine:
+        yield machine
+
+
+def adding_app():
+    """A ClientApp that adds its partition id to the global array, and does what a message asks for besides."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        partition = context.node_config["partition-id"]
+        asked = message.content.metric_records.get("asked", {})
+        if asked.get(f"die-{partition}"):
+            os._exit(7)
+        if asked.get(f"fail-{partition}"):
+            raise ValueError("no camera")
+        time.sleep(asked.get(f"sleep-{partition}", 0))
+        calls = int(context.state.metric_records.get("calls", {"n": 0})["n"]) + 1
+        context.state["calls"] = MetricRecord({"n": calls})
+        (array,) = (array.numpy() for array in message.content.array_records["arrays"].values())
+        facts = {"num-examples": 1, "calls": calls, "pid": os.getpid(), "writable": int(array.flags.writeable)}
+        facts["gpu"] = int(os.environ.get("CUDA_VISIBLE_DEVICES") or -1)
+        arrays = ArrayRecord([array + partition])
+        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord(facts)}), reply_to=message)
+
+    return app
+
+
+@pytest.fixture
+def make_grid(machine):
+    """Makes grids over two actors; their actors end with the test."""
+    grids = []
+
+    def make(num_clients=3, client=None, client_app=None):
+        grid = RayGrid(
+            num_clients=num_clients, actors=2, client=client or Share(1, 0.0), client_app=client_app or adding_app()
+        )
+        grids.append(grid)
+        return grid
+
+    yield make
+    for grid in grids:
+        for actor in [*grid._idle, *grid._starting.values(), *(actor for actor, _ in grid._running.values())]:
+            ray.kill(actor)
+
+
+def ask(grid, *, timeout=60.0, array=None, **asked):
+    """One message for every node, all with the same content; the replies by node."""
+    arrays = ArrayRecord([np.zeros(1)]) if array is None else to_record({"w": array})
+    content = RecordDict({"arrays": arrays, "asked": MetricRecord(asked)}) if asked else RecordDict({"arrays": arrays})
+    messages = [Message(content, node, "train") for node in grid.get_node_ids()]
+    return {reply.metadata.src_node_id: reply for reply in receive(grid, messages, timeout=timeout)}
+
+
+def facts(replies, name):
+    return [dict(reply.content["metrics"])[name] for _, reply in sorted(replies.items())]
+
+
+@pytest.mark.slow
+def test_flowers_own_strategy_runs_on_it_unchanged(make_grid):
+    strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)
+    result = strategy.start(make_grid(), ArrayRecord([np.zeros(2)]), num_rounds=2)
+    # Each round adds the mean of the partition ids 0, 1, 2, which is 1.
+    assert result.arrays.to_numpy_ndarrays()[0] == pytest.approx([2.0, 2.0])
+    # The state of a node survives from round to round.
+    assert result.train_metrics_clientapp[2]["calls"] == 2
+
+
+@pytest.mark.slow
+def test_all_actors_work_and_every_gpu_is_used(make_grid, machine):
+    client, actors = share(machine, client_cpus=1, client_gpus=None, threads=1, at_most=2)
+    assert (actors, machine.gpus) == (2, 2)
+    replies = ask(make_grid(4, client), **{f"sleep-{client}": 0.5 for client in range(4)})
+    assert len(set(facts(replies, "pid"))) == 2
+    assert os.getpid() not in facts(replies, "pid")
+    assert set(facts(replies, "gpu")) == {0, 1}
+
+
+@pytest.mark.slow
+def test_without_a_share_of_a_gpu_no_gpu_is_seen(make_grid):
+    assert set(facts(ask(make_grid()), "gpu")) == {-1}
+
+
+@pytest.mark.slow
+def test_what_clients_share_travels_once_and_is_read_in_place(make_grid, monkeypatch):
+    puts, put = [], ray.put
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    grid = make_grid(6)
+    array = np.zeros(1_000_000, np.float32)
+    replies = ask(grid, array=array)
+    assert len(puts) == 1
+    assert set(facts(replies, "writable")) == {0}  # memory that all processes share
+    for node, reply in replies.items():
+        (sum_of_both,) = from_record(reply.content.array_records["arrays"]).values()
+        np.testing.assert_array_equal(sum_of_both, node - 2)
+    assert not grid._running
+    assert not grid._waiting
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_or_kills_its_process_costs_nobody_else_anything(make_grid, caplog):
+    grid = make_grid(5)
+    first = ask(grid, **{"fail-1": 1, "die-3": 1})
+    reasons = {node - 2: reply.error.reason for node, reply in first.items() if reply.has_error()}
+    assert reasons.keys() == {1, 3}
+    assert reasons[1] == "ValueError: no camera"
+    assert "process died" in reasons[3]
+    assert "is started again" in caplog.text
+    second = ask(grid)  # by the new process too
+    assert sorted(second) == list(grid.get_node_ids())
+    assert not any(reply.has_error() for reply in second.values())
+    assert len(grid._idle) + len(grid._starting) == 2
+
+
+@pytest.mark.slow
+def test_a_client_that_hangs_does_not_keep_its_place(make_grid):
+    grid = make_grid(2)
+    ask(grid)  # both actors are there
+    assert list(ask(grid, timeout=1.0, **{"sleep-0": 1000})) == [3]
+    again = ask(grid)
+    assert sorted(again) == [2, 3]
+    assert not any(reply.has_error() for reply in again.values())
+
+
+@pytest.mark.slow
+def test_the_reason_why_no_actor_starts(machine):
+    class Broken:
+        def __reduce__(self):
+            return _burn, ()
+
+    with pytest.raises(RunFailed, match="could not be started: .*the bread is burnt"):
+        RayGrid(num_clients=2, actors=1, client=Share(1, 0.0), client_app=Broken())
+
+
+def _burn():
+    raise ValueError("the bread is burnt")
+
+
+# --- whole runs ---
+
+TINY = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1", "evaluation=none"]
+TINY += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "engine=ray"]
+
+
+@contextmanager
+def own_temporary_folder():
+    """A short path under which nobody else makes places; Ray's sockets need it short."""
+    with tempfile.TemporaryDirectory(prefix="f", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def start(folder, *words):
+    """The command line in a session of its own; its places are made in ``folder``."""
+    command = [sys.executable, "-c", "from simulation.cli import main; main()", *TINY, *words]
+    environment = os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_until(process, words):
+    said = ""
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+    pytest.fail(f"{words!r} was not said but:\n{said}")
+
+
+def gone(folder, place):
+    deadline = time.monotonic() + 60
+    while (belonging(place) or list(folder.glob("fssl-*"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not belonging(place) and not list(folder.glob("fssl-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_end_in_mid_round_leaves_nothing(number):
+    with own_temporary_folder() as folder:
+        process = start(folder, "rounds=1000", "output_dir=run")
+        read_until(process, "round 2/1000")
+        (place,) = folder.glob("fssl-*")
+        assert len(belonging(place)) >= 5  # Ray's daemons and two actors
+        if number == signal.SIGINT:  # as Ctrl-C in a terminal: everybody in the group hears it
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == (-9 if number == signal.SIGKILL else 130), said
+        assert gone(folder, place)
+        if number != signal.SIGKILL:
+            assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "interrupted"
+            assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_busy_machine_only_takes_longer():
+    """Two processes that never rest beside it."""
+    burn = [sys.executable, "-c", "while True: pass"]
+    burners = [subprocess.Popen(burn) for _ in range(2)]
+    try:
+        with own_temporary_folder() as folder:
+            process = start(folder, "rounds=1", "output_dir=run")
+            said = process.communicate(timeout=600)[0]
+            assert process.returncode == 0, said
+            assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+            assert not list(folder.glob("fssl-*"))
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+# --- places ---
+
+
+def wait_until(condition, *, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+# A daemon without the environment, a process that went elsewhere, and one that ignores SIGTERM.
+STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & while :; do sleep 1; done"
+
+
+def test_processes_of_a_place_end_with_it(tmp_path):
+    with private_place() as place, (tmp_path / "out").open("w") as out:
+        place.start(["sh", "-c", STUBBORN], environment=os.environ, stdout=out)
+        other = subprocess.Popen(["sleep", "1000"])
+        assert wait_until(lambda: len(belonging(place.path)) >= 4, seconds=60)
+        assert os.getpid() not in belonging(place.path)
+    assert belonging(place.path) == set()
+    assert not place.path.exists()
+    assert other.poll() is None  # a stranger is left alone
+    other.kill()
+    other.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_of_a_place_end_with_its_owner(number):
+    script = (
+        "import os, subprocess\n"
+        "from simulation.processes import private_place\n"
+        "with private_place() as place:\n"
+        "    process = place.start(['sleep', '1000'], environment=os.environ, stdout=subprocess.DEVNULL)\n"
+        "    print(place.path, flush=True)\n"
+        "    process.wait()\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    place = Path(owner.stdout.readline().strip())
+    assert belonging(place)
+    owner.send_signal(number)
+    owner.communicate()
+    assert wait_until(lambda: not belonging(place), seconds=60)
+    assert wait_until(lambda: not place.exists(), seconds=60)
