@@ -5,7 +5,6 @@ whatever the client wrote later.
 """
 
 import logging
-import pickle
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ def load_state(folder: Path, *, before: int) -> State | None:
         if round < before:
             try:
                 state: State = torch.load(numbered_file(folder, round), weights_only=True)
-            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            except Exception as error:  # there is no end to how reading a damaged file can fail
                 log.warning(
                     "%s is damaged (%s); trying the one before", numbered_file(folder, round), type(error).__name__
                 )

@@ -11,8 +11,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.composition import MAY_CHANGE, differences, resolve
 from fedssl.errors import InputError
-from fedssl.files import write_text
+from fedssl.files import damaged, write_text
 from fedssl.plugins import choice_targets, search_folders, with_folders
+from fedssl.saved_run import read_settings, read_words
 from fedssl.settings import (
     AlgorithmSettings,
     CalibrationSettings,
@@ -70,16 +71,18 @@ def load_run(words: Sequence[str]) -> Settings:
     if not given or given[-1] is None:
         return compose(words)
     folder = Path(str(given[-1])).resolve()
-    if not (folder / "config.yaml").is_file() or not (folder / "overrides.yaml").is_file():
+    saved, saved_words = read_settings(folder / "config.yaml"), read_words(folder / "overrides.yaml")
+    if saved is None or saved_words is None:
         raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
-    saved = OmegaConf.load(folder / "config.yaml")
-    assert isinstance(saved, DictConfig)
     own = ("resume", "output_dir", "run_id")
-    saved_words = OmegaConf.load(folder / "overrides.yaml")
     newest = {word.partition("=")[0]: word for word in [*saved_words, *with_folders(words)]}
     words = [word for key, word in newest.items() if key not in own]
     words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
-    config, choices = resolve(words)
+    try:
+        config, choices = resolve(words)
+    except InputError:
+        _prove(saved_words, folder / "overrides.yaml")
+        raise
     config.run_id = saved.run_id
     changed = {
         key: values
@@ -90,6 +93,14 @@ def load_run(words: Sequence[str]) -> Settings:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
         raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")
     return _settings(config, choices, words=words, resumed=saved.rounds)
+
+
+def _prove(words: Sequence[str], file: Path) -> None:
+    """Tell by an `InputError` words of a run that are refused by themselves, whatever else is said."""
+    try:
+        resolve([word for word in words if word.partition("=")[0] != "output_dir"])
+    except InputError as error:
+        raise damaged(file, str(error)) from error
 
 
 def partition_without_labels(settings: Settings) -> Settings:
@@ -122,7 +133,9 @@ def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
         if "dataset" not in keys:
             raise InputError("encoder=FILE does not say which data set; add dataset=NAME, e.g. dataset=cifar10")
         return compose(words)
-    saved = _read_run(run)
+    saved = read_settings(run / "config.yaml")
+    if saved is None:
+        raise InputError(f"{run / 'config.yaml'} is not there; give the folder of a run, or encoder=FILE dataset=NAME")
     changes = [] if "dataset" in keys else [word for word in words if word.startswith("dataset.")]
     words = [word for word in words if word not in changes]
     config, choices = resolve(words)
@@ -186,19 +199,6 @@ def read_data(node: DictConfig) -> DataSettings:
         std=tuple(node.std),
         num_classes=node.num_classes,
     )
-
-
-def _read_run(run: Path) -> DictConfig:
-    """The settings that a run saved; unknown keys cannot be merged into them."""
-    try:
-        saved = OmegaConf.load(run / "config.yaml")
-    except OSError as error:
-        raise InputError(
-            f"{run / 'config.yaml'} cannot be read; give the folder of a run, or encoder=FILE dataset=NAME"
-        ) from error
-    assert isinstance(saved, DictConfig)
-    OmegaConf.set_struct(saved, True)
-    return saved
 
 
 def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence[str], resumed: int | None) -> Settings:

@@ -4,9 +4,13 @@ What is written whole takes the place of what is there at once, and a crash leav
 """
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from fedssl.errors import InputError
 
@@ -26,6 +30,57 @@ def write_text(file: Path, text: str) -> None:
     write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
+def read_text(file: Path) -> str | None:
+    """Read a text file, UTF-8; None if there is none.
+
+    Raises
+    ------
+    InputError
+        It cannot be read, or is no text.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise damaged(file, "it is not UTF-8 text") from error
+    except OSError as error:
+        raise damaged(file, error.strerror or type(error).__name__) from error
+
+
+def read_yaml(file: Path, kind: type) -> Any:
+    """Read plain data of this kind from a YAML file: interpolations are text; None if there is no file.
+
+    Raises
+    ------
+    InputError
+        It cannot be read, or holds something else.
+    """
+    text = read_text(file)
+    if text is None:
+        return None
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise damaged(file, "it is no YAML") from error
+    if not isinstance(found, kind):
+        raise damaged(file, f"it holds a {type(found).__name__} instead of a {kind.__name__}")
+    return found
+
+
+def damaged(file: Path, problem: str) -> InputError:
+    """Make the error for a file that is not as it was written."""
+    return InputError(f"{file} cannot be used ({problem}); put a good copy of it there, or leave this folder out")
+
+
+def remove(file: Path) -> None:
+    """Remove a file if there is one; raises `InputError` if something else has its place."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{file} cannot be removed ({error.strerror}); remove it yourself") from error
+
+
 def numbered_file(folder: Path, round: int) -> Path:
     """Where the version of a round is, or would be."""
     return folder / f"round-{round:06d}.pt"
@@ -33,7 +88,8 @@ def numbered_file(folder: Path, round: int) -> Path:
 
 def numbered_files(folder: Path) -> list[int]:
     """Rounds of which there is a version, ascending."""
-    return sorted(int(file.stem.removeprefix("round-")) for file in folder.glob("round-*.pt"))
+    names = (re.fullmatch(r"round-(\d+)\.pt", file.name) for file in folder.glob("round-*.pt"))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def new_run_folder() -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.files import numbered_file, numbered_files, write_text, write_whole
+from fedssl.files import numbered_file, numbered_files, remove, write_text, write_whole
 from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
@@ -32,8 +32,8 @@ def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
     write_whole(file, write)
     for round in numbered_files(folder)[:-keep]:
         old = numbered_file(folder, round)
-        old.unlink()
-        _sum_file(old).unlink(missing_ok=True)
+        remove(old)
+        remove(_sum_file(old))
 
 
 def latest_checkpoint(folder: Path) -> ServerState | None:
@@ -49,11 +49,8 @@ def latest_checkpoint(folder: Path) -> ServerState | None:
     rounds = numbered_files(folder)
     for round in reversed(rounds):
         file = numbered_file(folder, round)
-        if _sum_file(file).is_file() and _sum_file(file).read_text() == _digest(file):
-            saved = torch.load(file, weights_only=True)
-            if saved.pop("format", 1) != FORMAT:
-                raise InputError(f"{file} is of an earlier version of fedssl; go on with that version, or start anew")
-            return _to_state(saved)
+        if _is_whole(file):
+            return _load(file)
         log.warning("checkpoint %s is damaged; trying the one before", file)
     if rounds:
         raise InputError(f"all checkpoints in {folder} are damaged ({len(rounds)} found); start a new run")
@@ -64,12 +61,33 @@ def drop_after(folder: Path, round: int) -> None:
     """Remove checkpoints of later rounds: damaged ones, which would count among those that are kept."""
     for later in numbered_files(folder):
         if later > round:
-            numbered_file(folder, later).unlink()
-            _sum_file(numbered_file(folder, later)).unlink(missing_ok=True)
+            remove(numbered_file(folder, later))
+            remove(_sum_file(numbered_file(folder, later)))
 
 
 def _sum_file(file: Path) -> Path:
     return file.with_suffix(".sha256")
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether the file is there and has the sum that stands beside it."""
+    try:
+        return _sum_file(file).read_bytes() == _digest(file).encode()
+    except OSError:
+        return False
+
+
+def _load(file: Path) -> ServerState:
+    """Read a checkpoint that is whole; raises `InputError` if it holds something else, or is of an earlier version."""
+    try:
+        saved = torch.load(file, weights_only=True)
+        version = saved.pop("format", 1)
+        state = _to_state(saved) if version == FORMAT else None
+    except Exception as error:  # there is no end to how reading a foreign file can fail
+        raise InputError(f"{file} holds something else than a checkpoint; remove it, or start a new run") from error
+    if state is None:
+        raise InputError(f"{file} is of an earlier version of fedssl; go on with that version, or start anew")
+    return state
 
 
 def _digest(file: Path) -> str:

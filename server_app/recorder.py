@@ -7,6 +7,7 @@ machine. The command line completes the summary of a run that could not, and ``f
 import fcntl
 import json
 import logging
+import os
 import platform
 import shlex
 import sys
@@ -30,8 +31,8 @@ from fedssl.files import write_text
 from fedssl.methods.base import SSLMethod
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
+from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
-from fedssl.report.runs import read_lines
 from fedssl.settings import RecordingSettings, Settings
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.monitor import Measurement, summary, warn_of_collapse
@@ -41,6 +42,12 @@ from server_app.tracker import make_tracker
 from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
+
+# What a run writes, beside encoders, checkpoints and figures.
+FILES = (
+    *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", "partition.csv", "summary.json"),
+    *("metrics.jsonl", "clients.jsonl", "health.jsonl", "representations.npz"),
+)
 
 VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
 
@@ -80,10 +87,19 @@ class Recorder:
                 )
             for name in ("checkpoints", "figures"):
                 (self.folder / name).mkdir(exist_ok=True)
+            self._check_files()
         except OSError as error:
             raise InputError(
                 f"output_dir={self.folder} cannot be written ({error.strerror}); choose a folder that you may write to"
             ) from error
+
+    def _check_files(self) -> None:
+        """Refuse what is no file but has the place of one, such as a folder or a link that leads nowhere."""
+        places = [self.folder / name for name in FILES]
+        places += [*self.folder.glob("encoder*.pt"), *self.folder.glob("checkpoints/*"), *self.folder.glob("figures/*")]
+        for place in places:
+            if os.path.lexists(place) and not place.is_file():
+                raise InputError(f"{place} has the place of a file of the run, but is none; remove it")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -206,7 +222,9 @@ class Recorder:
         ``final`` has the results of every encoder in the final comparison, and ``models`` those of every model by its
         name; None: it has not come to that.
         """
-        lines = read_lines(self.folder / "metrics.jsonl")
+        lines = read_lines(
+            self.folder / "metrics.jsonl", needs=("seconds", "clients", "bytes_down", "bytes_up", "dropped")
+        )
         repeat = [word for word in self._settings.words if word.partition("=")[0] not in ("output_dir", "resume")]
         results: dict[str, Any] = {}
         if final is not None:

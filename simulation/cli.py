@@ -28,6 +28,7 @@ from fedssl.config import compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments
+from fedssl.report.runs import read_summary
 from fedssl.words import CONF, quote
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
@@ -146,7 +147,7 @@ def _words(arguments: Sequence[str]) -> list[str]:
 def _note(folder: Path, words: Sequence[str], *, status: str, reason: str) -> None:
     """See to it that the summary tells how the run ended, even if the run itself never began or could not write it."""
     summary = folder / "summary.json"
-    content = json.loads(summary.read_text()) if summary.exists() else {"overrides": list(words), "rounds": 0}
+    content = read_summary(summary) or {"overrides": list(words), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)
     write_text(summary, json.dumps({**content, "status": status, "reason": reason}, indent=2) + "\n")
 

@@ -67,6 +67,9 @@ class Table:
     rows : list of Row
     failures : list of str
         A line for each run that did not finish.
+    repeats : list of str
+        A line for each run that has the settings and the seed of another one: it is not counted, for it says nothing
+        of how results vary.
     units : dict
         Protocol to the unit of its values, in the order in which protocols ran.
     always : tuple of str
@@ -75,6 +78,7 @@ class Table:
 
     rows: list[Row]
     failures: list[str]
+    repeats: list[str] = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)
     always: tuple[str, ...] = ()
 
@@ -97,12 +101,12 @@ class Table:
 
     def text(self) -> str:
         """For the terminal; accuracies in per cent."""
-        return "\n".join([align(self._cells(), left=len(self.keys)), *self._failure_lines()])
+        return "\n".join([align(self._cells(), left=len(self.keys)), *self._notes()])
 
     def markdown(self) -> str:
         """As a Markdown table; accuracies in per cent."""
         table = markdown(self._cells(), left=len(self.keys))
-        return table + "".join(f"{line}\n" for line in self._failure_lines(bullet="- "))
+        return table + "".join(f"{line}\n" for line in self._notes(bullet="- "))
 
     def csv(self) -> str:
         """As comma-separated values; accuracies in [0, 1], in full precision."""
@@ -134,10 +138,17 @@ class Table:
         values = row.metrics.get(name)
         return Score(mean(values), self.units[name], stdev(values) if len(values) > 1 else None) if values else None
 
-    def _failure_lines(self, *, bullet: str = "  ") -> list[str]:
-        if not self.failures:
-            return []
-        return ["", "runs that did not finish:", "", *(bullet + line for line in self.failures)]
+    def _notes(self, *, bullet: str = "  ") -> list[str]:
+        blocks = {
+            "runs that did not finish:": self.failures,
+            "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
+        }
+        return [
+            line
+            for title, lines in blocks.items()
+            if lines
+            for line in ("", title, "", *(bullet + line for line in lines))
+        ]
 
 
 def sweep_table(folders: Sequence[Path]) -> Table:
@@ -167,7 +178,8 @@ def run_table(runs: Sequence[Run]) -> Table:
 def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *, always: tuple[str, ...] = ()) -> Table:
     rows: dict[frozenset[tuple[str, str]], Row] = {}
     units: dict[str, str] = {}
-    failures = []
+    first: dict[tuple[frozenset[tuple[str, str]], str], Run] = {}
+    failures, repeats = [], []
     for run in runs:
         if not run.finished:
             words = f" ({' '.join(f'{key}={value}' for key, value in run.words.items())})" if run.words else ""
@@ -175,7 +187,13 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
         if run.summary is None and run.settings is None:
             continue  # nothing tells what it was
         settings = settings_of(run)
-        row = rows.setdefault(frozenset(settings.items()), Row(settings))
+        same = frozenset(settings.items())
+        if run.finished and first.setdefault((same, run.seed), run) is not run:
+            other = first[same, run.seed]
+            differs = "" if run.results == other.results else ", with other results"
+            repeats.append(f"{run.folder} repeats {other.folder}{differs}")
+            continue
+        row = rows.setdefault(same, Row(settings))
         row.runs += run.finished
         row.failed += not run.finished
         for name, score in run.results.items():
@@ -183,7 +201,7 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
                 name = f"{name}, {score.unit}"
                 units.setdefault(name, score.unit)
             row.metrics.setdefault(name, []).append(score.value)
-    return Table(list(rows.values()), failures, units, always)
+    return Table(list(rows.values()), failures, repeats, units, always)
 
 
 def _cell(score: Score | None) -> str:

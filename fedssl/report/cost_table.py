@@ -9,7 +9,8 @@ from statistics import mean
 from typing import Any
 
 from fedssl.report.accuracy_table import LEFT_OUT
-from fedssl.report.runs import Run, read_lines
+from fedssl.report.lines import read_lines
+from fedssl.report.runs import Run
 from fedssl.report.tables import align, markdown, to_csv
 
 BASELINE = "end_to_end"
@@ -143,7 +144,8 @@ def cost_table(runs: Sequence[Run]) -> CostTable:
     Runs that differ only in their seed, and in settings that change neither a number nor a cost, make one row. All rows
     are relative to the first one that trains end to end, or to the first one if none does.
     """
-    lines = {run.folder: read_lines(run.folder / "metrics.jsonl") for run in runs if run.finished}
+    needs = ("seconds", "clients", "bytes_down", "bytes_up")
+    lines = {run.folder: read_lines(run.folder / "metrics.jsonl", needs=needs) for run in runs if run.finished}
     runs = [run for run in runs if lines.get(run.folder)]
     groups = _by_settings(runs)
     if not groups:
@@ -166,13 +168,13 @@ def cost_table(runs: Sequence[Run]) -> CostTable:
 
 
 def _by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, str], list[Run]]]:
-    """Put runs with the same settings together; settings that no run was given are left out."""
+    """Put runs with the same settings together, one for every seed; settings that no run was given are left out."""
     left_out = LEFT_OUT - HARDWARE
     given = dict.fromkeys(key for run in runs for key in run.words if key.partition(".")[0] not in left_out)
-    groups: dict[tuple[str, ...], list[Run]] = {}
+    groups: dict[tuple[str, ...], dict[str, Run]] = {}
     for run in runs:
-        groups.setdefault(tuple(run.value(key) for key in given), []).append(run)
-    return [(dict(zip(given, values, strict=True)), same) for values, same in groups.items()]
+        groups.setdefault(tuple(run.value(key) for key in given), {}).setdefault(run.seed, run)
+    return [(dict(zip(given, values, strict=True)), list(same.values())) for values, same in groups.items()]
 
 
 def _mean(costs: Sequence[Totals]) -> Totals:

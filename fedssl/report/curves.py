@@ -12,7 +12,7 @@ import numpy as np
 from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
 from fedssl.report.figures import axes_over_rounds, new_figure, save_figure
-from fedssl.report.runs import read_lines
+from fedssl.report.lines import read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def draw_metrics(folder: Path) -> Path | None:
     Path or None
         The figure; None if the run recorded neither.
     """
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_lines(folder / "metrics.jsonl", needs=("loss",))
     losses = [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]
     panels: dict[str, dict[str, Points]] = {"mean loss of the clients": {"loss": losses}} if losses else {}
     for line in lines:
@@ -68,7 +68,8 @@ def draw_cosines(folder: Path) -> Path | None:
     Path or None
         The figure; None if no cosines were recorded.
     """
-    lines = [line for line in read_lines(folder / "clients.jsonl") if line.get("model_cosine") is not None]
+    lines = read_lines(folder / "clients.jsonl", needs=("cosine",))
+    lines = [line for line in lines if line.get("model_cosine") is not None and line["cosine"]]
     if not lines:
         return None
     several = len({line.get("model") for line in lines}) > 1
@@ -110,7 +111,7 @@ def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     """Rounds in which clients have this number, ascending, and the numbers of their clients."""
     found: dict[int, list[float]] = {}
     for line in lines:
-        if line[key] is not None:
+        if line.get(key) is not None:
             found.setdefault(line["round"], []).append(line[key])
     return sorted(found), [found[round] for round in sorted(found)]
 
@@ -126,7 +127,7 @@ def draw_spectra(folder: Path) -> Path | None:
     Path or None
         The figure; None if nothing was measured.
     """
-    lines = [line for line in read_lines(folder / "health.jsonl") if "spectrum" in line]
+    lines = [line for line in read_lines(folder / "health.jsonl", needs=("client",)) if "spectrum" in line]
     if not lines:
         return None
     round, one = lines[-1]["round"], lines[-1]["spectrum"]
@@ -162,7 +163,7 @@ def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int
         label = f"global model, round {round}" if len(lines) == 1 else f"global models, round {round}"
         if 1 < len(lines) <= NAMED:
             color = colormaps["inferno"](0.8 * position / (len(lines) - 1))
-            label = f"model {line['model']}, round {round}"
+            label = f"model {line.get('model')}, round {round}"
         values = _logarithms(line["spectrum"]["singular_values"])
         axes.plot(values, color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
 

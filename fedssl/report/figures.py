@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedssl.errors import InputError
 from fedssl.files import write_whole
 
 if TYPE_CHECKING:
@@ -19,16 +20,22 @@ def new_figure(*, height: float, width: float = 7.0) -> "Figure":
 
 
 def save_figure(figure: "Figure", folder: Path, name: str) -> Path:
-    """Write the figure to ``figures/<name>.png`` of the run folder."""
+    """Write the figure to ``figures/<name>.png`` of the run folder; raises `InputError` if that cannot be."""
     file = folder / "figures" / f"{name}.png"
-    file.parent.mkdir(exist_ok=True)
     write_png(figure, file)
     return file
 
 
 def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
-    """Write the figure, whole or not at all."""
-    write_whole(file, lambda partial: figure.savefig(partial, dpi=dpi, format="png"))
+    """Write the figure, whole or not at all; raises `InputError` if it cannot be written."""
+    try:
+        file.parent.mkdir(exist_ok=True)
+        write_whole(file, lambda partial: figure.savefig(partial, dpi=dpi, format="png"))
+    except OSError as error:
+        raise InputError(
+            f"the figure {file} cannot be written ({error.strerror}); make its folder a writable one, and remove what "
+            "has its name"
+        ) from error
 
 
 def axes_over_rounds(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":

@@ -1,13 +1,12 @@
 """Representations of the same pictures by the global models and by the clients' models, as a run folder keeps them."""
 
-import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedssl.files import write_whole
+from fedssl.files import damaged, write_whole
 
 FILE = "representations.npz"
 
@@ -49,10 +48,41 @@ class Representations:
 
 
 def read_representations(folder: Path) -> tuple[int, Representations] | None:
-    """Read the round and what `Representations.save` wrote; None if nothing was kept or the file cannot be read."""
+    """Read the round and what `Representations.save` wrote; None if nothing was kept.
+
+    Raises
+    ------
+    InputError
+        The file is damaged.
+    """
+    file = folder / FILE
     try:
-        with np.load(folder / FILE) as file:
-            arrays = dict(file)
-        return int(arrays.pop("round")), Representations(**arrays)
-    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
+        with np.load(file) as content:
+            arrays = dict(content)
+        round, found = int(arrays.pop("round")), Representations(**arrays)
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise damaged(file, error.strerror or "it is no file of NumPy") from error
+    except Exception as error:  # there is no end to how reading a damaged or foreign file can fail
+        raise damaged(file, "it does not hold representations") from error
+    if not _fit(found):
+        raise damaged(file, "it does not hold representations")
+    return round, found
+
+
+def _fit(one: Representations) -> bool:
+    """Whether the arrays have the shapes and dtypes of `Representations`, and finite numbers."""
+    vectors = [one.h] if one.z is None else [one.h, one.z]
+    if not all(
+        array.dtype.kind == "f" and array.ndim == 3 and array.size and np.isfinite(array).all() for array in vectors
+    ):
+        return False
+    models, n, _ = one.h.shape
+    return (
+        all(array.shape[:2] == (models, n) for array in vectors)
+        and (one.z is None or one.z.shape[2] == 3)
+        and (one.names.dtype.kind, one.names.shape) == ("U", (models,))
+        and (one.globals.dtype.kind, one.globals.ndim) == ("i", 0)
+        and (one.labels is None or ((one.labels.dtype.kind, one.labels.shape) == ("i", (n,)) and one.labels.min() >= 0))
+    )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
+from fedssl.files import read_text, read_yaml
+from fedssl.report.lines import each, maybe, number, word
+from fedssl.saved_run import read_words
 from fedssl.words import groups
 
 # Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
@@ -30,8 +31,8 @@ class Run:
     choices : dict
         The choice in every group of the configuration, by whatever it was made; of a folder without ``choices.yaml``
         only those among the words.
-    settings : DictConfig or None
-        All settings, resolved; None if it ended before they were found usable.
+    settings : dict or None
+        All settings, as plain values; None if it ended before they were found usable.
     summary : dict or None
         How it ended; None if it goes on, or was ended from outside.
     """
@@ -39,7 +40,7 @@ class Run:
     folder: Path
     words: dict[str, str]
     choices: dict[str, str]
-    settings: DictConfig | None
+    settings: dict[str, Any] | None
     summary: dict[str, Any] | None
 
     @property
@@ -59,16 +60,21 @@ class Run:
         """Why there are no results, in one line."""
         if self.summary is None:
             return "no readable summary.json, so it still runs or was ended from outside"
-        return " ".join((self.summary["reason"] or self.summary["status"]).split())
+        return " ".join(_printable(self.summary["reason"] or self.summary["status"]).split())
+
+    @property
+    def seed(self) -> str:
+        """The seed, which is 0 where nothing says another."""
+        return self.value("seed") or "0"
 
     def value(self, key: str) -> str:
         """Tell a setting as on the command line, a choice by its name; empty where the run has no such setting."""
         if key in self.choices:
             return self.choices[key]
-        value = None
-        if self.settings is not None and re.fullmatch(r"[\w.]+", key):
-            value = OmegaConf.select(self.settings, key)
-        return self.words.get(key, "") if value is None or OmegaConf.is_dict(value) else str(value)
+        value: Any = self.settings
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return self.words.get(key, "") if value is None or isinstance(value, dict) else _printable(value)
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -77,7 +83,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     Raises
     ------
     InputError
-        A folder does not exist, or there is no run in it.
+        A folder does not exist, there is no run in it, or a run's files are damaged.
     """
     found: dict[Path, Run] = {}
     for folder in folders:
@@ -90,21 +96,49 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what the files of a run folder tell; one that is missing or cut short counts as not written."""
-    summary, settings = _read_summary(folder), _read_yaml(folder / "config.yaml")
-    words = summary["overrides"] if summary else _read_yaml(folder / "overrides.yaml")
-    pairs = dict(str(word).partition("=")[::2] for word in words or [])
+    """Read what the files of a run folder tell; a summary that is missing or damaged counts as not written.
+
+    Raises
+    ------
+    InputError
+        Another file is damaged.
+    """
+    summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
+    words = summary["overrides"] if summary else read_words(folder / "overrides.yaml")
+    pairs = dict(_printable(word).partition("=")[::2] for word in words or [])
     own = {key.lstrip("+"): value for key, value in pairs.items() if key not in ("output_dir", "resume")}
-    choices = _read_yaml(folder / "choices.yaml") or {key: value for key, value in own.items() if key in groups()}
-    return Run(folder, own, {str(group): str(name) for group, name in choices.items()}, settings, summary)
+    choices = read_yaml(folder / "choices.yaml", dict)
+    choices = choices or {key: value for key, value in own.items() if key in groups()}
+    names = {_printable(group): _printable(name) for group, name in choices.items()}
+    return Run(folder, own, names, settings, summary)
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read the lines of a JSONL file, none if it is missing; a last line that a crash cut short is left out."""
-    if not file.exists():
-        return []
-    text = file.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+def read_summary(file: Path) -> dict[str, Any] | None:
+    """Read what a run writes at its end; None if it is missing, damaged or another program's."""
+    try:
+        summary = json.loads(read_text(file) or "")
+    except (ValueError, RecursionError):
+        return None
+    return summary if isinstance(summary, dict) and _is_summary(summary) else None
+
+
+def _is_summary(summary: dict[str, Any]) -> bool:
+    needed = {"status": word, "reason": maybe(word), "overrides": _words}
+    if summary.get("status") == "finished":
+        needed |= {"final": each(each(number))}
+    allowed = {"units": maybe(each(word))}
+    return needed.keys() <= summary.keys() and all(
+        kind(summary[key]) for key, kind in (needed | allowed).items() if key in summary
+    )
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, list) and all(map(word, value))
+
+
+def _printable(value: Any) -> str:
+    """Text without what a terminal would take for a command: it may come from elsewhere."""
+    return "".join(sign if sign.isprintable() else " " for sign in str(value))
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -118,16 +152,3 @@ def _below(folder: Path) -> Iterator[Path]:
 def _natural(path: Path) -> list[Any]:
     """Sorts job 10 behind job 9."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
-
-
-def _read_summary(folder: Path) -> dict[str, Any] | None:
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
-    ours = isinstance(summary, dict) and {"status", "reason", "overrides"} <= summary.keys()
-    return summary if ours else None
-
-
-def _read_yaml(file: Path) -> Any:
-    return OmegaConf.load(file) if file.is_file() else None

@@ -258,10 +258,40 @@ MAIN |= {"partition": "dirichlet", "partition.alpha": "0.5", "num_clients": "10"
 def test_a_default_and_the_same_value_typed_are_one_row(tmp_path: Path):
     folders = [
         with_settings(tmp_path / "a", "", {}, knn=0.5),
-        with_settings(tmp_path / "b", "strategy=l_dawa partition.alpha=0.5 threads=2 seed=1", {"threads": 2}, knn=0.7),
-        with_settings(tmp_path / "c", "regularizer=none method=simclr", {}, knn=0.9),
+        with_settings(
+            tmp_path / "b", "strategy=l_dawa partition.alpha=0.5 threads=2 seed=1", {"threads": 2, "seed": 1}, knn=0.7
+        ),
+        with_settings(tmp_path / "c", "regularizer=none method=simclr seed=2", {"seed": 2}, knn=0.9),
     ]
     assert rows(*folders) == [(MAIN, 3)]
+
+
+def test_the_same_run_counts_once(tmp_path: Path):
+    folders = [
+        with_settings(tmp_path / "a", "strategy=l_dawa", {}, knn=0.8),
+        with_settings(tmp_path / "b", "seed=0 threads=4", {"threads": 4}, knn=0.8),  # seed 0 is the default
+        with_settings(tmp_path / "c", "seed=1", {"seed": 1}, knn=0.6),
+        with_settings(tmp_path / "d", "seed=1", {"seed": 1}, knn=0.5),
+        with_settings(tmp_path / "e", "strategy=fedavg seed=1", {"seed": 1}, knn=0.5),
+    ]
+    table = run_table([read_run(folder) for folder in folders])
+    assert [(row.runs, row.metrics["knn"]) for row in table.rows] == [(2, [0.8, 0.6]), (1, [0.5])]
+    assert table.repeats == [
+        f"{tmp_path / 'b'} repeats {tmp_path / 'a'}",
+        f"{tmp_path / 'd'} repeats {tmp_path / 'c'}, with other results",
+    ]
+    notes = table.text().split("\n")[-4:]
+    assert notes[0] == "runs that repeat another one, with the same settings and seed, and are not counted:"
+    assert notes[2:] == [f"  {line}" for line in table.repeats]
+    assert table.markdown().endswith(f"- {table.repeats[1]}\n")
+    assert [row["runs"] for row in csv.DictReader(table.csv().splitlines())] == ["2", "1"]
+
+
+def test_a_job_of_a_sweep_that_repeats_another_counts_once(tmp_path: Path):
+    words = ("seed=0 rounds=2", "rounds=2", "rounds=2 seed=1")
+    table = sweep_table([job(tmp_path / str(n), one, knn=0.8 - 0.1 * n) for n, one in enumerate(words)])
+    assert [(row.runs, row.metrics["knn"]) for row in table.rows] == [(2, [0.8, pytest.approx(0.6)])]
+    assert len(table.repeats) == 1
 
 
 def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):

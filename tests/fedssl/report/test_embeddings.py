@@ -1,10 +1,13 @@
 """t-SNE and sphere: points by hand, representations whose collapse is known, and the files of a run folder."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from threadpoolctl import threadpool_limits
 
+from fedssl.errors import InputError
 from fedssl.report.embeddings import (
     MARKS,
     MAX_POINTS,
@@ -206,10 +209,30 @@ def test_what_is_written_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"nonsense"])
-def test_a_damaged_file_counts_as_none(tmp_path, content: bytes):
+def test_a_damaged_file_is_one_sentence(tmp_path, content: bytes):
     (tmp_path / "representations.npz").write_bytes(content)
-    assert read_representations(tmp_path) is None
-    assert draw_embeddings(tmp_path) == []
+    with pytest.raises(InputError, match=r"representations\.npz cannot be used \(it .*\); put a good copy of it there"):
+        draw_embeddings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"h": unit(3, 30, 5)[0]},
+        {"h": np.full((3, 30, 5), np.nan)},
+        {"h": np.ones((3, 30, 5), int)},
+        {"z": unit(3, 30, 4)},
+        {"z": unit(3, 29, 3)},
+        {"names": np.array(["one"])},
+        {"globals": np.array([1])},
+        {"labels": np.arange(29)},
+        {"labels": -np.arange(30)},
+    ],
+)
+def test_arrays_that_do_not_fit_each_other_are_one_sentence(tmp_path, change: dict):
+    replace(some(), **change).save(tmp_path, round=1)
+    with pytest.raises(InputError, match="it does not hold representations"):
+        draw_embeddings(tmp_path)
 
 
 def test_figures_of_a_run_folder(tmp_path):

@@ -1,0 +1,225 @@
+"""Every file of a real run folder, damaged in many ways: each reader is right, or answers with one sentence."""
+
+import json
+import random
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from client_app.state import load_state
+from fedssl.config import load_run
+from fedssl.errors import InputError
+from fedssl.evaluation import cli as evaluate
+from fedssl.report import cli as report
+from fedssl.report.lines import KINDS, read_lines
+from server_app.recorder import Recorder, logging_to
+from simulation import cli as fedssl
+
+WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
+WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "health_pictures=6"]
+WORDS += ["measure_resources=false", "augmentation=none"]
+
+SETTINGS = ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"]
+LINES = ["metrics.jsonl", "clients.jsonl", "health.jsonl"]
+STATES = [f"checkpoints/round-000002.{end}" for end in ("pt", "sha256")]
+STATES += ["clients/0/round-000002.pt"]
+FIGURES = [f"figures/{name}.png" for name in ("metrics", "cosines", "spectrum", "tsne", "sphere", "partition")]
+OTHERS = ["representations.npz", "encoder.pt", "partition.csv", "run.log", ".lock"]
+ALIKE = [f"checkpoints/round-000001.{end}" for end in ("pt", "sha256")]  # as those above
+ALIKE += ["clients/0/round-000001.pt", *(f"clients/1/round-00000{round}.pt" for round in (1, 2))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    fedssl.run([*WORDS, f"output_dir={folder}"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(whole):
+    return composed(whole)
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What is drawn does not matter here."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **style: Path(path).write_bytes(b"\x89PNG"))
+    monkeypatch.setattr("fedssl.report.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
+
+
+def written(content):
+    def damage(file):
+        file.write_bytes(content(file.read_bytes()) if callable(content) else content)
+
+    return damage
+
+
+def folder_there(file):
+    file.unlink()
+    file.mkdir()
+
+
+def loop(file):
+    file.unlink()
+    file.symlink_to(file)
+
+
+DAMAGES = {
+    "empty": written(b""),
+    "cut": written(lambda content: content[: len(content) // 2]),
+    "flipped": written(
+        lambda content: bytes([*content[:9], content[9] ^ 255 if len(content) > 9 else 0, *content[10:]])
+    ),
+    "random": written(random.Random(0).randbytes(300)),
+    "zeros": written(bytes(300)),
+    "list": written(b"[]\n"),
+    "object": written(b"{}\n"),
+    "word": written(b'"word"\n'),
+    "number": written(b"3\n"),
+    "null": written(b"null\n"),
+    "nested": written(b"[" * 20_000),
+    "interpolation": written(b"seed: ${oc.env:HOME}\nrounds: 2\nrun_id: a\ndataset: {}\n"),
+    "folder": folder_there,
+    "loop": loop,
+}
+
+
+def reported(folder):
+    """What ``fedssl-report --figures`` prints."""
+    return report.report([folder], figures=True, out=None)
+
+
+def evaluated(folder):
+    """What ``fedssl-evaluate`` prints."""
+    return evaluate.run([f"run={folder}", "evaluation=knn"])
+
+
+def composed(folder):
+    """The settings of a resumed run."""
+    return load_run([f"resume={folder}"])
+
+
+def restored(folder, settings=None):
+    """Read what else a resumed run reads, and write what it writes; ``settings`` are those of a copy."""
+    settings = settings or composed(folder)
+    recorder = Recorder(replace(settings.recording, folder=folder), rounds=settings.rounds)
+    with recorder.locked(), logging_to(recorder.folder):
+        state = recorder.restore()
+        for client in (0, 1):
+            load_state(folder / "clients" / str(client), before=state.round + 1)
+        recorder.summary("finished", final={})
+
+
+FEW = ("random", "folder", "loop")
+READERS = {
+    reported: {**dict.fromkeys([*SETTINGS, *LINES, "representations.npz"], DAMAGES), **dict.fromkeys(FIGURES, FEW)},
+    evaluated: {"config.yaml": DAMAGES, "encoder.pt": DAMAGES},
+    composed: {"config.yaml": DAMAGES, "overrides.yaml": DAMAGES},
+    restored: {
+        **dict.fromkeys([*LINES, *STATES], DAMAGES),
+        **dict.fromkeys([*SETTINGS, *FIGURES[:1], *OTHERS], FEW),
+    },
+}
+"""How each reader's files are damaged; what it only writes can have something else in its place."""
+
+
+def answer_of(reader, *arguments):
+    """The sentence of the reader; None: it could go on."""
+    try:
+        reader(*arguments)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def test_no_file_is_forgotten(folder):
+    reported(folder)  # draws what a run itself does not
+    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert found == {*SETTINGS, *LINES, *STATES, *ALIKE, *FIGURES, *OTHERS}
+
+
+def test_what_is_whole_is_read(folder):
+    for reader in READERS:
+        reader(folder)
+
+
+@pytest.mark.parametrize(("reader", "name"), [(reader, name) for reader, names in READERS.items() for name in names])
+def test_a_damaged_file_is_no_traceback(whole, settings, tmp_path, reader, name):
+    for kind in READERS[reader][name]:
+        copy = Path(shutil.copytree(whole, tmp_path / kind))
+        (copy / name).touch()  # t-SNE and sphere are drawn by the report only
+        DAMAGES[kind](copy / name)
+        said = answer_of(reader, copy, *([settings] if reader is restored else []))
+        assert said is None or ("\n" not in said and str(copy) in said), (kind, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("config.yaml", "random"), ("metrics.jsonl", "folder"), ("checkpoints/round-000002.pt", "loop")],
+)
+def test_the_command_line_says_it_in_one_sentence(folder, monkeypatch, capsys, name, kind):
+    DAMAGES[kind](folder / name)
+    monkeypatch.setattr(fedssl, "ERRORS", [])
+    monkeypatch.setattr(sys, "argv", ["fedssl", f"resume={folder}"])
+    with pytest.raises(SystemExit, match="2"):
+        fedssl.main()
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: {folder / name} ")
+    assert said.count("\n") == 1
+
+
+def test_a_last_line_that_a_kill_cut_short_counts_as_not_written(folder):
+    for name in LINES:
+        file = folder / name
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[:-1]) + lines[-1][:20])
+        assert len(read_lines(file)) == len(lines) - 1
+    restored(folder)
+    assert (folder / "metrics.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_values_that_no_run_writes_are_named(folder, name):
+    file = folder / name
+    lines = file.read_text().splitlines()
+    kinds = KINDS[file.stem]
+    assert kinds.keys() <= {key for line in lines for key in json.loads(line)} | {"cost"}
+    for key in kinds:
+        for wrong in ([], {"a": []}, [[1]], True, -1.5, "\x1b[2J" if key not in ("model",) else 1, float("inf")):
+            if not kinds[key](wrong):
+                file.write_text(json.dumps(json.loads(lines[0]) | {key: wrong}) + "\n")
+                with pytest.raises(InputError, match=f"{key} in line 1 has a value that no run writes there"):
+                    read_lines(file)
+
+
+def test_a_report_prints_nothing_that_a_terminal_obeys(folder, capsys):
+    summary = json.loads((folder / "summary.json").read_text())
+    failed = {**summary, "status": "failed", "reason": "no\x1b[2J GPU", "overrides": ["dataset.limit=\x1b]0;x\x07"]}
+    other = Path(shutil.copytree(folder, folder.parent / "other"))
+    (other / "summary.json").write_text(json.dumps(failed))
+    report.report([folder, other], figures=False, out=None)
+    printed = capsys.readouterr().out
+    assert "no [2J GPU" in printed
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+
+
+def test_a_report_resolves_no_interpolation(folder, capsys, monkeypatch):
+    monkeypatch.setenv("SECRET", "12345")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("num_clients: 2", "num_clients: ${oc.env:SECRET}"))
+    reported(folder)
+    assert "12345" not in capsys.readouterr().out
+    with pytest.raises(InputError, match="it has an interpolation"):
+        restored(folder)
