@@ -123,7 +123,8 @@ class FUR(Regularizer):
         "uot": Eq. 4. "tangent_swd": the authors' code, which has ``weight=0.01``; parameters of `uot_uniformity` mean
         nothing.
     part : {"projector", "encoder"}
-        Part of the method whose outputs are spread; of a method without a projector (supervised) it is the encoder.
+        Part of the method whose outputs are spread; of a method without a projector (supervised) it is the encoder. Its
+        outputs are those of the method's loss, before any predictor; Orchestra projects view 1 turned by quarters only.
     reduction : {"mean", "sum"}
         "sum": the paper's. "mean": 128 / batch times that, 128 being the paper's batch.
     cost_scale, tau_a, tau_b, tolerance : float
