@@ -61,12 +61,12 @@ def uot_uniformity(
     tau_a, tau_b : float
         Positive: price of an unmatched representation, and sample.
     max_iter : int
-        Most steps of the solver, which needs 4 to 9.
+        Most steps of the solver, which takes about 7.
     tolerance : float
-        Of the coupling, estimated; see `fedssl.regularizers.transport.coupling`. With 0.08 the cosine of the gradient
-        with the exact one was at least 0.99, its length within 2% of the right one, for 32 to 256 spread or collapsed
-        vectors of 128 and 512 numbers. In float32 less than 0.03 is often out of reach. 0 takes all steps, and never
-        waits for the device to see how far it is.
+        Relative error of the coupling, estimated; see `fedssl.regularizers.transport.coupling`. With 0.08 the cosine of
+        the gradient with the exact one was at least 0.99, its length within 3% of the right one, for 32 to 256 spread
+        or collapsed vectors of 128 and 512 numbers. In float32 less than 0.03 is often out of reach. 0 takes all steps,
+        and never waits for the device to see how far it is.
 
     Returns
     -------
@@ -123,7 +123,8 @@ class FUR(Regularizer):
         "uot": Eq. 4. "tangent_swd": the authors' code, which has ``weight=0.01``; parameters of `uot_uniformity` mean
         nothing.
     part : {"projector", "encoder"}
-        Part of the method whose outputs are spread; of a method without a projector (supervised) it is the encoder.
+        Part of the method whose outputs are spread; of a method without a projector (supervised) it is the encoder. Its
+        outputs are those of the method's loss, before any predictor; Orchestra projects view 1 turned by quarters only.
     reduction : {"mean", "sum"}
         "sum": the paper's. "mean": 128 / batch times that, 128 being the paper's batch.
     cost_scale, tau_a, tau_b, tolerance : float

@@ -9,7 +9,7 @@ slacks ``s_ij = C_ij - u_i - v_j``, pi is the best one if and only if
 Where this differs from the paper: Eq. 6 goes down the gradient and cuts off at 0. The value is soon nearly right that
 way, but not the coupling, from which training gets its gradient: where representations collapse, values of couplings
 hardly differ. Here Mehrotra's predictor-corrector method (SIAM Journal on Optimization, 1992) solves the conditions
-above with ``pi_ij s_ij = mu`` by Newton's steps while mu goes to 0, which takes 4 to 9 steps, collapsed or not. A step
+above with ``pi_ij s_ij = mu`` by Newton's steps while mu goes to 0, which takes about 7 steps, collapsed or not. A step
 is a system of rows + columns equations, of which the rows are eliminated by hand.
 """
 

@@ -1,20 +1,14 @@
-"""Local regularisers: their numbers by hand, against slow transcriptions and solvers, and inside training."""
+"""Local regularisers: their numbers by hand, against slow transcriptions, and inside training."""
 
-import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import ot
 import pytest
 import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from scipy.optimize import minimize, nnls
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fedssl.config import compose
@@ -26,10 +20,10 @@ from fedssl.regularizers.alignment import Alignment, alignment
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.decorr import Decorrelation, feature_decorrelation
 from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
-from fedssl.regularizers.transport import coupling
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator
 from fedssl.training import train
+from tests.fedssl.regularizers.points import random, sphere
 from tests.local_training import local_training
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -39,248 +33,9 @@ REGULARIZERS = {
     "decorr": Decorrelation,
     "alignment": Alignment,
 }
-EXACT = {"max_iter": 40, "tolerance": 0}  # in float64
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are not worth the wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch_generator(seed, "test"), dtype=torch.float64)
-
-
-def sphere(rows: int, dim: int, seed: int = 1) -> Tensor:
-    return F.normalize(random(rows, dim, seed=seed), dim=1)
-
-
-# Unbalanced optimal transport, Eqs. 4-6 of FedU2
-
-
-def test_transport_of_one_point_by_hand():
-    # z and s at 90 degrees: C = 0.5 * 2 = 1. For one number p, Eq. 4 is p + 0.4 (p - 1)^2 + 0.4 (p - 1)^2, smallest at
-    # p = 1 - 1/1.6 = 0.375: 0.375 + 0.8 * 0.390625 = 0.6875. Opposite: C = 2 > 1.6, so p = 0 and the value is 0.8.
-    s = torch.tensor([[0.0, 1.0]])
-    assert uot_uniformity(torch.tensor([[3.0, 0.0]]), samples=s).item() == pytest.approx(0.6875)
-    assert uot_uniformity(torch.tensor([[0.0, -2.0]]), samples=s).item() == pytest.approx(0.8)
-    assert uot_uniformity(torch.tensor([[0.0, 5.0]]), samples=s).item() == pytest.approx(0, abs=1e-6)
-
-
-def test_transport_of_two_points_by_hand():
-    # z at 0 and 90 degrees, both samples at 0: C = ((0, 0), (1, 1)). By symmetry pi = ((x, x), (y, y)), and Eq. 4 is
-    # 2y + 0.4 (2x - 1)^2 + 0.4 (2y - 1)^2 + 0.8 (x + y - 1)^2. Its derivatives are 0 at 3x + y = 2 and x + 3y = 0.75,
-    # so x = 0.65625 and y = 0.03125: 0.0625 + 0.4 * (0.3125^2 + 0.9375^2) + 0.8 * 0.3125^2 = 0.53125.
-    z, s = torch.eye(2), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    assert uot_uniformity(z, samples=s, **EXACT).item() == pytest.approx(0.53125, rel=1e-6)
-    pi = coupling(torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double(), tau_a=0.8, tau_b=0.8, **EXACT)
-    assert pi.flatten().tolist() == pytest.approx([0.65625, 0.65625, 0.03125, 0.03125], abs=1e-6)
-
-
-def test_samples_where_the_representations_are_cost_nothing():
-    z = torch.eye(6, dtype=torch.float64)
-    assert uot_uniformity(z, samples=z[torch.tensor([2, 0, 5, 4, 1, 3])], **EXACT).item() == pytest.approx(0, abs=1e-9)
-
-
-PROBLEMS = [
-    (12, 12, 3, 0.8, 0.8),
-    (12, 12, 16, 0.8, 0.8),
-    (9, 14, 5, 0.5, 1.3),
-    (15, 6, 4, 2.0, 0.3),
-    (1, 8, 4, 0.8, 1),
-]
-
-
-@pytest.mark.parametrize(("rows", "columns", "dim", "tau_a", "tau_b"), PROBLEMS)
-def test_transport_equals_that_of_another_solver(rows, columns, dim, tau_a, tau_b):
-    z, s = sphere(rows, dim), sphere(columns, dim, seed=2)
-    cost = np.array([[0.5 * ((a - b) ** 2).sum().item() for b in s] for a in z])
-
-    def eq4(flat):
-        pi = flat.reshape(rows, columns)
-        a, b = pi.sum(1) - 1, pi.sum(0) - 1
-        value = (cost * pi).sum() + tau_a / 2 * (a**2).sum() + tau_b / 2 * (b**2).sum()
-        return value, (cost + tau_a * a[:, None] + tau_b * b).ravel()
-
-    best = minimize(
-        eq4,
-        np.zeros(rows * columns),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(0, None)] * (rows * columns),
-        options={"maxiter": 50_000, "maxfun": 50_000, "ftol": 1e-15, "gtol": 1e-10},
-    )
-    ours = uot_uniformity(5 * z, samples=s, tau_a=tau_a, tau_b=tau_b, **EXACT).item()
-    assert ours == pytest.approx(best.fun, rel=1e-7)
-    single = uot_uniformity(z.float(), samples=s.float(), tau_a=tau_a, tau_b=tau_b).item()
-    assert best.fun * (1 - 1e-5) <= single <= best.fun * (1 + 1e-3) + 1e-6
-
-
-@pytest.mark.parametrize(("rows", "columns", "dim", "tau_a", "tau_b"), PROBLEMS)
-def test_transport_equals_that_of_pot(rows, columns, dim, tau_a, tau_b):
-    z, s = sphere(rows, dim), sphere(columns, dim, seed=2)
-    cost = (0.5 * torch.cdist(z, s).square()).numpy()
-    a, b = np.ones(rows), np.ones(columns)
-    pi = ot.unbalanced.mm_unbalanced(a, b, cost, [tau_a, tau_b], div="l2", numItermax=200_000, stopThr=1e-13)
-    penalties = tau_a / 2 * ((pi.sum(1) - a) ** 2).sum() + tau_b / 2 * ((pi.sum(0) - b) ** 2).sum()
-    ours = uot_uniformity(z, samples=s, tau_a=tau_a, tau_b=tau_b, **EXACT).item()
-    assert ours == pytest.approx((pi * cost).sum() + penalties, rel=1e-5)
-
-
-def test_the_coupling_solves_the_quadratic_form_of_eq_5():
-    # Q and w written out with Kronecker products for 3 rows and 4 columns, vec() taking rows after each other; at the
-    # best pi >= 0 the gradient Q vec(pi) + w is 0 where pi > 0 and not negative elsewhere.
-    rows, columns, tau_a, tau_b = 3, 4, 0.8, 0.6
-    z, s = sphere(rows, 4), sphere(columns, 4, seed=2)
-    one = torch.ones
-    phi_r = torch.kron(torch.eye(rows), one(1, columns)).double()
-    phi_c = torch.kron(one(1, rows), torch.eye(columns)).double()
-    q = tau_a * phi_r.T @ phi_r + tau_b * phi_c.T @ phi_c
-    cost = 0.5 * torch.cdist(z, s).square()
-    w = cost.flatten() - tau_a * phi_r.T @ one(rows).double() - tau_b * phi_c.T @ one(columns).double()
-    pi = coupling(cost, tau_a=tau_a, tau_b=tau_b, **EXACT).flatten()
-    gradient = q @ pi + w
-    assert pi.min() >= 0
-    assert (pi > 1e-6).any()
-    assert gradient[pi > 1e-6].abs().max() < 1e-5
-    assert gradient.min() > -1e-5
-    eq5 = 0.5 * pi @ q @ pi + w @ pi + (tau_a * rows + tau_b * columns) / 2
-    ours = uot_uniformity(z, samples=s, tau_a=tau_a, tau_b=tau_b, **EXACT)
-    assert ours.item() == pytest.approx(eq5.item(), rel=1e-10)
-
-
-# Collapsed: vectors differ by a share of their mean. "relu": means of ReLUs, as encoders put out.
-SPREADS = {
-    "spread": lambda batch, dim: random(batch, dim),
-    "5%": lambda batch, dim: random(1, dim, seed=3) + 0.05 * random(batch, dim),
-    "1%": lambda batch, dim: random(1, dim, seed=3) + 0.01 * random(batch, dim),
-    "relu": lambda batch, dim: random(batch, dim, 4).relu().mean(dim=2),
-}
-
-
-def gradient_of(z: Tensor, s: Tensor, **options) -> Tensor:
-    z = z.detach().requires_grad_()
-    return torch.autograd.grad(uot_uniformity(z, samples=s, **options), z)[0].double()
-
-
-def proven_best(cost: Tensor) -> Tensor:
-    """The best coupling of ``cost``, float64, proven to be the best and the only one.
-
-    The prices that its masses stand for break no bound u_i + v_j <= C_ij, so that they give a value of the dual, below
-    which Eq. 4 cannot fall; and Eq. 4 is that value. Row and column sums of all best couplings are the same (the
-    penalties are strictly convex in them), and mass is where a bound is tight only. If no circle can be made of those
-    places, taken as edges between rows and columns, the sums leave one coupling: an edge at a leaf has all that the
-    leaf has, and without it there is a smaller forest.
-    """
-    pi = coupling(cost, tau_a=0.8, tau_b=0.8, **EXACT).clone()
-    u, v = 0.8 * (1 - pi.sum(dim=1, keepdim=True)), 0.8 * (1 - pi.sum(dim=0))
-    slack = cost - u - v
-    value = (cost * pi).sum() + (u.square().sum() + v.square().sum()) / 1.6
-    dual = (u - u.square() / 1.6).sum() + (v - v.square() / 1.6).sum()
-    assert slack.min() > -1e-10
-    assert abs(value - dual) < 1e-9
-    tight = (slack < 1e-8).nonzero().numpy()
-    rows, columns = cost.shape
-    graph = coo_array((np.ones(len(tight)), (tight[:, 0], tight[:, 1] + rows)), shape=(rows + columns,) * 2)
-    assert len(tight) == rows + columns - connected_components(graph, directed=False)[0]
-    return pi
-
-
-def least_distance(cost: Tensor, tau_a: float, tau_b: float) -> Tensor:
-    """The best coupling by another road: Lawson and Hanson, Solving Least Squares Problems, chapter 23.
-
-    With x = ((u - tau_a) / sqrt(tau_a), (v - tau_b) / sqrt(tau_b)) the dual of Eq. 4 is the shortest x with
-    -sqrt(tau_a) x_i - sqrt(tau_b) x_j >= tau_a + tau_b - C_ij. For the y >= 0 that brings the matrix of these bounds,
-    with their right sides below it, closest to (0, ..., 0, 1), the residual is r, and the multipliers of the bounds,
-    which are pi, are y / -r_last.
-    """
-    rows, columns = cost.shape
-    i, j = np.divmod(np.arange(rows * columns), columns)
-    bounds = np.zeros((rows + columns + 1, rows * columns))
-    bounds[i, np.arange(rows * columns)] = -math.sqrt(tau_a)
-    bounds[rows + j, np.arange(rows * columns)] = -math.sqrt(tau_b)
-    bounds[-1] = tau_a + tau_b - cost.flatten().numpy()
-    y, _ = nnls(bounds, np.eye(rows + columns + 1)[-1])
-    return torch.from_numpy(y / (1 - bounds[-1] @ y)).reshape(rows, columns)
-
-
-@pytest.mark.parametrize("kind", SPREADS)
-@pytest.mark.parametrize(("columns", "tau_a", "tau_b"), [(24, 0.8, 0.8), (15, 0.5, 1.3), (40, 2.0, 0.3)])
-def test_the_coupling_is_that_of_least_distance_programming(kind, columns, tau_a, tau_b):
-    z, s = F.normalize(SPREADS[kind](24, 64), dim=1), sphere(columns, 64)
-    cost = 0.5 * torch.cdist(z, s).square()
-    ours = coupling(cost, tau_a=tau_a, tau_b=tau_b, **EXACT)
-    assert torch.allclose(ours, least_distance(cost, tau_a, tau_b), atol=1e-9)
-    if (columns, tau_a, tau_b) == (24, 0.8, 0.8):
-        assert torch.equal(ours, proven_best(cost))
-
-
-@pytest.mark.parametrize("kind", SPREADS)
-@pytest.mark.parametrize("dim", [128, 512])
-@pytest.mark.parametrize("batch", [32, 128, 256])
-def test_the_gradient_is_right_where_representations_are_spread_and_where_they_collapse(batch, dim, kind):
-    z, s = F.normalize(SPREADS[kind](batch, dim), dim=1), sphere(batch, dim)
-    pi = proven_best(0.5 * torch.cdist(z, s).square())
-    best = -pi @ s  # the derivative of 0.5 * (2 - 2 z s^T) at the best pi, on the sphere
-    best = best - (best * z).sum(dim=1, keepdim=True) * z
-    found = gradient_of(z.float(), s.float())
-    assert (found - best).norm() < 2 * 0.08 * best.norm()  # what the solver stops by is an estimate
-    assert F.cosine_similarity(found.flatten(), best.flatten(), dim=0) > 0.99
-    assert found.norm().item() == pytest.approx(best.norm().item(), rel=0.02)
-    assert torch.equal(found, gradient_of(z.float(), s.float(), max_iter=11))
-
-
-def test_the_solver_stands_any_problem_and_any_number_of_steps():
-    for seed in range(40):
-        draw = torch_generator(seed, "problem")
-        rows, columns, dim = torch.randint(1, 40, (3,), generator=draw).tolist()
-        tau_a, tau_b, scale = (10 ** (2 * torch.rand(3, generator=draw) - 1)).tolist()
-        z, s = (F.normalize(torch.randn(n, dim + 1, generator=draw), dim=1) for n in (rows, columns))
-        problem = {"samples": s, "tau_a": tau_a, "tau_b": tau_b, "cost_scale": scale}
-        exact = uot_uniformity(z.double(), **problem | {"samples": s.double()}, **EXACT).item()
-        for options in ({}, {"tolerance": 0, "max_iter": 60}):
-            assert uot_uniformity(z, **problem, **options).item() == pytest.approx(exact, rel=5e-3, abs=1e-4)
-
-
-def test_the_gradient_is_that_of_finite_differences():
-    # The optimal pi depends on z too; by the envelope theorem that does not matter.
-    s = sphere(6, 3)
-    z = random(6, 3, seed=4).requires_grad_()
-    loss = lambda z: uot_uniformity(z, samples=s, **EXACT)  # noqa: E731
-    (gradient,) = torch.autograd.grad(loss(z), z)
-    slow = torch.zeros_like(z)
-    for index in itertools.product(range(6), range(3)):
-        h = torch.zeros_like(slow)
-        h[index] = 1e-4
-        with torch.no_grad():
-            slow[index] = (loss(z + h) - loss(z - h)) / 2e-4
-    assert gradient.abs().max() > 0.05
-    assert torch.allclose(gradient, slow, atol=1e-5)
-
-
-def test_the_gradient_is_alive_at_512_dimensions_with_half_the_cost_and_dead_with_the_papers():
-    s = sphere(128, 512).float()
-    for z in (random(128, 512, seed=5).float(), random(128, 512, seed=5).float() / 20 + random(1, 512, seed=6).float()):
-        z.requires_grad_()
-        (alive,) = torch.autograd.grad(uot_uniformity(F.normalize(z, dim=1), samples=s), z)
-        assert (alive.norm(dim=1) * z.norm(dim=1) > 0.01).all()
-        paper = uot_uniformity(z, samples=s, cost_scale=1.0)
-        (dead,) = torch.autograd.grad(paper, z)
-        assert paper.item() == pytest.approx(0.8 * 128)  # Omega of Eq. 5: nothing is transported
-        assert dead.abs().max() == 0
-
-
-@pytest.mark.parametrize("dim", [8, 128, 512])
-def test_spread_representations_have_a_smaller_value_than_collapsed_ones(dim):
-    spread, s = random(64, dim, seed=7), sphere(64, dim)
-    narrow = spread / 5 + random(1, dim, seed=8)
-    point = random(1, dim, seed=8).expand(64, dim)
-    values = [uot_uniformity(z, samples=s).item() for z in (spread, narrow, point)]
-    assert values[0] < values[1] < values[2]
+# FUR
 
 
 @pytest.mark.parametrize("variant", ["uot", "tangent_swd"])
