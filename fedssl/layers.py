@@ -25,12 +25,11 @@ Layers = dict[str, np.ndarray]
 
 STATISTICS = ("running_mean", "running_var")
 
-ROW = 1 << 10
-"""Numbers in one BLAS product."""
+ROW = 1 << 10  # numbers in one BLAS product
 
+# Numbers worked on at a time. What several operations or clients share stays in the cache meanwhile, so that memory is
+# read once. With 500 rows and less NumPy does not let other threads run.
 TILE = 512 * ROW
-"""Numbers worked on at a time. What several operations or clients share stays in the cache meanwhile, so that memory is
-read once. With 500 rows and less NumPy does not let other threads run."""
 
 _NUMBERS_PER_THREAD = 1 << 20
 _SMALLEST_SQUARE = 1e-30

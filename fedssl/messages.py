@@ -21,8 +21,7 @@ NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
 
-_name = functools.cache(str)
-"""Name of a dtype; NumPy makes it anew at each call."""
+_name = functools.cache(str)  # name of a dtype; NumPy makes it anew at each call
 
 
 class Array(FlowerArray):

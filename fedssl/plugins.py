@@ -17,6 +17,7 @@ from fedssl.errors import InputError
 from fedssl.words import CONF, nearest, parse, quote
 
 SEARCH = "hydra.searchpath"
+# Beginnings of dotted names of earlier versions, and what they are now.
 MOVED = {
     "fedssl.heads.": "fedssl.methods.heads.",
     "fedssl.schedules.": "fedssl.schedule.phases.",
@@ -24,7 +25,6 @@ MOVED = {
     "strategies.robust.Krum": "strategies.krum.Krum",
     "strategies.orchestra.Orchestra": "strategies.fedavg.FedAvg",
 }
-"""Beginnings of dotted names of earlier versions, and what they are now."""
 
 FLAGS = ("--config-dir", "-cd")
 

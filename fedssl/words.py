@@ -16,12 +16,12 @@ from fedssl.errors import InputError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
+# Words of earlier versions, a choice or a key, and the rest of a sentence that says what they are now.
 RENAMED = {
     "strategy=orchestra": "is now strategy=fedavg: method=orchestra has a server half of its own, under any strategy",
     "method.strategy": "is gone: method=orchestra works under any strategy; leave it out",
     "engine.verbose": "is gone: a run on Ray shows all that there is to see; leave it out",
 }
-"""Words of earlier versions, a choice or a key, and the rest of a sentence that says what they are now."""
 
 
 def parse(words: Sequence[str]) -> list[Override]:

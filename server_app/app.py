@@ -35,8 +35,8 @@ from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
 
+# Words without which the number of clients is that of the federation.
 SAYS_HOW_MANY = {"num_clients", "experiment", "resume"}
-"""Words without which the number of clients is that of the federation."""
 
 app = ServerApp()
 

@@ -16,8 +16,7 @@ from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
 
-FORMAT = 2
-"""Of the file; 1 had one model and no name for it."""
+FORMAT = 2  # of the file; 1 had one model and no name for it
 
 
 def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:

@@ -15,8 +15,7 @@ from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.methods.base import SSLMethod
 from fedssl.settings import DataSettings, EvaluationSettings
 
-Judged = dict[str, dict[str, Score]]
-"""Results by the name of what was judged."""
+Judged = dict[str, dict[str, Score]]  # results by the name of what was judged
 
 
 class Evaluator:

@@ -51,8 +51,7 @@ class Measurement:
     representations: Representations
 
 
-Found = tuple[dict[str, Any], list[np.ndarray]]
-"""Numbers of health, and the unit vectors that are kept."""
+Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the unit vectors that are kept
 
 
 class Monitor:

@@ -15,11 +15,9 @@ from server_app.replies import receive
 
 log = logging.getLogger("fedssl")
 
-NODE_WAIT = 10.0
-"""Seconds without a new node before a federation that has some counts as complete."""
+NODE_WAIT = 10.0  # seconds without a new node before a federation that has some counts as complete
 
-SAY_EVERY = 30.0
-"""Seconds between two lines that say what is waited for."""
+SAY_EVERY = 30.0  # seconds between two lines that say what is waited for
 
 
 def find_nodes(grid: Grid, num_clients: int, *, timeout: float) -> list[int]:

@@ -26,8 +26,7 @@ from strategies.state import Model, ServerState, suffix
 
 log = logging.getLogger("fedssl")
 
-Observe = Callable[[int, Layers], None]
-"""Sees the client and the running layers of every update that is used."""
+Observe = Callable[[int, Layers], None]  # sees the client and the running layers of every update that is used
 
 
 @dataclass(frozen=True)

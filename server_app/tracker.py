@@ -6,8 +6,7 @@ from typing import Any
 
 from fedssl.errors import InputError
 
-Tracker = Callable[[int, Mapping[str, Any]], None]
-"""Takes a round and its line of ``metrics.jsonl``."""
+Tracker = Callable[[int, Mapping[str, Any]], None]  # takes a round and its line of ``metrics.jsonl``
 
 
 def make_tracker(name: str, folder: Path) -> Tracker:

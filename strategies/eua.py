@@ -36,14 +36,12 @@ from strategies.weighted_sum import WeightedSum, check_all, one_of
 DEVIATIONS = ("log", "unit")
 STEPS = ("normalized", "constant")
 
-_MOVE_TILE = 64 * ROW
-"""Numbers moved at a time; few enough to stay in the cache, enough to hide what a call costs."""
+_MOVE_TILE = 64 * ROW  # numbers moved at a time; few enough to stay in the cache, enough to hide what a call costs
 
+# A sum of vectors whose square is below this part of the square of their lengths' sum is zero up to rounding.
 _CANCELLED = 1e-6
-"""A sum of vectors whose square is below this part of the square of their lengths' sum is zero up to rounding."""
 
-_ACCURACY = 1e-6
-"""Bound on the error of the Gram matrix of models, relative to the lengths of both deviations."""
+_ACCURACY = 1e-6  # bound on the error of the Gram matrix of models, relative to the lengths of both deviations
 
 
 @dataclass(frozen=True)

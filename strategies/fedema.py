@@ -35,8 +35,7 @@ from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean
 from strategies.weighted_sum import one_of
 
-LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"
-"""Names in a client's state that are no layers."""
+LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # names in a client's state that are no layers
 
 
 def blend(received: Layers, own: Layers, *, mu: float) -> Layers:

@@ -44,8 +44,7 @@ from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean
 from strategies.weighted_sum import one_of
 
-TAKE_GLOBAL, DISTANCE = "dapu.global", "dapu.distance"
-"""Names in a client's state that are no layers."""
+TAKE_GLOBAL, DISTANCE = "dapu.global", "dapu.distance"  # names in a client's state that are no layers
 
 
 @dataclass(frozen=True, kw_only=True)

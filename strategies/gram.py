@@ -7,11 +7,9 @@ import torch
 
 from fedssl.layers import ROW, GlobalLayers, Layers
 
-_TILE = 8 * ROW
-"""Numbers of each client in one product; sums in float32 of twice as many may err by 1e-6."""
+_TILE = 8 * ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
 
-_BLOCK = 16
-"""Rows of the Gram matrix in one product, so that little more than its lower triangle is computed."""
+_BLOCK = 16  # rows of the Gram matrix in one product, so that little more than its lower triangle is computed
 
 
 def deviation_gram(weights: GlobalLayers, models: Sequence[Layers], *, exact: bool = False) -> np.ndarray:

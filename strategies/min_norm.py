@@ -9,11 +9,10 @@ import numpy as np
 
 from fedssl.errors import InputError
 
-_RHO = 1.0
-"""Penalty of the paper."""
+_RHO = 1.0  # penalty of the paper
 
+# A few suffice. Where it takes thousands, objectives differ by little more than rounding.
 _MOST_STEPS = 1 << 16
-"""A few suffice. Where it takes thousands, objectives differ by little more than rounding."""
 
 
 def min_norm_weights(gram: np.ndarray, *, accuracy: float = 1e-12) -> np.ndarray:

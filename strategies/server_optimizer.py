@@ -13,8 +13,7 @@ import numpy as np
 from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight
 
-Moments = dict[str, Layers]
-"""What an optimiser remembers: by the name of the moment, an array for each layer."""
+Moments = dict[str, Layers]  # what an optimiser remembers: by the name of the moment, an array for each layer
 
 
 class ServerOptimizer(Protocol):

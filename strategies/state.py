@@ -6,8 +6,7 @@ from typing import Any
 
 from fedssl.layers import Layers
 
-GLOBAL = "global"
-"""Name of the model where there is only one."""
+GLOBAL = "global"  # name of the model where there is only one
 
 
 @dataclass(frozen=True, kw_only=True)

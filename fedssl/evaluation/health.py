@@ -19,8 +19,7 @@ from fedssl.evaluation.features import extract
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment
 
-TOP = 100
-"""Singular values that are recorded (FedU2 shows as many)."""
+TOP = 100  # singular values that are recorded (FedU2 shows as many)
 
 
 def spectrum(h: Tensor) -> Tensor:

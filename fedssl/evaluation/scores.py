@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-ACCURACY = "accuracy"
-"""The unit of a share of right predictions, in [0, 1]; people are shown it in per cent."""
+ACCURACY = "accuracy"  # the unit of a share of right predictions, in [0, 1]; people are shown it in per cent
 
 _SPREAD = "_std"
 

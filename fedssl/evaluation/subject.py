@@ -10,8 +10,8 @@ from fedssl.datasets.base import Split, load, load_any, source_of
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.settings import DataSettings
 
+# What is needed to evaluate, and how people are told of it.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
-"""What is needed to evaluate, and how people are told of it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 Points = list[tuple[int, float]]
 
-NAMED = 6
-"""Global models that a legend names one by one; more get one line in it."""
+NAMED = 6  # global models that a legend names one by one; more get one line in it
 
 
 def draw_curves(folder: Path) -> list[Path]:

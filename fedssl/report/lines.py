@@ -10,8 +10,7 @@ from fedssl.files import damaged, read_text
 
 Kind = Callable[[Any], bool]
 
-MOST_NUMBERS = 10**8
-"""Of pictures times dimensions of a spectrum: its reference is drawn from as many."""
+MOST_NUMBERS = 10**8  # of pictures times dimensions of a spectrum: its reference is drawn from as many
 
 
 def read_lines(file: Path, *, needs: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -91,6 +90,7 @@ def _spectrum(value: Any) -> bool:
     )
 
 
+# What the values of keys are that somebody reads, by the name of the file.
 KINDS: dict[str, dict[str, Kind]] = {
     "metrics": {
         "round": whole(1),
@@ -111,4 +111,3 @@ KINDS: dict[str, dict[str, Kind]] = {
     },
     "health": {"round": whole(1), "client": maybe(whole(0)), "model": word, "spectrum": _spectrum},
 }
-"""What the values of keys are that somebody reads, by the name of the file."""

@@ -4,8 +4,7 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-Lines = Sequence[Sequence[str]]
-"""The cells of every line, the header first."""
+Lines = Sequence[Sequence[str]]  # the cells of every line, the header first
 
 
 def align(lines: Lines, *, left: int) -> str:

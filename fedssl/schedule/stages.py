@@ -14,8 +14,7 @@ from fedssl.schedule.phases import Phase
 
 log = logging.getLogger("fedssl")
 
-TARGET_ENCODER = "target_encoder."
-"""How the names of its layers begin."""
+TARGET_ENCODER = "target_encoder."  # how the names of its layers begin
 
 _HEAD = Lifetime(0, float("inf"), float("inf"))
 
