@@ -39,6 +39,8 @@ ERRORS: list[Exception] = []
 def main() -> None:
     """Entry point of the command line."""
     signal.signal(signal.SIGTERM, _interrupt)
+    JOBS.clear()
+    ERRORS.clear()
     try:
         sys.argv[1:] = from_arguments(sys.argv[1:])
         check_names(_words(sys.argv[1:]))

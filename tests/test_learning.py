@@ -45,8 +45,8 @@ def unlearned(tmp_path_factory):
 
 
 # Losses are compared with their equations and every method's bits are on record, so learning itself is shown for one of
-# each kind: views that attract, a target network, clusters with a half on the server. `--every-method` shows all.
-KINDS = ("simclr", "byol", "orchestra")
+# each kind: views that attract, a target network; clusters in `test_orchestra.py`. `--every-method` shows all.
+KINDS = ("simclr", "byol")
 
 
 @pytest.mark.parametrize("method", METHODS)

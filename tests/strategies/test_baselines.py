@@ -54,8 +54,8 @@ def test_every_picture_is_seen_as_often_as_in_the_federation(tmp_path, monkeypat
     """2 rounds of 2 epochs: 4 times; in steps of nearly 10 pictures: 60 * 4 / 10 steps if 10 divides all parts."""
     original, seen, steps = fedssl.training.batches, Counter(), Counter()
 
-    def counted(indices, batch_size, *, generator):
-        for batch in original(indices, batch_size, generator=generator):
+    def counted(*arguments, **options):
+        for batch in original(*arguments, **options):
             seen[name].update(batch.tolist())
             steps[name] += 1
             yield batch
