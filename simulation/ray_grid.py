@@ -86,15 +86,17 @@ class RayGrid(SimulatedGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Hand messages to the actors that are free and queue the others."""
         self._give_up_old_work()
-        contents: dict[int, Any] = {}
+        put: dict[
+            int, tuple[RecordDict, Any]
+        ] = {}  # contents themselves too: while they live nothing else has their id
         ids = []
         for message in messages:
             ids.append(number(message))
-            if id(message.content) not in contents:
-                contents[id(message.content)] = ray.put(message.content)
+            if id(message.content) not in put:
+                put[id(message.content)] = message.content, ray.put(message.content)
             without = copy.copy(message)
             without.content = RecordDict()
-            self._waiting.append((without, contents[id(message.content)]))
+            self._waiting.append((without, put[id(message.content)][1]))
         self._hand_out()
         return ids
 
@@ -126,7 +128,8 @@ class RayGrid(SimulatedGrid):
 
     def _done(self) -> list[Any]:
         """The task of a client that has ended, if one has within `POLL` seconds; actors that are ready become idle."""
-        done, _ = ray.wait([*self._starting, *self._running], timeout=POLL)
+        tasks = [*self._starting, *self._running]
+        done, _ = ray.wait(tasks, timeout=POLL) if tasks else ([], [])
         for task in [task for task in done if task in self._starting]:
             actor = self._starting.pop(task)
             try:

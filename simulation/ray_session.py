@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RunFailed
 from fedssl.machine.threads import WAITING, available_cores
 from simulation.processes import private_place
 
@@ -106,20 +106,32 @@ def ray_session(*, gpus: int | None) -> Iterator[Machine]:
     ----------
     gpus : int or None
         How many GPUs clients may have; None: all there are.
+
+    Raises
+    ------
+    InputError
+        On Windows, where processes cannot be found again.
+    RunFailed
+        Ray does not start.
     """
+    if os.name != "posix":
+        raise InputError("engine=ray needs Linux or macOS; use engine=local")
     import ray
 
     cpus = available_cores()
     with private_place() as place:
         with _surroundings(place.work, {**ENVIRONMENT, "FLWR_HOME": str(place.home)}):
             warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # a tip about GPUs in every run
-            ray.init(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-                _temp_dir=str(place.path / "ray"),
-            )
+            try:
+                ray.init(
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    include_dashboard=False,
+                    logging_level=logging.WARNING,
+                    _temp_dir=str(place.path / "ray"),
+                )
+            except Exception as error:  # Ray has no class of its own for what may go wrong here
+                raise RunFailed(f"Ray could not be started: {error}; engine=local does without it") from error
         try:
             yield Machine(cpus=cpus, gpus=int(ray.cluster_resources().get("GPU", 0)))
         finally:
