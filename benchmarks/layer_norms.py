@@ -10,9 +10,9 @@ begin at or near 0 and are learned slowly. docs/l_dawa.md says what comes of it.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, pstdev, stdev
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
 from fedssl.report.figures import new_figure, write_png
-from fedssl.report.runs import Run, find_runs, read_lines
+from fedssl.report.lines import read_lines
+from fedssl.report.runs import Run, find_runs
 
 FREE, SCALES, SHIFTS = KINDS = "before batch norm", "scales and last layer", "shifts"
 
@@ -68,6 +69,9 @@ class Followed:
         Round and accuracy in %.
     cosines : dict of float
         By kind, the mean over clients and layers in the last round.
+    spread : dict of float
+        By kind, how much clients differ in the last round: standard deviation of their cosines in % of the mean, as a
+        mean over layers.
     results : dict of float
         Of the last evaluation, in %.
     """
@@ -83,8 +87,12 @@ class Followed:
             (line["round"], 100 * line["evaluation"]["knn"]) for line in lines if "knn" in line.get("evaluation", {})
         ]
         rows = [row for row in read_lines(run.folder / "clients.jsonl") if row["round"] == lines[-1]["round"]]
+        by_layer = {name: [row["cosine"][name] for row in rows] for name in rows[0]["cosine"]}
         self.cosines = {
-            name: mean(value for row in rows for layer, value in row["cosine"].items() if kind[layer] == name)
+            name: mean(mean(by_layer[layer]) for layer in by_layer if kind[layer] == name) for name in KINDS
+        }
+        self.spread = {
+            name: mean(100 * pstdev(each) / abs(mean(each)) for layer, each in by_layer.items() if kind[layer] == name)
             for name in KINDS
         }
         self.results = {name: 100 * score.value for name, score in run.results.items() if name in ("knn", "linear")}
@@ -95,21 +103,36 @@ def rule(run: Run) -> str:
     return run.value("strategy") + (" normalize" if run.value("strategy.normalize").lower() == "true" else "")
 
 
-def table(groups: dict[tuple[str, str], list[Followed]]) -> Iterable[str]:
-    """Lines of a Markdown table, one for every rule and number of local epochs: means and deviations over seeds."""
-    measured = [f"{what}, {kind}" for what in ("norm", "cosine") for kind in KINDS]
-    heads = ["epochs, rounds", "rule", "kNN", "linear", *measured]
-    yield f"| {' | '.join(heads)} | seeds |"
-    yield "|---|---|" + "---:|" * 9
+def tables(groups: dict[tuple[str, str], list[Followed]]) -> Iterable[str]:
+    """Lines of two Markdown tables with a row for every rule and number of local epochs: accuracy, and what layers do.
+
+    Means and standard deviations over seeds.
+    """
+    yield from _table(groups, {"kNN": (1, _result("knn")), "linear": (1, _result("linear"))}, seeds=True)
+    yield ""
+    columns = {f"norm, {kind}": (2, lambda one, kind=kind: one.norms[kind][-1]) for kind in KINDS}
+    columns |= {f"cosine, {kind}": (3, lambda one, kind=kind: one.cosines[kind]) for kind in KINDS}
+    columns |= {f"clients differ by %, {kind}": (1, lambda one, kind=kind: one.spread[kind]) for kind in KINDS}
+    yield from _table(groups, columns, seeds=False)
+
+
+def _result(protocol: str) -> Callable[[Followed], float]:
+    return lambda one: one.results[protocol]
+
+
+def _table(
+    groups: dict[tuple[str, str], list[Followed]],
+    columns: Mapping[str, tuple[int, Callable[[Followed], float]]],
+    *,
+    seeds: bool,
+) -> Iterable[str]:
+    heads = ["epochs x rounds", "rule", *columns, *(["seeds"] if seeds else [])]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---|---|" + "---:|" * (len(heads) - 2)
     for (epochs, name), runs in groups.items():
-        values = [
-            *([each.results[protocol] for each in runs] for protocol in ("knn", "linear")),
-            *([each.norms[kind][-1] for each in runs] for kind in KINDS),
-            *([each.cosines[kind] for each in runs] for kind in KINDS),
-        ]
-        digits = (1, 1, 2, 2, 2, 3, 3, 3)
-        cells = [_spread(numbers, digit) for numbers, digit in zip(values, digits, strict=True)]
-        yield f"| {epochs}, {len(runs[0].norms[FREE]) - 1} | {name} | {' | '.join(cells)} | {len(runs)} |"
+        cells = [f"{epochs} x {len(runs[0].norms[FREE]) - 1}", name]
+        cells += [_spread([read(one) for one in runs], digits) for digits, read in columns.values()]
+        yield f"| {' | '.join([*cells, *([str(len(runs))] if seeds else [])])} |"
 
 
 def draw(groups: dict[tuple[str, str], list[Followed]], file: Path) -> None:
@@ -155,7 +178,7 @@ def main() -> None:
         if run.finished:
             groups[run.value("local_epochs"), rule(run)].append(Followed(run))
     groups = dict(sorted(groups.items(), key=lambda item: int(item[0][0])))
-    print("\n".join(table(groups)))
+    print("\n".join(tables(groups)))
     if arguments.figure:
         draw(groups, arguments.figure)
 
