@@ -17,6 +17,7 @@ class LDAWAFedU(LDAWA):
         weighting: str = "examples",
         buffers: str = "average",
         warmup_rounds: int = 0,
+        normalize: bool = False,
         scale_at: str = "server",
         aggregate: str = "online",
         update: str = "online",
@@ -35,6 +36,7 @@ class LDAWAFedU(LDAWA):
             weighting=weighting,
             buffers=buffers,
             warmup_rounds=warmup_rounds,
+            normalize=normalize,
             scale_at=scale_at,
             client=FedUClient(options),
         )
