@@ -1,12 +1,11 @@
 """Plain ``flwr run .`` on Flower's own runtime: no option is needed, and a busy machine only takes longer."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.busy import busy_machine
 from tests.flower import flwr_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -16,14 +15,9 @@ WORDS += " health_pictures=0 measure_resources=false"
 
 @pytest.mark.slow
 def test_without_options_the_federation_says_how_many_clients_there_are(tmp_path):
-    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
+    with busy_machine():
         # Beside what keeps it short there is nothing: the two SuperNodes are Flower's own default.
         outcome = flwr_run(REPOSITORY, "--run-config", f'overrides="{WORDS} output_dir={tmp_path}/run"')
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
     assert outcome.status == "finished:completed", outcome.log
     assert "num_clients=2, as many as the federation has nodes" in outcome.log
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

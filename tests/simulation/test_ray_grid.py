@@ -294,24 +294,6 @@ def test_an_end_in_mid_round_leaves_nothing(number):
             assert "Traceback" not in said
 
 
-@pytest.mark.slow
-def test_a_busy_machine_only_takes_longer():
-    """Two processes that never rest beside it."""
-    burn = [sys.executable, "-c", "while True: pass"]
-    burners = [subprocess.Popen(burn) for _ in range(2)]
-    try:
-        with own_temporary_folder() as folder:
-            process = start(folder, "rounds=1", "output_dir=run")
-            said = process.communicate(timeout=600)[0]
-            assert process.returncode == 0, said
-            assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
-            assert not list(folder.glob("fssl-*"))
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
-
-
 # --- places ---
 
 
