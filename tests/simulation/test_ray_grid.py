@@ -23,6 +23,7 @@ from server_app.replies import receive
 from simulation.processes import belonging, private_place
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import Machine, Share, _surroundings, ray_session, share
+from tests.busy import busy_machine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -292,6 +293,16 @@ def test_an_end_in_mid_round_leaves_nothing(number):
         if number != signal.SIGKILL:
             assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "interrupted"
             assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_busy_machine_only_takes_longer():
+    with busy_machine(), own_temporary_folder() as folder:
+        process = start(folder, "rounds=1", "output_dir=run")
+        said = process.communicate(timeout=600)[0]
+        assert process.returncode == 0, said
+        assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+        assert not list(folder.glob("fssl-*"))
 
 
 # --- places ---
