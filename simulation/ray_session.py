@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a client without a share of a GPU sees none
+    "RAY_worker_niceness": "0",  # Ray's 15 leaves a client 3% of a core beside one process that never rests
     **WAITING,
 }
 

@@ -23,7 +23,6 @@ from server_app.replies import receive
 from simulation.processes import belonging, private_place
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import Machine, Share, _surroundings, ray_session, share
-from tests.busy import busy_machine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -102,6 +101,7 @@ def adding_app():
         context.state["calls"] = MetricRecord({"n": calls})
         (array,) = (array.numpy() for array in message.content.array_records["arrays"].values())
         facts = {"num-examples": 1, "calls": calls, "pid": os.getpid(), "writable": int(array.flags.writeable)}
+        facts["nice"] = os.nice(0)
         facts["gpu"] = int(os.environ.get("CUDA_VISIBLE_DEVICES") or -1)
         arrays = ArrayRecord([array + partition])
         return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord(facts)}), reply_to=message)
@@ -168,6 +168,11 @@ def test_sigterm_is_not_taken_over_by_ray():
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+def test_clients_stand_back_behind_no_other_process(make_grid):
+    assert set(facts(ask(make_grid()), "nice")) == {os.nice(0)}
 
 
 @pytest.mark.slow
@@ -293,16 +298,6 @@ def test_an_end_in_mid_round_leaves_nothing(number):
         if number != signal.SIGKILL:
             assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "interrupted"
             assert "Traceback" not in said
-
-
-@pytest.mark.slow
-def test_a_busy_machine_only_takes_longer():
-    with busy_machine(), own_temporary_folder() as folder:
-        process = start(folder, "rounds=1", "output_dir=run")
-        said = process.communicate(timeout=600)[0]
-        assert process.returncode == 0, said
-        assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
-        assert not list(folder.glob("fssl-*"))
 
 
 # --- places ---
