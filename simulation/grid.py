@@ -93,6 +93,13 @@ def failed(message: Message, reason: str) -> Message:
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
 
+def own_client_app() -> ClientApp:
+    """The ClientApp of this project; imported here, because whoever only counts nodes need not wait for torch."""
+    from client_app.app import app
+
+    return app
+
+
 def run_server(grid: Grid, overrides: Sequence[str]) -> None:
     """Run the ServerApp to its end in this process; what it raises is raised."""
     from server_app.app import app as server_app

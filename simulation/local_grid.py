@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from simulation.grid import SimulatedGrid, answer, context_of, number, run_server
+from simulation.grid import SimulatedGrid, answer, context_of, number, own_client_app, run_server
 
 
 class LocalGrid(SimulatedGrid):
@@ -38,6 +38,4 @@ class LocalGrid(SimulatedGrid):
 
 def run_local(overrides: Sequence[str], *, num_clients: int) -> None:
     """Run the app to its end in this process; what it raises is raised."""
-    from client_app.app import app as client_app
-
-    run_server(LocalGrid(client_app, num_clients=num_clients), overrides)
+    run_server(LocalGrid(own_client_app(), num_clients=num_clients), overrides)
