@@ -41,12 +41,13 @@ def find_nodes(grid: Grid, num_clients: int, *, timeout: float) -> list[int]:
             f"add --federation-config 'num-supernodes={num_clients}' or set num_clients={len(nodes)}"
         )
     held: dict[int, int] = {}
+    silent = dict.fromkeys(nodes)
     for node, partition, _ in _who(grid, nodes, timeout=timeout):
         held[partition] = node
-        nodes.remove(node)
-    if nodes:
+        silent.pop(node)
+    if silent:
         raise InputError(
-            f"{len(nodes)} of {num_clients} SuperNodes, such as {nodes[0]}, did not say within {timeout:.0f} s which "
+            f"{len(silent)} of {num_clients} SuperNodes, such as {min(silent)}, did not say within {timeout:.0f} s which "
             "partition they hold; see to their processes, or set a longer client_timeout"
         )
     if sorted(held) != list(range(num_clients)):

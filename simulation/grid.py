@@ -35,10 +35,10 @@ class SimulatedGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Yield the replies as they come."""
-        pending = set(self.push_messages(messages))
+        pending = dict.fromkeys(self.push_messages(messages))
         while pending:
             for reply in self.pull_messages(pending):
-                pending.discard(reply.metadata.reply_to_message_id)
+                del pending[reply.metadata.reply_to_message_id]
                 yield reply
 
     # --- parts of Flower's interface that a simulation does not use ---

@@ -27,11 +27,10 @@ class LocalGrid(SimulatedGrid):
         return list(new)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run the client of the first queued message among ``message_ids`` and return its reply."""
-        wanted = set(message_ids)
-        for message_id, message in self._queue.items():
-            if message_id in wanted:
-                del self._queue[message_id]
+        """Run the client of the first of these messages that is still queued, and return its reply."""
+        for message_id in message_ids:
+            message = self._queue.pop(message_id, None)
+            if message is not None:
                 return [answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
         return []
 
