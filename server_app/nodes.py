@@ -47,8 +47,8 @@ def find_nodes(grid: Grid, num_clients: int, *, timeout: float) -> list[int]:
         silent.pop(node)
     if silent:
         raise InputError(
-            f"{len(silent)} of {num_clients} SuperNodes, such as {min(silent)}, did not say within {timeout:.0f} s which "
-            "partition they hold; see to their processes, or set a longer client_timeout"
+            f"{len(silent)} of {num_clients} SuperNodes, such as {min(silent)}, did not say within {timeout:.0f} s "
+            "which partition they hold; see to their processes, or set a longer client_timeout"
         )
     if sorted(held) != list(range(num_clients)):
         raise InputError(
