@@ -19,6 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import RunFailed
+from fedssl.machine.threads import available_cores
 from fedssl.messages import from_record, to_record
 from server_app.replies import receive
 from simulation.processes import belonging, private_place
@@ -283,13 +284,13 @@ def gone(folder, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.heavy)])
 def test_an_end_in_mid_round_leaves_nothing(number):
     with own_temporary_folder() as folder:
-        process = start(folder, "rounds=1000", "output_dir=run")
+        process = start(folder, "rounds=1000", f"engine.client_cpus={available_cores()}", "output_dir=run")
         read_until(process, "round 2/1000")
         (place,) = folder.glob("fssl-*")
-        assert len(belonging(place)) >= 5  # Ray's daemons and two actors
+        assert len(belonging(place)) >= 4  # Ray's daemons and an actor
         if number == signal.SIGINT:  # as Ctrl-C in a terminal: everybody in the group hears it
             os.killpg(process.pid, number)
         else:
