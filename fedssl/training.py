@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
+from fedssl.machine.compiler import take_step
 from fedssl.machine.devices import to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
@@ -156,7 +157,7 @@ def train(
             loss.backward()
             if training.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
-            optimizer.step()
+            take_step(optimizer)
             method.after_step()
             epoch_loss += loss.detach() * (len(batch) / len(indices))
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))

@@ -2,6 +2,7 @@
 
 import torch
 
+from fedssl.machine.compiler import leave_compiler_out
 from fedssl.machine.devices import pick_device
 from fedssl.machine.threads import tune_allocator
 from fedssl.settings import MachineSettings
@@ -12,4 +13,5 @@ def set_up(machine: MachineSettings) -> torch.device:
     torch.set_num_threads(machine.threads)
     if machine.allocator:
         tune_allocator()
+    leave_compiler_out()
     return pick_device(machine.device)
