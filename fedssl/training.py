@@ -1,19 +1,35 @@
 """Local training: some epochs of a self-supervised method on one client's pictures, or on the server's own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.machine.devices import to_device
+from fedssl.machine.devices import is_gpu, to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.settings import TrainingSettings
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
+
+
+class TwoViews(Protocol):
+    """How pictures become two views, in two parts; `fedssl.augmentation.Augmentation` says more."""
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Both parts at once."""
+
+    def draw(
+        self, sizes: Sequence[int], *, form: Sequence[int], device: torch.device, generator: torch.Generator
+    ) -> Iterable[Any]:
+        """Draw all that is random for batches of these sizes."""
+
+    def make(self, images: Tensor, drawn: Any, *, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
+        """Make the views of a batch of what was drawn for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +38,8 @@ class LocalTraining:
 
     Attributes
     ----------
-    augment : callable
-        Maps pictures and a generator to two views.
+    augment : TwoViews
+        Makes two views of pictures.
     optimizer : torch.optim.Optimizer
         Over all that the method ever trains.
     lrs : tuple of float
@@ -40,7 +56,7 @@ class LocalTraining:
         Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
     """
 
-    augment: Augment
+    augment: TwoViews
     optimizer: torch.optim.Optimizer
     lrs: tuple[float, ...]
     regularizer: Regularizer
@@ -52,7 +68,7 @@ class LocalTraining:
 
     @classmethod
     def prepare(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTraining":
-        """Build the parts for a method.
+        """Build the parts for a method, whose weights take the views' layout on a GPU.
 
         Raises
         ------
@@ -66,6 +82,9 @@ class LocalTraining:
                 f"{type(regularizer).__name__} works on the {part}, which {type(method).__name__} does not "
                 "have; set another regularizer or method"
             )
+        device = next(method.parameters()).device
+        if settings.channels_last and is_gpu(device):
+            method.to(memory_format=torch.channels_last)  # else every convolution would bring its weights there
         optimizer = settings.optimizer.make([method.tensors[name] for name in method.trainable])
         return cls(
             augment=settings.augmentation.make(),
@@ -116,7 +135,7 @@ def train(
     Parameters
     ----------
     images : Tensor
-        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method.
+        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
     indices : Tensor
         The client's pictures ``(m,)``, int64, on the CPU.
     training : LocalTraining
@@ -134,15 +153,21 @@ def train(
     method.train()
     regularizer, optimizer = training.regularizer, training.optimizer
     regularizer.start(method)
-    device, layout = images.device, torch.channels_last if training.channels_last else torch.contiguous_format
     trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    device = next(method.parameters()).device
+    layout = torch.channels_last if training.channels_last else torch.contiguous_format
     epoch_loss = torch.zeros((), device=device)
     for _ in range(training.epochs):
         epoch_loss.zero_()
-        for batch in batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch):
-            rows = to_device(batch, device)
-            views = training.augment(images.index_select(0, rows), generator)
-            view1, view2 = (view.contiguous(memory_format=layout) for view in views)
+        cut = list(batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch))
+        sizes = [len(batch) for batch in cut]
+        drawn = training.augment.draw(sizes, form=images.shape[1:], device=device, generator=generator)
+        order = to_device(torch.cat(cut), images.device)
+        for rows, of_batch in zip(order.split(sizes), drawn, strict=True):
+            pictures = images.index_select(0, rows)
+            if images.device != device:
+                pictures = to_device(pictures, device)
+            view1, view2 = training.augment.make(pictures, of_batch, layout=layout)
             inputs = list(method.inputs(view1, view2))
             known = (labels[rows],) if method.uses_labels and labels is not None else ()
             optimizer.zero_grad(set_to_none=True)
@@ -158,7 +183,7 @@ def train(
                 torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
             optimizer.step()
             method.after_step()
-            epoch_loss += loss.detach() * (len(batch) / len(indices))
+            epoch_loss += loss.detach() * (len(rows) / len(indices))
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
 
 
