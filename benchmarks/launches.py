@@ -39,7 +39,7 @@ from fedssl.training import LocalTraining, train
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
 ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view")
-WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+WAIT = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero")
 HOST = ("rand", "randn", "randint", "randperm", "scalar_tensor", "promote_types")  # made of nothing, but on the host
 HOST += ("_record_function_enter_new", "_record_function_exit")
 LISTS_OF_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # torch's kernels: most tensors per list, by number of lists

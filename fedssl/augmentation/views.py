@@ -1,4 +1,4 @@
-"""Two random views of every picture of a batch, on the device where the batch is.
+"""Random views of pictures for parameters that are drawn: how they are computed, one by one or both at once.
 
 The views of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized crop, flip,
 colour jitter, grey, Gaussian blur and solarisation, in this order. Every picture has parameters of its own
@@ -9,30 +9,23 @@ colour jitter, grey, Gaussian blur and solarisation, in this order. Every pictur
 - blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
 - saturation, hue and grey are left out unless there are 3 channels.
 
-Parameters come from a CPU generator, so a CPU and a GPU make the same views. They are drawn for an epoch at a time and
-go to the device in one copy. The cost of the matrix products grows with the cube of the picture size: right for
-pictures up to about 100 pixels wide.
-
-A CPU makes one view after the other, a few pictures at a time, as caches like it. A GPU works on all pictures at once
-and, as far as the order of the jitter allows, on both views, because there every operation costs a launch.
+`make_view` is how a CPU does it: one view after the other, a few pictures at a time, as caches like it. `make_both` is
+for a GPU, where every operation costs a launch: all pictures at once and, as far as the order of the jitter allows,
+both views. `fedssl.augmentation.kernel` does all of it in one launch per view. The cost of the matrix products grows
+with the cube of the picture size: right for pictures up to about 100 pixels wide.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedssl.augmentation import operations
-from fedssl.augmentation.recipe import UNIFORMS, Parameters, View, parameters, read_view
-from fedssl.errors import InputError
-from fedssl.machine.devices import is_gpu, to_device
+from fedssl.augmentation.recipe import Parameters, View
 
-CHUNK = 128  # pictures worked on at a time on a CPU: larger temporaries leave the cache and cost page faults
-MATRICES = 2**26  # bytes of matrices that a GPU makes at a time
 HUE = 3  # among the jitter operations
 
 
@@ -174,154 +167,3 @@ def _blur(planes: Tensor, matrices: Sequence[Matrices]) -> Tensor:
         for part, maps in zip(planes.chunk(2, 1), matrices, strict=True)
     ]
     return torch.cat(parts, 1)
-
-
-class Augmentation:
-    """Makes two normalised random views of a batch of pictures.
-
-    Parameters
-    ----------
-    size : int
-        Height and width of the views in pixels.
-    mean, std : sequence of float
-        One number per channel, of pictures with values in [0, 1]; a view is ``(picture - mean) / std``.
-    views : sequence of mapping
-        Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
-
-    Raises
-    ------
-    InputError
-        If there are not exactly two views, or a setting is outside its range.
-    """
-
-    def __init__(
-        self, *, size: int, mean: Sequence[float], std: Sequence[float], views: Sequence[Mapping[str, Any]]
-    ) -> None:
-        if len(views) != 2:
-            raise InputError(f"augmentation.views has {len(views)} recipes; give exactly two")
-        if not len(mean) == len(std) > 0 or min(std) <= 0:
-            raise InputError(
-                f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit; give one mean and one std above 0 "
-                "for every channel"
-            )
-        self.size = size
-        self.views = [read_view(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
-        self._mean = torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1, 1)
-        self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
-
-    def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Make two views of every picture, with parameters drawn for them alone; see `draw` and `make`."""
-        (drawn,) = self.draw([len(images)], form=images.shape[1:], device=images.device, generator=generator)
-        return self.make(images, drawn)
-
-    def draw(
-        self, sizes: Sequence[int], *, form: Sequence[int], device: torch.device, generator: torch.Generator
-    ) -> Iterator[Drawn]:
-        """Parameters for batches of these sizes, all drawn and brought to the device before the first is given.
-
-        Parameters
-        ----------
-        sizes : sequence of int
-            Pictures of each batch.
-        form : sequence of int
-            Channels, height and width of the pictures.
-        device : torch.device
-            Where the pictures will be.
-        generator : torch.Generator
-            CPU generator, the only source of chance. What a batch takes of it does not depend on those that follow.
-
-        Raises
-        ------
-        InputError
-            If the pictures have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
-        """
-        channels, height, width = form
-        self._check(channels, height, width)
-        orders, uniforms = [], []
-        for size in sizes:
-            orders.append([torch.randperm(4, generator=generator).tolist() for _ in self.views])
-            uniforms.append(torch.rand(size, 2, UNIFORMS, generator=generator, dtype=torch.float64))
-        uniform = torch.cat(uniforms)
-        draws = [
-            torch.stack(parameters(view, uniform[:, index], height=height, width=width))
-            for index, view in enumerate(self.views)
-        ]
-        packed = to_device(torch.stack(draws, 1).float(), device)
-        self._mean, self._std = self._mean.to(device), self._std.to(device)
-        if is_gpu(device):
-            return self._with_matrices(packed, orders, sizes, form)
-        return (Drawn(part, order) for part, order in zip(packed.split(list(sizes), 2), orders, strict=True))
-
-    def _with_matrices(
-        self, packed: Tensor, orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], form: Sequence[int]
-    ) -> Iterator[Drawn]:
-        """Parameters with their matrices, which are made for many batches at once."""
-        most = MATRICES // (8 * self.size * (form[1] + form[2] + self.size))  # pictures: two views, 4 bytes a number
-        start = 0
-        while start < len(sizes):
-            fitting = sum(1 for end in accumulate(sizes[start:]) if end <= most)
-            cut = list(sizes[start : start + max(1, fitting)])
-            block, packed = packed.split([sum(cut), packed.shape[2] - sum(cut)], 2)
-            made = [self._matrices(view, Parameters(*block[:, k]), form, cut) for k, view in enumerate(self.views)]
-            for part, *matrices in zip(block.split(cut, 2), *made, strict=True):
-                yield Drawn(part.contiguous(), orders[start], tuple(matrices))
-                start += 1
-
-    def _matrices(self, view: View, drawn: Parameters, form: Sequence[int], cut: list[int]) -> Iterator[Matrices]:
-        """Matrices of a view, batch by batch."""
-        rows, columns = crop_matrices(view, drawn, height=form[1], width=form[2], size=self.size)
-        blur = blur_matrices(view, drawn.sigma, size=self.size).split(cut) if view.blur > 0 else repeat(None, len(cut))
-        return (Matrices(*maps) for maps in zip(rows.split(cut), columns.split(cut), blur, strict=True))
-
-    def make(
-        self, images: Tensor, drawn: Drawn, *, layout: torch.memory_format = torch.contiguous_format
-    ) -> tuple[Tensor, Tensor]:
-        """Make two views of every picture.
-
-        Parameters
-        ----------
-        images : Tensor
-            uint8, ``(batch, channels, height, width)``, on any device.
-        drawn : Drawn
-            What `draw` gave for a batch of this size and such pictures on this device.
-        layout : torch.memory_format
-            Of the views in memory.
-
-        Returns
-        -------
-        tuple of Tensor
-            Two float32 tensors ``(batch, channels, size, size)`` on the device of ``images``.
-        """
-        batch, channels = images.shape[:2]
-        if channels == 1:  # either layout; kernels that choose by strides shall go on with the usual one
-            layout = torch.contiguous_format
-        result = torch.empty(2 * batch, channels, self.size, self.size, device=images.device, memory_format=layout)
-        views = result.chunk(2)
-        if drawn.matrices:
-            planes = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-            self._normalize(make_both(planes.permute(2, 0, 1, 3), views=self.views, drawn=drawn), out=result)
-            return views[0], views[1]
-        for start in range(0, batch, CHUNK):
-            part = slice(start, start + CHUNK)
-            planes = images[part].transpose(0, 1).contiguous().float().div_(255)
-            for index, view in enumerate(self.views):
-                parameters, order = drawn.of(index, part), drawn.orders[index]
-                made = make_view(planes, view=view, drawn=parameters, order=order, size=self.size)
-                self._normalize(made, out=views[index][part])
-        return views[0], views[1]
-
-    def _normalize(self, planes: Tensor, *, out: Tensor) -> None:
-        torch.div(planes.sub_(self._mean), self._std, out=out.transpose(0, 1))
-
-    def _check(self, channels: int, height: int, width: int) -> None:
-        if channels != len(self._mean):
-            raise InputError(
-                f"the pictures have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
-                "give dataset.mean and dataset.std one number for every channel"
-            )
-        widest = max(view.pad for view in self.views)
-        if widest >= min(height, width):
-            raise InputError(
-                f"augmentation.views has pad={widest} but the pictures have {height}x{width} pixels, which mirror at "
-                f"most {min(height, width) - 1}; set pad to that or less"
-            )

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 
 from fedssl.augmentation import Augmentation, operations
-from fedssl.augmentation import views as module
+from fedssl.augmentation import augmentation as module
+from fedssl.augmentation.augmentation import CHUNK
 from fedssl.augmentation.recipe import BOX_UNIFORMS, UNIFORMS, View, crop_boxes, parameters
-from fedssl.augmentation.views import CHUNK
 from fedssl.errors import InputError
 from fedssl.machine import devices
 
@@ -507,7 +507,9 @@ def test_a_border_is_narrower_than_the_picture():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_recipes_make_views(recipe, channels):
     dataset = {"size": 8, "mean": [0.5] * channels, "std": [0.25] * channels}
-    config = OmegaConf.create({"dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")})
+    config = OmegaConf.create(
+        {"gpu_views": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")}
+    )
     images = pictures(4, channels, 8, 8)
     first, second = instantiate(config.augmentation)(images, generator())
     assert first.shape == second.shape == (4, channels, 8, 8)
