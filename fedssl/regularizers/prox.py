@@ -69,12 +69,9 @@ class Proximal(Regularizer):
 
     def start(self, method: SSLMethod) -> None:
         """Copy the trained parameters as they are now."""
-        self._start = [weights.detach().clone() for weights in _trained(method)]
+        self._trained: list[Tensor] = [parameter for parameter in method.parameters() if parameter.requires_grad]
+        self._start = [weights.detach().clone() for weights in self._trained]
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
         """Loss with the proximal term added."""
-        return loss + proximal(_trained(step.method), self._start, weight=self.weight)
-
-
-def _trained(method: SSLMethod) -> list[Tensor]:
-    return [parameter for parameter in method.parameters() if parameter.requires_grad]
+        return loss + proximal(self._trained, self._start, weight=self.weight)
