@@ -143,7 +143,7 @@ def train(
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
-        Classes of all pictures ``(n,)``, int64, on their device; needed by methods that use them.
+        Classes of all pictures ``(n,)``, int64, on either device too; needed by methods that use them.
 
     Notes
     -----
@@ -162,14 +162,13 @@ def train(
         cut = list(batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch))
         sizes = [len(batch) for batch in cut]
         drawn = training.augment.draw(sizes, form=images.shape[1:], device=device, generator=generator)
-        order = to_device(torch.cat(cut), images.device)
-        for rows, of_batch in zip(order.split(sizes), drawn, strict=True):
-            pictures = images.index_select(0, rows)
-            if images.device != device:
-                pictures = to_device(pictures, device)
+        places = to_device(torch.cat(cut), images.device)
+        classes = () if labels is None else taken(labels, places, device).split(sizes)
+        for number, (rows, of_batch) in enumerate(zip(places.split(sizes), drawn, strict=True)):
+            pictures = taken(images, rows, device)
             view1, view2 = training.augment.make(pictures, of_batch, layout=layout)
             inputs = list(method.inputs(view1, view2))
-            known = (labels[rows],) if method.uses_labels and labels is not None else ()
+            known = (classes[number],) if method.uses_labels and classes else ()
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
                 if method.frozen:
@@ -185,6 +184,12 @@ def train(
             method.after_step()
             epoch_loss += loss.detach() * (len(rows) / len(indices))
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
+
+
+def taken(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """Rows of a tensor, on the device; ``rows`` is where the tensor is, or on the CPU."""
+    found = source.index_select(0, rows.to(source.device))
+    return found if found.device == device else to_device(found, device)
 
 
 @contextmanager
