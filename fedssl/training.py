@@ -147,8 +147,8 @@ def train(
 
     Notes
     -----
-    The loss stays on the device until the end: one synchronisation per call, if the regulariser needs none (FUR does,
-    unless its tolerance is 0).
+    What is random in the views of an epoch is drawn at its start. The loss stays on the device until the end: one
+    synchronisation per call, if the regulariser needs none.
     """
     method.train()
     regularizer, optimizer = training.regularizer, training.optimizer
