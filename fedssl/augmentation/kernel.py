@@ -62,7 +62,7 @@ def make_views(
             BLUR=view.blur > 0,
             RADIUS=min(math.ceil(3 * view.blur_sigma[1]), size - 1),
             SOLARIZE=view.solarize > 0,
-            num_warps=16 if side > 32 else 8,
+            num_warps=side // 4,
         )
 
 
