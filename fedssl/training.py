@@ -143,7 +143,7 @@ def train(
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
-        Classes of all pictures ``(n,)``, int64, on either device too; needed by methods that use them.
+        Classes of all pictures ``(n,)``, int64, on the method's device; needed by methods that use them.
 
     Notes
     -----

@@ -6,7 +6,7 @@ go to the device in one copy.
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import accumulate, repeat
+from itertools import accumulate, repeat, takewhile
 from typing import Any
 
 import torch
@@ -124,8 +124,8 @@ class Augmentation:
         most = MATRICES // (8 * self.size * (form[1] + form[2] + self.size))  # pictures: two views, 4 bytes a number
         start = 0
         while start < len(sizes):
-            fitting = sum(1 for end in accumulate(sizes[start:]) if end <= most)
-            cut = list(sizes[start : start + max(1, fitting)])
+            fitting = list(takewhile(lambda end: end <= most, accumulate(sizes[start:])))
+            cut = list(sizes[start : start + max(1, len(fitting))])
             block, packed = packed.split([sum(cut), packed.shape[2] - sum(cut)], 2)
             made = [self._matrices(view, Parameters(*block[:, k]), form, cut) for k, view in enumerate(self.views)]
             for part, *matrices in zip(block.split(cut, 2), *made, strict=True):
@@ -166,7 +166,8 @@ class Augmentation:
             from fedssl.augmentation import kernel  # here: nothing else needs Triton
 
             numbers = drawn.parameters.contiguous()
-            kernel.make_views(images, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
+            pictures = images.contiguous()
+            kernel.make_views(pictures, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
             return views[0], views[1]
         if drawn.matrices:
             planes = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format).div_(255)

@@ -5,7 +5,7 @@ colour jitter, grey, Gaussian blur and solarisation, in this order. Every pictur
 (`fedssl.augmentation.recipe`), and for equal parameters the pixels are torchvision's within 1e-5
 (`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one picture at a time:
 
-- the order of the four jitter operations is drawn once per view and call, not once per picture;
+- the order of the four jitter operations is drawn once per view and batch, not once per picture;
 - blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
 - saturation, hue and grey are left out unless there are 3 channels.
 
