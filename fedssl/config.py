@@ -38,7 +38,7 @@ log = logging.getLogger("fedssl")
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
     *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
-    *("precision", "channels_last", "compile"),
+    *("precision", "channels_last", "gpu_views", "compile"),
     *("device", "threads", "allocator", "output_dir", "run_id"),
 ]
 

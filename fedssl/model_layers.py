@@ -32,7 +32,7 @@ def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
     layers = {}
     for name in names:
         value = method.tensors[name]
-        layers[name] = value.detach().cpu().numpy()
+        layers[name] = value.detach().contiguous().cpu().numpy()
         if value.device.type == "cpu":
             value.data = torch.empty_like(value)
     return layers
@@ -40,7 +40,8 @@ def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
 
 def copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
     """Copies of the named layers, on the CPU."""
-    return {name: method.tensors[name].detach().to("cpu", copy=True) for name in names}
+    usual = torch.contiguous_format
+    return {name: method.tensors[name].detach().to("cpu", copy=True, memory_format=usual) for name in names}
 
 
 def kept_names(method: SSLMethod) -> list[str]:

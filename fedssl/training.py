@@ -1,20 +1,36 @@
 """Local training: some epochs of a self-supervised method on one client's pictures, or on the server's own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.machine.compiler import take_step
-from fedssl.machine.devices import to_device
+from fedssl.machine.devices import is_gpu, to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.settings import TrainingSettings
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
+
+
+class TwoViews(Protocol):
+    """How pictures become two views, in two parts; `fedssl.augmentation.Augmentation` says more."""
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Both parts at once."""
+
+    def draw(
+        self, sizes: Sequence[int], *, form: Sequence[int], device: torch.device, generator: torch.Generator
+    ) -> Iterable[Any]:
+        """Draw all that is random for batches of these sizes."""
+
+    def make(self, images: Tensor, drawn: Any, *, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
+        """Make the views of a batch of what was drawn for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +39,8 @@ class LocalTraining:
 
     Attributes
     ----------
-    augment : callable
-        Maps pictures and a generator to two views.
+    augment : TwoViews
+        Makes two views of pictures.
     optimizer : torch.optim.Optimizer
         Over all that the method ever trains.
     lrs : tuple of float
@@ -41,7 +57,7 @@ class LocalTraining:
         Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
     """
 
-    augment: Augment
+    augment: TwoViews
     optimizer: torch.optim.Optimizer
     lrs: tuple[float, ...]
     regularizer: Regularizer
@@ -53,7 +69,7 @@ class LocalTraining:
 
     @classmethod
     def prepare(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTraining":
-        """Build the parts for a method.
+        """Build the parts for a method, whose weights take the views' layout on a GPU.
 
         Raises
         ------
@@ -67,6 +83,9 @@ class LocalTraining:
                 f"{type(regularizer).__name__} works on the {part}, which {type(method).__name__} does not "
                 "have; set another regularizer or method"
             )
+        device = next(method.parameters()).device
+        if settings.channels_last and is_gpu(device):
+            method.to(memory_format=torch.channels_last)  # else every convolution would bring its weights there
         optimizer = settings.optimizer.make([method.tensors[name] for name in method.trainable])
         return cls(
             augment=settings.augmentation.make(),
@@ -117,7 +136,7 @@ def train(
     Parameters
     ----------
     images : Tensor
-        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method.
+        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
     indices : Tensor
         The client's pictures ``(m,)``, int64, on the CPU.
     training : LocalTraining
@@ -125,27 +144,32 @@ def train(
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
-        Classes of all pictures ``(n,)``, int64, on their device; needed by methods that use them.
+        Classes of all pictures ``(n,)``, int64, on the method's device; needed by methods that use them.
 
     Notes
     -----
-    The loss stays on the device until the end: one synchronisation per call, if the regulariser needs none (FUR does,
-    unless its tolerance is 0).
+    What is random in the views of an epoch is drawn at its start. The loss stays on the device until the end: one
+    synchronisation per call, if the regulariser needs none.
     """
     method.train()
     regularizer, optimizer = training.regularizer, training.optimizer
     regularizer.start(method)
-    device, layout = images.device, torch.channels_last if training.channels_last else torch.contiguous_format
     trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    device = next(method.parameters()).device
+    layout = torch.channels_last if training.channels_last else torch.contiguous_format
     epoch_loss = torch.zeros((), device=device)
     for _ in range(training.epochs):
         epoch_loss.zero_()
-        for batch in batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch):
-            rows = to_device(batch, device)
-            views = training.augment(images.index_select(0, rows), generator)
-            view1, view2 = (view.contiguous(memory_format=layout) for view in views)
+        cut = list(batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch))
+        sizes = [len(batch) for batch in cut]
+        drawn = training.augment.draw(sizes, form=images.shape[1:], device=device, generator=generator)
+        places = to_device(torch.cat(cut), images.device)
+        classes = () if labels is None else taken(labels, places, device).split(sizes)
+        for number, (rows, of_batch) in enumerate(zip(places.split(sizes), drawn, strict=True)):
+            pictures = taken(images, rows, device)
+            view1, view2 = training.augment.make(pictures, of_batch, layout=layout)
             inputs = list(method.inputs(view1, view2))
-            known = (labels[rows],) if method.uses_labels and labels is not None else ()
+            known = (classes[number],) if method.uses_labels and classes else ()
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
                 if method.frozen:
@@ -159,8 +183,14 @@ def train(
                 torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
             take_step(optimizer)
             method.after_step()
-            epoch_loss += loss.detach() * (len(batch) / len(indices))
+            epoch_loss += loss.detach() * (len(rows) / len(indices))
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
+
+
+def taken(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """Rows of a tensor, on the device; ``rows`` is where the tensor is, or on the CPU."""
+    found = source.index_select(0, rows.to(source.device))
+    return found if found.device == device else to_device(found, device)
 
 
 @contextmanager

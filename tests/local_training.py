@@ -6,6 +6,23 @@ from fedssl.regularizers.base import Regularizer
 from fedssl.training import Augment, LocalTraining
 
 
+class AtOnce:
+    """Views by a function that draws what it needs when it makes them."""
+
+    def __init__(self, augment: Augment) -> None:
+        self.augment = augment
+
+    def __call__(self, images, generator):
+        return self.augment(images, generator)
+
+    def draw(self, sizes, *, form, device, generator):
+        return [generator] * len(sizes)
+
+    def make(self, images, drawn, *, layout):
+        view1, view2 = self.augment(images, drawn)
+        return view1.contiguous(memory_format=layout), view2.contiguous(memory_format=layout)
+
+
 def local_training(
     optimizer: torch.optim.Optimizer,
     *,
@@ -18,7 +35,7 @@ def local_training(
     channels_last: bool = True,
 ) -> LocalTraining:
     return LocalTraining(
-        augment=augment,
+        augment=AtOnce(augment),
         optimizer=optimizer,
         lrs=tuple(group["lr"] for group in optimizer.param_groups),
         regularizer=regularizer or Regularizer(),

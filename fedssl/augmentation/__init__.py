@@ -1,5 +1,5 @@
 """Two random views of every picture of a batch."""
 
-from fedssl.augmentation.views import Augmentation
+from fedssl.augmentation.augmentation import Augmentation
 
 __all__ = ["Augmentation"]

@@ -1,31 +1,99 @@
-"""Two random views of every picture of a batch, on the device where the batch is.
+"""Random views of pictures for parameters that are drawn: how they are computed, one by one or both at once.
 
 The views of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized crop, flip,
 colour jitter, grey, Gaussian blur and solarisation, in this order. Every picture has parameters of its own
 (`fedssl.augmentation.recipe`), and for equal parameters the pixels are torchvision's within 1e-5
 (`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one picture at a time:
 
-- the order of the four jitter operations is drawn once per view and call, not once per picture;
+- the order of the four jitter operations is drawn once per view and batch, not once per picture;
 - blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
 - saturation, hue and grey are left out unless there are 3 channels.
 
-Parameters come from a CPU generator, so a CPU and a GPU make the same views, and go to the device in one copy. The cost
-of the matrix products grows with the cube of the picture size: right for pictures up to about 100 pixels wide.
+`make_view` is how a CPU does it: one view after the other, a few pictures at a time, as caches like it. `make_both` is
+for a GPU, where every operation costs a launch: all pictures at once and, as far as the order of the jitter allows,
+both views. `fedssl.augmentation.kernel` does all of it in one launch per view. The cost of the matrix products grows
+with the cube of the picture size: right for pictures up to about 100 pixels wide.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedssl.augmentation import operations
-from fedssl.augmentation.recipe import UNIFORMS, Parameters, View, parameters, read_view
-from fedssl.errors import InputError
-from fedssl.machine.devices import to_device
+from fedssl.augmentation.recipe import Parameters, View
 
-CHUNK = 128  # pictures worked on at a time on a CPU: larger temporaries leave the cache and cost page faults
+HUE = 3  # among the jitter operations
+
+
+class Matrices(NamedTuple):
+    """Linear maps that depend on nothing but the parameters of a view.
+
+    Attributes
+    ----------
+    rows, columns : Tensor
+        Of crop, resize and flip, ``(batch, size, height)`` and ``(batch, size, width)``.
+    blur : Tensor or None
+        Of blur, ``(batch, size, size)``, for rows and columns; None if the recipe has none.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    blur: Tensor | None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What chance says about a batch.
+
+    Attributes
+    ----------
+    parameters : Tensor
+        The numbers of `Parameters` for both views, ``(12, 2, batch)``, on the device of the pictures.
+    orders : sequence of sequence of int
+        Of the jitter operations, for each view: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
+    matrices : tuple of Matrices
+        Of each view if they are made ahead, else empty.
+    """
+
+    parameters: Tensor
+    orders: Sequence[Sequence[int]]
+    matrices: tuple[Matrices, ...] = ()
+
+    def of(self, view: int, part: slice = slice(None)) -> Parameters:
+        """Parameters of one view, of some of the pictures."""
+        return Parameters(*self.parameters[:, view, part])
+
+
+def crop_matrices(view: View, drawn: Parameters, *, height: int, width: int, size: int) -> tuple[Tensor, Tensor]:
+    """Matrices of rows and columns that crop, resize and flip."""
+    pad = view.pad
+    rows = operations.crop_weights(drawn.top + pad, drawn.height, size=height + 2 * pad, out=size)
+    columns = operations.crop_weights(drawn.left + pad, drawn.width, size=width + 2 * pad, out=size, flip=drawn.flip)
+    return (operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)) if pad else (rows, columns)
+
+
+def blur_matrices(view: View, sigma: Tensor, *, size: int) -> Tensor:
+    """Matrices of blur."""
+    return operations.blur_weights(sigma, size=size, radius=min(math.ceil(3 * view.blur_sigma[1]), size - 1))
+
+
+def jitter(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int]) -> Tensor:
+    """Those of the jitter operations that are in ``order`` and turned on."""
+    color = len(planes) == 3
+    steps = (
+        (view.brightness > 0, operations.brightness, drawn.brightness),
+        (view.contrast > 0, operations.contrast, drawn.contrast),
+        (view.saturation > 0 and color, operations.saturation, drawn.saturation),
+        (view.hue > 0 and color, operations.hue, drawn.hue),
+    )
+    for used, operation, factor in (steps[index] for index in order):
+        if used and view.jitter > 0:
+            planes = operation(planes, factor)
+    return planes
 
 
 def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int], size: int) -> Tensor:
@@ -40,7 +108,7 @@ def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[
     drawn : Parameters
         Random parameters of every picture.
     order : sequence of int
-        Order of the jitter operations: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
+        Order of the jitter operations, see `Drawn`.
     size : int
         Height and width of the views in pixels.
 
@@ -49,115 +117,53 @@ def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[
     Tensor
         ``(channels, batch, size, size)``.
     """
-    color = len(planes) == 3
-    pad, (height, width) = view.pad, planes.shape[2:]
-    rows = operations.crop_weights(drawn.top + pad, drawn.height, size=height + 2 * pad, out=size)
-    columns = operations.crop_weights(drawn.left + pad, drawn.width, size=width + 2 * pad, out=size, flip=drawn.flip)
-    if pad:
-        rows, columns = operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)
+    rows, columns = crop_matrices(view, drawn, height=planes.shape[2], width=planes.shape[3], size=size)
     planes = operations.separable(planes, rows=rows, columns=columns)
-    jitter = (
-        (view.brightness > 0, operations.brightness, drawn.brightness),
-        (view.contrast > 0, operations.contrast, drawn.contrast),
-        (view.saturation > 0 and color, operations.saturation, drawn.saturation),
-        (view.hue > 0 and color, operations.hue, drawn.hue),
-    )
-    for used, operation, factor in (jitter[index] for index in order):
-        if used and view.jitter > 0:
-            planes = operation(planes, factor)
-    if view.gray > 0 and color:
+    planes = jitter(planes, view=view, drawn=drawn, order=order)
+    if view.gray > 0 and len(planes) == 3:
         planes = operations.saturation(planes, drawn.color)
     if view.blur > 0:
-        radius = min(math.ceil(3 * view.blur_sigma[1]), size - 1)
-        # A GPU blurs all: to choose, one would have to wait for it.
-        chosen = slice(None) if planes.is_cuda else drawn.sigma.nonzero()[:, 0]
-        weights = operations.blur_weights(drawn.sigma[chosen], size=size, radius=radius)
+        chosen = drawn.sigma.nonzero()[:, 0]
+        weights = blur_matrices(view, drawn.sigma[chosen], size=size)
         planes[:, chosen] = operations.separable(planes[:, chosen], rows=weights, columns=weights)
     if view.solarize > 0:
         planes = operations.solarize(planes, drawn.solarize)
     return planes
 
 
-class Augmentation:
-    """Makes two normalised random views of a batch of pictures.
+def make_both(planes: Tensor, *, views: Sequence[View], drawn: Drawn) -> Tensor:
+    """Make both views at once, with matrices made ahead: what `make_view` makes of each, in few launches.
 
-    Parameters
-    ----------
-    size : int
-        Height and width of the views in pixels.
-    mean, std : sequence of float
-        One number per channel, of pictures with values in [0, 1]; a view is ``(picture - mean) / std``.
-    views : sequence of mapping
-        Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
+    Pictures of which an operation is off have neutral parameters; nothing is chosen, which one would have to wait for.
 
-    Raises
-    ------
-    InputError
-        If there are not exactly two views, or a setting is outside its range.
+    Returns
+    -------
+    Tensor
+        First view 1 of every picture, then view 2, ``(channels, 2 * batch, size, size)``.
     """
+    color = len(planes) == 3
+    both = Parameters(*drawn.parameters.flatten(1))
+    made = [operations.separable(planes, rows=maps.rows, columns=maps.columns) for maps in drawn.matrices]
+    turns = [order.index(HUE) for order in drawn.orders]
+    each = list(zip(views, (drawn.of(0), drawn.of(1)), drawn.orders, turns, strict=True))
+    made = [jitter(x, view=v, drawn=d, order=o[:at]) for x, (v, d, o, at) in zip(made, each, strict=True)]
+    if color and any(view.hue > 0 and view.jitter > 0 for view in views):
+        made = list(operations.hue(torch.cat(made, 1), both.hue).chunk(2, 1))
+    made = [jitter(x, view=v, drawn=d, order=o[at + 1 :]) for x, (v, d, o, at) in zip(made, each, strict=True)]
+    planes = torch.cat(made, 1)
+    if color and any(view.gray > 0 for view in views):
+        planes = operations.saturation(planes, both.color)
+    if any(view.blur > 0 for view in views):
+        planes = _blur(planes, drawn.matrices)
+    if any(view.solarize > 0 for view in views):
+        planes = operations.solarize(planes, both.solarize)
+    return planes
 
-    def __init__(
-        self, *, size: int, mean: Sequence[float], std: Sequence[float], views: Sequence[Mapping[str, Any]]
-    ) -> None:
-        if len(views) != 2:
-            raise InputError(f"augmentation.views has {len(views)} recipes; give exactly two")
-        if not len(mean) == len(std) > 0 or min(std) <= 0:
-            raise InputError(
-                f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit; give one mean and one std above 0 "
-                "for every channel"
-            )
-        self.size = size
-        self.views = [read_view(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
-        self._mean = torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1, 1)
-        self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Make two views of every picture.
-
-        Parameters
-        ----------
-        images : Tensor
-            uint8, ``(batch, channels, height, width)``, on any device.
-        generator : torch.Generator
-            CPU generator, the only source of chance.
-
-        Returns
-        -------
-        tuple of Tensor
-            Two float32 tensors ``(batch, channels, size, size)`` on the device of ``images``.
-
-        Raises
-        ------
-        InputError
-            If the pictures have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
-        """
-        batch, channels, height, width = images.shape
-        if channels != len(self._mean):
-            raise InputError(
-                f"the pictures have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
-                "give dataset.mean and dataset.std one number for every channel"
-            )
-        widest = max(view.pad for view in self.views)
-        if widest >= min(height, width):
-            raise InputError(
-                f"augmentation.views has pad={widest} but the pictures have {height}x{width} pixels, which mirror at "
-                f"most {min(height, width) - 1}; set pad to that or less"
-            )
-        orders = [torch.randperm(4, generator=generator).tolist() for _ in self.views]
-        uniform = torch.rand(batch, 2, UNIFORMS, generator=generator, dtype=torch.float64)
-        draws = [
-            torch.stack(parameters(view, uniform[:, index], height=height, width=width))
-            for index, view in enumerate(self.views)
-        ]
-        packed = to_device(torch.stack(draws).float(), images.device)
-        self._mean, self._std = self._mean.to(images.device), self._std.to(images.device)
-
-        results = [torch.empty(batch, channels, self.size, self.size, device=images.device) for _ in self.views]
-        chunk = CHUNK if images.device.type == "cpu" else batch
-        for start in range(0, batch, chunk):
-            part = slice(start, start + chunk)
-            planes = images[part].transpose(0, 1).contiguous().float().div_(255)
-            for view, order, drawn, result in zip(self.views, orders, packed, results, strict=True):
-                made = make_view(planes, view=view, drawn=Parameters(*drawn[:, part]), order=order, size=self.size)
-                torch.div(made.sub_(self._mean), self._std, out=result[part].transpose(0, 1))
-        return results[0], results[1]
+def _blur(planes: Tensor, matrices: Sequence[Matrices]) -> Tensor:
+    """Blur those views whose recipes have it."""
+    parts = [
+        part if maps.blur is None else operations.separable(part, rows=maps.blur, columns=maps.blur)
+        for part, maps in zip(planes.chunk(2, 1), matrices, strict=True)
+    ]
+    return torch.cat(parts, 1)

@@ -5,6 +5,13 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 
+GPU = "cuda"  # kind of device that computes on its own while the process goes on
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether work is best given to it in few large pieces, and never waited for."""
+    return device.type == GPU
+
 
 def pick_device(name: str) -> torch.device:
     """Choose the device.
@@ -27,6 +34,6 @@ def pick_device(name: str) -> torch.device:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to the device; a GPU takes it from pinned memory, so that nothing waits for the copy."""
-    if device.type == "cuda":
+    if is_gpu(device):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -67,6 +67,7 @@ class FollowedMethod(SSLMethod):
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.ema_decay = ema_decay
+        self._following = self._pairs()
         self.target = target
         if target == "average":
             self.kept = tuple(part for part in self.kept if part not in FollowedMethod.kept)
@@ -76,14 +77,24 @@ class FollowedMethod(SSLMethod):
             self.target_encoder.load_state_dict(self.encoder.state_dict())
             self.target_projector.load_state_dict(self.projector.state_dict())
 
-    def after_step(self) -> None:
+    def train(self, mode: bool = True) -> "FollowedMethod":
+        """Set training mode; what is trained may have changed since the last time."""
+        super().train(mode)
+        self._following = self._pairs()
+        return self
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights that are trained, and those that follow them."""
         pairs = [
             pair
             for network, follower in ((self.encoder, self.target_encoder), (self.projector, self.target_projector))
             for pair in zip(network.parameters(), follower.parameters(), strict=True)
             if pair[0].requires_grad
         ]
-        online, target = (list(column) for column in zip(*pairs, strict=True))
+        return [online for online, _ in pairs], [target for _, target in pairs]
+
+    def after_step(self) -> None:
+        online, target = self._following
         # target = ema_decay * target + (1 - ema_decay) * online; torch ignores the third argument.
         get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)
 

@@ -15,6 +15,7 @@ paper's batch of 128.
 The authors' code does not compute Eq. 4 but a sliced distance in tangent spaces: ``variant: tangent_swd``.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.losses import at_least_float32
-from fedssl.machine.devices import to_device
+from fedssl.machine.devices import is_gpu
 from fedssl.machine.threads import one_thread
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
@@ -131,6 +132,9 @@ class FUR(Regularizer):
         As in `uot_uniformity`.
     max_iter : int
         As in `uot_uniformity`.
+    gpu_iter : int
+        Steps of the solver on a GPU, which takes them all whatever ``tolerance`` says: to see how far it is, the
+        process would have to wait for it after every step. 0: it waits.
 
     Raises
     ------
@@ -150,6 +154,7 @@ class FUR(Regularizer):
         tau_b: float = 0.8,
         max_iter: int = 30,
         tolerance: float = 0.08,
+        gpu_iter: int = 9,
     ) -> None:
         if weight < 0:
             raise InputError(f"regularizer.weight={weight} must not be negative; FedU2 uses 0.1, 0 turns it off")
@@ -166,13 +171,15 @@ class FUR(Regularizer):
                 raise InputError(f"regularizer.{name}={number} must be positive; see conf/regularizer/fur.yaml")
         if tolerance < 0:
             raise InputError(f"regularizer.tolerance={tolerance} must not be negative; 0 takes all steps")
+        if gpu_iter < 0:
+            raise InputError(f"regularizer.gpu_iter={gpu_iter} must not be negative; 0 waits for the GPU at every step")
         self.on = part if weight else None
         self.weight = weight
         self.variant = variant
         self.reduction = reduction
-        self.transport = partial(
-            uot_uniformity, cost_scale=cost_scale, tau_a=tau_a, tau_b=tau_b, max_iter=max_iter, tolerance=tolerance
-        )
+        self.transport = partial(uot_uniformity, cost_scale=cost_scale, tau_a=tau_a, tau_b=tau_b)
+        self.until = (max_iter, tolerance)
+        self.until_on_gpu = (gpu_iter, 0.0) if gpu_iter else self.until
 
     def part_of(self, method: SSLMethod) -> str | None:
         """The part that was chosen, or the encoder where it is a projector and there is none."""
@@ -187,10 +194,11 @@ class FUR(Regularizer):
         samples = _sphere(views, step.generator)
         if self.variant == "uot":
             with one_thread():  # many small operations, after each of which threads would wait for each other
-                terms = self.transport(views, samples=samples)
+                most, tolerance = self.until_on_gpu if is_gpu(views.device) else self.until
+                terms = self.transport(views, samples=samples, max_iter=most, tolerance=tolerance)
         else:
             bases = _sphere(views, step.generator)
-            lines = to_device(torch.randn(*views.shape, LINES, generator=step.generator), views.device)
+            lines = _normal((*views.shape, LINES), views.device, step.generator)
             spaces = zip(views, samples, bases, lines, strict=True)
             terms = torch.stack([tangent_swd(z, samples=s, bases=b, projections=p) for z, s, b, p in spaces])
         weight = self.weight * BATCH / len(step.z1) if self.reduction == "mean" else self.weight
@@ -199,7 +207,14 @@ class FUR(Regularizer):
 
 def _sphere(z: Tensor, generator: torch.Generator) -> Tensor:
     """Random points of the sphere, as many and of as many numbers as there are vectors in z, float32."""
-    return F.normalize(to_device(torch.randn(z.shape, generator=generator), z.device), dim=-1)
+    return F.normalize(_normal(z.shape, z.device, generator), dim=-1)
+
+
+def _normal(shape: Sequence[int], device: torch.device, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers; a GPU draws them itself, from torch's generator there, which every client seeds."""
+    if is_gpu(device):
+        return torch.randn(shape, device=device)
+    return torch.randn(shape, generator=generator)
 
 
 def _shadows(x: Tensor, bases: Tensor, projections: Tensor) -> Tensor:

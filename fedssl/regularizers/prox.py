@@ -4,12 +4,27 @@ w_0 is a detached copy of the weights that training starts from. In the FedProx 
 of the very weights being trained, so that the term is always 0.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
+
+
+class _HalfSquaredDistance(torch.autograd.Function):
+    """``weight / 2 ||now - then||^2`` over lists of tensors, in few operations: torch's own would take 7 per tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: float, then: list[Tensor], *now: Tensor) -> Tensor:
+        ctx.weight, ctx.moved = weight, torch._foreach_sub(list(now), then)
+        return weight / 2 * torch.stack(torch._foreach_norm(ctx.moved)).square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *torch._foreach_mul(ctx.moved, grads[0] * ctx.weight)
 
 
 def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Tensor:
@@ -27,8 +42,8 @@ def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Te
     Tensor
         Scalar >= 0.
     """
-    squares = [(now - then).square().sum() for now, then in zip(weights, start, strict=True)]
-    return weight / 2 * torch.stack(squares).sum()
+    distance: Tensor = _HalfSquaredDistance.apply(weight, start, *weights)
+    return distance
 
 
 class Proximal(Regularizer):
@@ -54,12 +69,9 @@ class Proximal(Regularizer):
 
     def start(self, method: SSLMethod) -> None:
         """Copy the trained parameters as they are now."""
-        self._start = [weights.detach().clone() for weights in _trained(method)]
+        self._trained: list[Tensor] = [parameter for parameter in method.parameters() if parameter.requires_grad]
+        self._start = [weights.detach().clone() for weights in self._trained]
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
         """Loss with the proximal term added."""
-        return loss + proximal(_trained(step.method), self._start, weight=self.weight)
-
-
-def _trained(method: SSLMethod) -> list[Tensor]:
-    return [parameter for parameter in method.parameters() if parameter.requires_grad]
+        return loss + proximal(self._trained, self._start, weight=self.weight)

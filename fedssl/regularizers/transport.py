@@ -61,11 +61,11 @@ def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, toleran
         ratio = fall / slack
         mu = _next_mu(pi, slack, fall, best, ratio, least=least)
         # The predictor left out the product of both changes, (best - pi) * -fall = -slack * best * (ratio - 1).
-        du, dv, fall, best = newton.solve(mu / slack + best * (ratio - 1))  # corrector
+        du, dv, fall, best = newton.solve(torch.addcmul(mu / slack, best, ratio - 1))  # corrector
         best -= pi
-        of_pi, of_slack = _length(best / pi), _length(-fall / slack)
-        pi = best.mul_(of_pi).add_(pi)
-        slack, u, v = slack - fall.mul_(of_slack), u + of_slack * du, v + of_slack * dv
+        of_pi, of_slack = _length((best / pi).neg_()), _length(fall / slack)
+        pi, slack = torch.addcmul(pi, of_pi, best), torch.addcmul(slack, of_slack, fall, value=-1)
+        u, v = torch.addcmul(u, of_slack, du), torch.addcmul(v, of_slack, dv)
     return best.clamp_(min=0).masked_fill_(cost >= tau_a + tau_b, 0)
 
 
@@ -93,11 +93,11 @@ class _Newton:
 
     def __init__(self, pi: Tensor, slack: Tensor, u: Tensor, v: Tensor, *, tau_a: float, tau_b: float) -> None:
         self.weights = pi / slack
-        self.of_rows, self.of_columns = 1 - u / tau_a, 1 - v / tau_b
-        self.diagonal = self.weights.sum(dim=-1, keepdim=True) + 1 / tau_a
-        self.eliminated = self.weights / self.diagonal
-        matrix = -self.eliminated.mT @ self.weights
-        matrix.diagonal(dim1=-2, dim2=-1).add_(self.weights.sum(dim=-2) + 1 / tau_b)
+        self.of_rows, self.of_columns = torch.rsub(u, 1, alpha=1 / tau_a), torch.rsub(v, 1, alpha=1 / tau_b)
+        self.minus_diagonal = torch.rsub(self.weights.sum(dim=-1, keepdim=True), -1 / tau_a)
+        self.minus_eliminated = (self.weights / self.minus_diagonal).mT
+        matrix = self.minus_eliminated @ self.weights
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self.weights.sum(dim=-2).add_(1 / tau_b))
         self.factors = torch.linalg.lu_factor_ex(matrix)[:2]  # on a CPU twice as fast as Cholesky's
 
     def solve(self, aim: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,8 +105,8 @@ class _Newton:
         rows, columns = self.of_rows, self.of_columns
         if aim is not None:
             rows, columns = rows - aim.sum(dim=-1, keepdim=True), columns - aim.sum(dim=-2, keepdim=True)
-        dv = torch.linalg.lu_solve(*self.factors, columns.mT - self.eliminated.mT @ rows)
-        du = (rows - self.weights @ dv) / self.diagonal
+        dv = torch.linalg.lu_solve(*self.factors, columns.mT + self.minus_eliminated @ rows)
+        du = (self.weights @ dv - rows).div_(self.minus_diagonal)
         fall = du + dv.mT
         return du, dv.mT, fall, self.weights * fall if aim is None else aim + self.weights * fall
 
@@ -146,9 +146,9 @@ def _share(change: Tensor, *, of: Tensor) -> float:
     return float((by_how_much / from_what.clamp_(min=least)).max())
 
 
-def _length(relative: Tensor) -> Tensor:
-    """Step, at most 1, for which no entry that changes by ``relative`` of itself loses more than TO_THE_BORDER."""
-    return (TO_THE_BORDER / (-relative.amin(dim=BOTH, keepdim=True)).clamp_(min=TO_THE_BORDER)).clamp_(max=1)
+def _length(loss: Tensor) -> Tensor:
+    """Step, at most 1, for which no entry that loses the share ``loss`` of itself loses more than TO_THE_BORDER."""
+    return TO_THE_BORDER / loss.amax(dim=BOTH, keepdim=True).clamp_(min=TO_THE_BORDER)
 
 
 def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tensor, *, least: float) -> Tensor:
@@ -160,7 +160,10 @@ def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tenso
     of_pi = 1 / (1 - ratio.amin(dim=BOTH, keepdim=True)).clamp_(min=1)
     of_slack = 1 / ratio.amax(dim=BOTH, keepdim=True).clamp_(min=1)
     now, mixed, both = (_sum(product) for product in (pi * slack, best * slack, best * fall))
-    after = (1 - of_pi) * now + (of_pi - of_slack * (1 - of_pi)) * mixed - of_pi * of_slack * both
+    # The sum of (pi + of_pi (best - pi)) (slack - of_slack fall), in which pi fall is best slack.
+    after = torch.lerp(
+        torch.addcmul(now, of_slack, mixed, value=-1), torch.addcmul(mixed, of_slack, both, value=-1), of_pi
+    )
     rows, columns = pi.shape[-2:]
     mass = _sum(pi).clamp_(min=LEAST_MASS * min(rows, columns))
     return torch.maximum((after / now) ** 3 * now, least * mass) / (rows * columns)

@@ -4,12 +4,16 @@ import torch
 from torch import nn
 
 from client_app import resident
+from fedssl.config import compose
 from fedssl.errors import InputError
+from fedssl.machine import devices
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
+from fedssl.model_layers import copied_layers, kept_names, take_layers, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive, torch_generator
-from fedssl.training import batches, train
+from fedssl.training import LocalTraining, batches, train
 from tests.federation import Federation
 from tests.local_training import local_training
 
@@ -192,6 +196,32 @@ def test_the_layout_of_the_views():
         layouts = []
         run(Reader(), epochs=1, images=images, channels_last=channels_last)
         assert layouts == [[channels_last, channels_last]]
+
+
+def trained(words):
+    """Layers after local training as a client prepares it, and the weights' own layout."""
+    settings = compose(["dataset=cifar10", "encoder.width=8", "batch_size=8", "local_epochs=2", *words])
+    method = build(settings.model)
+    method.start_round(first=True)
+    images = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
+    training = LocalTraining.prepare(settings.training, method)
+    train(method, images, torch.arange(20), training=training, generator=torch_generator(0, "train"))
+    weight = method.tensors["encoder.blocks.1.0.weight"]
+    layers = {**copied_layers(method, kept_names(method)), **take_layers(method, travelling_names(method))}
+    return layers, weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("words", [["method=byol"], ["method=fedx", "regularizer=prox"], ["channels_last=false"]])
+def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, words):
+    """On a CPU that stands in for a GPU: weights have the layout of the views, and do not travel in it."""
+    expected, _ = trained(words)
+    monkeypatch.setattr(devices, "GPU", "cpu")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    layers, last = trained(words)
+    assert last == (words != ["channels_last=false"])
+    for name, array in layers.items():
+        assert array.flags.c_contiguous
+        np.testing.assert_allclose(array, expected[name], rtol=1e-2, atol=1e-3, err_msg=name)
 
 
 def test_settings_of_speed_reach_the_clients(tmp_path, monkeypatch):

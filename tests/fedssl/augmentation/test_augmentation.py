@@ -9,9 +9,11 @@ from omegaconf import OmegaConf
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 
 from fedssl.augmentation import Augmentation, operations
+from fedssl.augmentation import augmentation as module
+from fedssl.augmentation.augmentation import CHUNK
 from fedssl.augmentation.recipe import BOX_UNIFORMS, UNIFORMS, View, crop_boxes, parameters
-from fedssl.augmentation.views import CHUNK
 from fedssl.errors import InputError
+from fedssl.machine import devices
 
 RECIPES = Path(__file__).parents[3] / "conf" / "augmentation"
 EVERYTHING = {
@@ -408,6 +410,42 @@ def test_pictures_are_not_changed():
     assert torch.equal(images, before)
 
 
+@pytest.mark.parametrize("recipe", [*sorted(path.stem for path in RECIPES.glob("*.yaml")), "everything"])
+@pytest.mark.parametrize(("channels", "height", "width", "size"), [(3, 16, 16, 16), (1, 12, 20, 8), (3, 20, 12, 24)])
+def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, height, width, size):
+    """Both views at once, with matrices made for several batches, on a CPU that stands in for a GPU."""
+    views = [EVERYTHING, EVERYTHING | {"blur": 0.0, "pad": 2}]
+    if recipe != "everything":
+        views = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{recipe}.yaml").views)
+    sizes = [5, 4, 4, 7]
+    images = pictures(sum(sizes), channels, height, width).split(sizes)
+    make = augmentation(*views, size=size, channels=channels)
+    draws, source = generator(), generator()
+    expected = [make(batch, source) for batch in images]
+    monkeypatch.setattr(devices, "GPU", "cpu")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(module, "MATRICES", 10 * 8 * size * (height + width + size))  # ten pictures
+    drawn = list(make.draw(sizes, form=(channels, height, width), device=torch.device("cpu"), generator=draws))
+    assert torch.equal(draws.get_state(), source.get_state())
+    assert drawn[0].matrices[0].rows._base is drawn[1].matrices[0].rows._base  # 5 + 4 pictures, then 4, then 7
+    assert drawn[1].matrices[0].rows._base is not drawn[2].matrices[0].rows._base
+    for batch, of_batch, both in zip(images, drawn, expected, strict=True):
+        made = make.make(batch, of_batch, layout=torch.channels_last)
+        for view, other in zip(made, both, strict=True):
+            close(view, other)
+            assert view.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_drawn_ahead_or_one_after_the_other_views_are_the_same():
+    sizes = [5, CHUNK + 3, 4]
+    images = pictures(sum(sizes), 3, 16, 16).split(sizes)
+    make, source, ahead = augmentation(EVERYTHING, {"flip": 0.5}), generator(), generator()
+    drawn = make.draw(sizes, form=(3, 16, 16), device=torch.device("cpu"), generator=ahead)
+    for batch, of_batch in zip(images, drawn, strict=True):
+        for one, other in zip(make(batch, source), make.make(batch, of_batch), strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_makes_the_same_views_as_the_cpu():
     images = pictures(2 * CHUNK + 30, 3, 16, 16)
@@ -469,7 +507,9 @@ def test_a_border_is_narrower_than_the_picture():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_recipes_make_views(recipe, channels):
     dataset = {"size": 8, "mean": [0.5] * channels, "std": [0.25] * channels}
-    config = OmegaConf.create({"dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")})
+    config = OmegaConf.create(
+        {"gpu_views": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")}
+    )
     images = pictures(4, channels, 8, 8)
     first, second = instantiate(config.augmentation)(images, generator())
     assert first.shape == second.shape == (4, channels, 8, 8)

@@ -368,6 +368,7 @@ def test_a_negative_weight_is_refused(kind):
         (lambda: FUR(tau_b=-1), "regularizer.tau_b=-1 must be positive"),
         (lambda: FUR(max_iter=0), "regularizer.max_iter=0 must be positive"),
         (lambda: FUR(tolerance=-1), "regularizer.tolerance=-1 must not be negative"),
+        (lambda: FUR(gpu_iter=-1), "regularizer.gpu_iter=-1 must not be negative"),
         (lambda: Alignment(distance="l2"), "regularizer.distance=l2 is unknown; set regularizer.distance=info_nce or"),
         (lambda: Alignment(temperature=0), "regularizer.temperature=0 must be positive"),
     ],

@@ -191,6 +191,9 @@ def test_the_gradient_is_right_where_representations_are_spread_and_where_they_c
     assert F.cosine_similarity(found.flatten(), best.flatten(), dim=0) > 0.99
     assert found.norm().item() == pytest.approx(best.norm().item(), rel=0.02)
     assert torch.equal(found, gradient_of(z.float(), s.float(), max_iter=11))
+    on_gpu = gradient_of(z.float(), s.float(), max_iter=9, tolerance=0)  # regularizer.gpu_iter
+    assert F.cosine_similarity(on_gpu.flatten(), best.flatten(), dim=0) > 0.995
+    assert on_gpu.norm().item() == pytest.approx(best.norm().item(), rel=0.005)
 
 
 def test_the_solver_stands_any_problem_and_any_number_of_steps():

@@ -1,0 +1,211 @@
+"""What a training step asks of a GPU, counted without one: launches, copies from the host, and waits for the device.
+
+    uv run python benchmarks/launches.py [--encoders resnet18] [--methods simclr byol] [--precision bf16]
+
+`fedssl.training.train` runs on the CPU, which stands in for a GPU: decisions that depend on the kind of device fall as
+on one. A tensor is on the device if it came from pinned memory, or if an operation made it of such a tensor; what is
+made of nothing is on the device unless it is random. Counted is the difference between an epoch of three steps and one
+of two, and beside it what an epoch asks for once.
+
+launches  operations that compute: aten's, forward and backward, without those that only look at memory in another way
+          or allocate it. Operations on lists of tensors count as often as their kernels hold tensors and blocks.
+          Convolutions count their backward kernels, and a copy wherever their weights are not laid out as pictures are.
+copies    from the host.
+waits     for a number that the host needs.
+
+It is a lower bound: some operations launch several kernels (a sort, a factorisation, batch normalisation).
+"""
+
+import argparse
+import math
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fedssl.config import compose
+from fedssl.machine import devices
+from fedssl.methods.build import build
+from fedssl.seeding import torch_generator
+from fedssl.training import LocalTraining, train
+
+METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
+ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view")
+WAIT = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero")
+HOST = ("rand", "randn", "randint", "randperm", "scalar_tensor", "promote_types")  # made of nothing, but on the host
+HOST += ("_record_function_enter_new", "_record_function_exit")
+LISTS_OF_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # torch's kernels: most tensors per list, by number of lists
+BLOCKS, BLOCK = 320, 65536  # most blocks of a kernel, and numbers in a block
+REGULARIZERS = ("prox", "decorr", "alignment", "fur")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of the device."""
+
+    launches: int
+    copies: int
+    waits: int
+
+    def __sub__(self, other: "Asked") -> "Asked":
+        return Asked(*(own - others for own, others in zip(astuple(self), astuple(other), strict=True)))
+
+
+class Device(TorchDispatchMode):
+    """Follows which tensors are on the device, and counts what is asked of it."""
+
+    def __init__(self, resident: list[Tensor]) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.copies = self.waits = 0
+        self._here: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in resident:
+            self._keep(tensor)
+
+    def asked(self) -> Asked:
+        return Asked(sum(self.operations.values()), self.copies, self.waits)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """What comes to the device."""
+        self.copies += 1
+        copied = tensor.clone()
+        self._keep(copied)
+        return copied
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name not in HOST and (not given or any(self._holds(tensor) for tensor in given)):
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self._keep(leaf)
+            self._count(func, name, args)
+        return out
+
+    def _count(self, func: Any, name: str, args: Any) -> None:
+        if name in WAIT or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])):
+            self.waits += 1
+        elif not func.is_view and name not in ALLOCATE:
+            self.operations[name] += kernels(name, args)
+
+    def _holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._here
+
+    def _keep(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._here:
+            self._here[key] = weakref.ref(storage, partial(self._freed, key))
+
+    def _freed(self, key: int, _: Any) -> None:
+        del self._here[key]
+
+
+def kernels(name: str, args: Any) -> int:
+    """Launches of one operation."""
+    if name.startswith(("_foreach_", "_fused_")):
+        lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
+        blocks = sum(math.ceil(tensor.numel() / BLOCK) for tensor in lists[0])
+        return max(math.ceil(len(lists[0]) / LISTS_OF_TENSORS[min(len(lists), 5)]), math.ceil(blocks / BLOCKS))
+    if name == "convolution":
+        return 1 + unlike(args[0], args[1])
+    if name == "convolution_backward":
+        to_pictures, to_weights, to_bias = args[-1]
+        # Weights are brought into the other layout for the gradient of the pictures. That their own gradient comes in
+        # the pictures' layout and is copied when it is kept, one sees on a CPU as well.
+        return to_pictures + to_weights + to_bias + unlike(args[1], args[2]) * to_pictures
+    return 1
+
+
+def unlike(pictures: Tensor, weights: Tensor) -> bool:
+    """Whether pictures have their channels side by side and weights have not."""
+    last = torch.channels_last
+    return pictures.is_contiguous(memory_format=last) and not weights.is_contiguous(memory_format=last)
+
+
+class Client:
+    """A client on the CPU as a GPU: pictures, and a method with all that trains it.
+
+    Parameters
+    ----------
+    settings : sequence of str
+        Words as on the command line of a run.
+    batch : int
+        Pictures of a step.
+    """
+
+    def __init__(self, settings: Sequence[str], *, batch: int) -> None:
+        composed = compose(["dataset=cifar10", f"batch_size={batch}", *settings])
+        self.batch = batch
+        self.images = torch.randint(0, 256, (3 * batch, 3, 32, 32), dtype=torch.uint8)
+        self.method = build(composed.model)
+        self.method.start_round(first=True)
+        with patch.object(devices, "GPU", "cpu"):
+            self.training = replace(LocalTraining.prepare(composed.training, self.method), epochs=1)
+        for group in self.training.optimizer.param_groups:
+            group["foreach"] = not group["fused"]  # as torch chooses on a GPU
+
+    def epoch(self, steps: int) -> Device:
+        """What an epoch asks for."""
+        labels = torch.zeros(len(self.images), dtype=torch.int64) if self.method.uses_labels else None
+        kept = (self.images, labels, self.method.state_dict(), list(self.training.optimizer.state.values()))
+        device = Device([leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)])
+        arrival = patch.object(Tensor, "pin_memory", lambda tensor: device.copy(tensor))
+        with patch.object(devices, "GPU", "cpu"), arrival, device:
+            train(
+                self.method,
+                self.images,
+                torch.arange(steps * self.batch),
+                training=self.training,
+                generator=torch_generator(0, "launches"),
+                labels=labels,
+            )
+        return device
+
+
+def count(*settings: str, batch: int = 8) -> tuple[Asked, Asked, Counter[str]]:
+    """What a step asks for; what an epoch asks for beside its steps; and the operations of a step."""
+    client = Client(settings, batch=batch)
+    client.epoch(1)  # after it there is all that stays from step to step
+    two, three = client.epoch(2), client.epoch(3)
+    step = three.asked() - two.asked()
+    return step, two.asked() - step - step, three.operations - two.operations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a training step asks of a GPU.")
+    parser.add_argument("--encoders", nargs="+", default=["resnet18", "conv_small", "vit_tiny"])
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
+    parser.add_argument("--regularizers", nargs="*", choices=REGULARIZERS, default=REGULARIZERS)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--words", nargs="*", default=[], help="further settings, as on the command line of a run")
+    parser.add_argument("--operations", action="store_true", help="list a step's operations too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("                                      a step: launches copies waits   once an epoch: launches copies waits")
+    cases = [(encoder, method, "none") for encoder in options.encoders for method in options.methods]
+    cases += [(options.encoders[0], "simclr", regularizer) for regularizer in options.regularizers]
+    for encoder, method, regularizer in cases:
+        chosen = [f"encoder={encoder}", f"method={method}", f"regularizer={regularizer}", *options.words]
+        step, epoch, operations = count(*chosen, f"precision={options.precision}", batch=options.batch)
+        print(
+            f"{encoder:12s} {method:13s} {regularizer:10s} {step.launches:15d} {step.copies:6d} {step.waits:5d}"
+            f" {epoch.launches:24d} {epoch.copies:6d} {epoch.waits:5d}",
+            flush=True,
+        )
+        if options.operations:
+            print("  " + ", ".join(f"{name} {number}" for name, number in operations.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The augmentation of a run: what is drawn, and two random views of every picture of a batch, on the device it is on.
+
+Parameters come from a CPU generator, so a CPU and a GPU make the same views. They are drawn for an epoch at a time and
+go to the device in one copy.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import accumulate, repeat, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedssl.augmentation.recipe import UNIFORMS, Parameters, View, parameters, read_view
+from fedssl.augmentation.views import Drawn, Matrices, blur_matrices, crop_matrices, make_both, make_view
+from fedssl.errors import InputError
+from fedssl.machine.devices import is_gpu, to_device
+
+CHUNK = 128  # pictures worked on at a time on a CPU: larger temporaries leave the cache and cost page faults
+MATRICES = 2**26  # bytes of matrices that a GPU makes at a time
+KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest pictures of `fedssl.augmentation.kernel`, and their channels
+
+
+class Augmentation:
+    """Makes two normalised random views of a batch of pictures.
+
+    Parameters
+    ----------
+    size : int
+        Height and width of the views in pixels.
+    mean, std : sequence of float
+        One number per channel, of pictures with values in [0, 1]; a view is ``(picture - mean) / std``.
+    views : sequence of mapping
+        Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
+    gpu_views : {"torch", "triton"}
+        How a GPU makes them: by torch's operations, or by `fedssl.augmentation.kernel`.
+
+    Raises
+    ------
+    InputError
+        If there are not exactly two views, a setting is outside its range, or the kernel does not make such views.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        views: Sequence[Mapping[str, Any]],
+        gpu_views: str = "torch",
+    ) -> None:
+        if len(views) != 2:
+            raise InputError(f"augmentation.views has {len(views)} recipes; give exactly two")
+        if not len(mean) == len(std) > 0 or min(std) <= 0:
+            raise InputError(
+                f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit; give one mean and one std above 0 "
+                "for every channel"
+            )
+        if gpu_views not in ("torch", "triton"):
+            raise InputError(f"gpu_views={gpu_views} is unknown; set gpu_views=torch or gpu_views=triton")
+        if gpu_views == "triton" and (size > KERNEL_SIZE or len(mean) not in KERNEL_CHANNELS):
+            raise InputError(
+                f"gpu_views=triton makes views of at most {KERNEL_SIZE} pixels with 1 or 3 channels, and "
+                f"dataset.size={size} with {len(mean)} channels; set gpu_views=torch"
+            )
+        self.size = size
+        self.by_kernel = gpu_views == "triton"
+        self.views = [read_view(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
+        self._mean = torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1, 1)
+        self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Make two views of every picture, with parameters drawn for them alone; see `draw` and `make`."""
+        (drawn,) = self.draw([len(images)], form=images.shape[1:], device=images.device, generator=generator)
+        return self.make(images, drawn)
+
+    def draw(
+        self, sizes: Sequence[int], *, form: Sequence[int], device: torch.device, generator: torch.Generator
+    ) -> Iterator[Drawn]:
+        """Parameters for batches of these sizes, all drawn and brought to the device before the first is given.
+
+        Parameters
+        ----------
+        sizes : sequence of int
+            Pictures of each batch.
+        form : sequence of int
+            Channels, height and width of the pictures.
+        device : torch.device
+            Where the pictures will be.
+        generator : torch.Generator
+            CPU generator, the only source of chance. What a batch takes of it does not depend on those that follow.
+
+        Raises
+        ------
+        InputError
+            If the pictures have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
+        """
+        channels, height, width = form
+        self._check(channels, height, width, device)
+        orders, uniforms = [], []
+        for size in sizes:
+            orders.append([torch.randperm(4, generator=generator).tolist() for _ in self.views])
+            uniforms.append(torch.rand(size, 2, UNIFORMS, generator=generator, dtype=torch.float64))
+        uniform = torch.cat(uniforms)
+        draws = [
+            torch.stack(parameters(view, uniform[:, index], height=height, width=width))
+            for index, view in enumerate(self.views)
+        ]
+        numbers = torch.stack(draws, 1).float()
+        if is_gpu(device) and self.by_kernel:
+            numbers = torch.cat((numbers, _per_picture(orders, sizes)))
+        packed = to_device(numbers, device)
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        if is_gpu(device) and not self.by_kernel:
+            return self._with_matrices(packed, orders, sizes, form)
+        return (Drawn(part, order) for part, order in zip(packed.split(list(sizes), 2), orders, strict=True))
+
+    def _with_matrices(
+        self, packed: Tensor, orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], form: Sequence[int]
+    ) -> Iterator[Drawn]:
+        """Parameters with their matrices, which are made for many batches at once."""
+        most = MATRICES // (8 * self.size * (form[1] + form[2] + self.size))  # pictures: two views, 4 bytes a number
+        start = 0
+        while start < len(sizes):
+            fitting = list(takewhile(lambda end: end <= most, accumulate(sizes[start:])))
+            cut = list(sizes[start : start + max(1, len(fitting))])
+            block, packed = packed.split([sum(cut), packed.shape[2] - sum(cut)], 2)
+            made = [self._matrices(view, Parameters(*block[:, k]), form, cut) for k, view in enumerate(self.views)]
+            for part, *matrices in zip(block.split(cut, 2), *made, strict=True):
+                yield Drawn(part.contiguous(), orders[start], tuple(matrices))
+                start += 1
+
+    def _matrices(self, view: View, drawn: Parameters, form: Sequence[int], cut: list[int]) -> Iterator[Matrices]:
+        """Matrices of a view, batch by batch."""
+        rows, columns = crop_matrices(view, drawn, height=form[1], width=form[2], size=self.size)
+        blur = blur_matrices(view, drawn.sigma, size=self.size).split(cut) if view.blur > 0 else repeat(None, len(cut))
+        return (Matrices(*maps) for maps in zip(rows.split(cut), columns.split(cut), blur, strict=True))
+
+    def make(
+        self, images: Tensor, drawn: Drawn, *, layout: torch.memory_format = torch.contiguous_format
+    ) -> tuple[Tensor, Tensor]:
+        """Make two views of every picture.
+
+        Parameters
+        ----------
+        images : Tensor
+            uint8, ``(batch, channels, height, width)``, on any device.
+        drawn : Drawn
+            What `draw` gave for a batch of this size and such pictures on this device.
+        layout : torch.memory_format
+            Of the views in memory.
+
+        Returns
+        -------
+        tuple of Tensor
+            Two float32 tensors ``(batch, channels, size, size)`` on the device of ``images``.
+        """
+        batch, channels = images.shape[:2]
+        if channels == 1:  # either layout; kernels that choose by strides shall go on with the usual one
+            layout = torch.contiguous_format
+        result = torch.empty(2 * batch, channels, self.size, self.size, device=images.device, memory_format=layout)
+        views = result.chunk(2)
+        if self.by_kernel and is_gpu(images.device):
+            from fedssl.augmentation import kernel  # here: nothing else needs Triton
+
+            numbers = drawn.parameters.contiguous()
+            pictures = images.contiguous()
+            kernel.make_views(pictures, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
+            return views[0], views[1]
+        if drawn.matrices:
+            planes = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+            self._normalize(make_both(planes.permute(2, 0, 1, 3), views=self.views, drawn=drawn), out=result)
+            return views[0], views[1]
+        for start in range(0, batch, CHUNK):
+            part = slice(start, start + CHUNK)
+            planes = images[part].transpose(0, 1).contiguous().float().div_(255)
+            for index, view in enumerate(self.views):
+                parameters, order = drawn.of(index, part), drawn.orders[index]
+                made = make_view(planes, view=view, drawn=parameters, order=order, size=self.size)
+                self._normalize(made, out=views[index][part])
+        return views[0], views[1]
+
+    def _normalize(self, planes: Tensor, *, out: Tensor) -> None:
+        torch.div(planes.sub_(self._mean), self._std, out=out.transpose(0, 1))
+
+    def _check(self, channels: int, height: int, width: int, device: torch.device) -> None:
+        if self.by_kernel and is_gpu(device):
+            if max(height, width) > KERNEL_SIZE:
+                raise InputError(
+                    f"gpu_views=triton takes pictures of at most {KERNEL_SIZE} pixels and these have {height}x{width}; "
+                    "set gpu_views=torch"
+                )
+            if find_spec("triton") is None:
+                raise InputError("gpu_views=triton but Triton is not installed; install it, or set gpu_views=torch")
+        if channels != len(self._mean):
+            raise InputError(
+                f"the pictures have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
+                "give dataset.mean and dataset.std one number for every channel"
+            )
+        widest = max(view.pad for view in self.views)
+        if widest >= min(height, width):
+            raise InputError(
+                f"augmentation.views has pad={widest} but the pictures have {height}x{width} pixels, which mirror at "
+                f"most {min(height, width) - 1}; set pad to that or less"
+            )
+
+
+def _per_picture(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:
+    """Orders of batches as numbers of their pictures, ``(4, 2, pictures)``."""
+    return torch.tensor(orders, dtype=torch.float32).permute(2, 1, 0).repeat_interleave(torch.tensor(sizes), dim=2)

@@ -1,0 +1,23 @@
+"""What a training step asks of a GPU, counted on a CPU that stands in for one: kept as low as it is."""
+
+import pytest
+
+from benchmarks.launches import count
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (["encoder=resnet18"], 380),
+        (["encoder=resnet18", "method=byol"], 940),
+        (["regularizer=prox"], 215),
+        (["regularizer=fur"], 930),
+        (["regularizer=fur", "regularizer.variant=tangent_swd"], 345),
+        (["method=supervised", "augmentation=byol"], 200),
+    ],
+)
+def test_launches_of_a_step_and_nothing_between_steps(words, most):
+    step, epoch, _ = count("precision=bf16", *words)
+    assert step.launches <= most
+    assert (step.copies, step.waits) == (0, 0)
+    assert (epoch.copies, epoch.waits) == (2, 1)  # places of the pictures and parameters of the views; the loss

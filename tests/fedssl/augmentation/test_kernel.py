@@ -1,0 +1,62 @@
+"""The kernel that makes views, without a GPU: in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedssl.augmentation import Augmentation
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.machine import devices
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed; PyTorch for CUDA brings it")
+def test_views_of_the_kernel_are_those_of_a_cpu():
+    """All recipes within 1e-5; in a process of its own, because Triton asks for its interpreter when it is imported."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.fedssl.augmentation.by_kernel"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def made(*, size=8, channels=3, way="triton"):
+    return Augmentation(size=size, mean=[0.5] * channels, std=[0.5] * channels, views=[{}, {}], gpu_views=way)
+
+
+def test_what_the_kernel_does_not_make_is_refused():
+    with pytest.raises(InputError, match="gpu_views=cuda is unknown; set gpu_views=torch or gpu_views=triton"):
+        made(way="cuda")
+    for wrong, found in (({"size": 65}, "dataset.size=65 with 3"), ({"channels": 2}, "dataset.size=8 with 2 channels")):
+        with pytest.raises(InputError, match=f"at most 64 pixels with 1 or 3 channels, and {found}.*; set gpu_views="):
+            made(**wrong)
+
+
+def test_a_gpu_without_triton_and_pictures_that_are_too_large_are_refused_and_a_cpu_does_not_care(monkeypatch):
+    images, generator = torch.zeros(2, 3, 8, 70, dtype=torch.uint8), torch.Generator()
+    assert made()(images, generator)[0].shape == (2, 3, 8, 8)
+    monkeypatch.setattr(devices, "GPU", "cpu")
+    with pytest.raises(
+        InputError, match="takes pictures of at most 64 pixels and these have 8x70; set gpu_views=torch"
+    ):
+        made()(images, generator)
+    monkeypatch.setattr("fedssl.augmentation.augmentation.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="gpu_views=triton but Triton is not installed; install it, or set gpu_views="):
+        made()(images[..., :8], generator)
+
+
+def test_the_setting_reaches_the_views():
+    for way in ("torch", "triton"):
+        assert compose([f"gpu_views={way}"]).training.augmentation.make().by_kernel == (way == "triton")
