@@ -80,7 +80,7 @@ def read_state(file: Path) -> State:
         It is not whole, or something else.
     """
     content = mapped(file)
-    mark, length, total = _PREFACE.unpack_from(content.numpy())
+    mark, length, total = _PREFACE.unpack_from(content.numpy().data)
     body = content[_PREFACE.size :]
     if mark != _MARK or _sum(body.numpy()) != total:
         raise ValueError("it is not as it was written")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.machine.devices import to_device
+from fedssl.machine.devices import picked, to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.settings import TrainingSettings
@@ -116,7 +116,7 @@ def train(
     Parameters
     ----------
     images : Tensor
-        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method.
+        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
     indices : Tensor
         The client's pictures ``(m,)``, int64, on the CPU.
     training : LocalTraining
@@ -124,7 +124,7 @@ def train(
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
-        Classes of all pictures ``(n,)``, int64, on their device; needed by methods that use them.
+        Classes of all pictures ``(n,)``, int64, on the method's device; needed by methods that use them.
 
     Notes
     -----
@@ -134,17 +134,17 @@ def train(
     method.train()
     regularizer, optimizer = training.regularizer, training.optimizer
     regularizer.start(method)
-    device, layout = images.device, torch.channels_last if training.channels_last else torch.contiguous_format
+    device = next(method.parameters()).device
+    layout = torch.channels_last if training.channels_last else torch.contiguous_format
     trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
     epoch_loss = torch.zeros((), device=device)
     for _ in range(training.epochs):
         epoch_loss.zero_()
         for batch in batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch):
-            rows = to_device(batch, device)
-            views = training.augment(images.index_select(0, rows), generator)
+            views = training.augment(picked(images, batch, device), generator)
             view1, view2 = (view.contiguous(memory_format=layout) for view in views)
             inputs = list(method.inputs(view1, view2))
-            known = (labels[rows],) if method.uses_labels and labels is not None else ()
+            known = (labels[to_device(batch, device)],) if method.uses_labels and labels is not None else ()
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
                 if method.frozen:

@@ -1,9 +1,14 @@
-"""The device a process computes on."""
+"""The device a process computes on, and the way of pictures to it."""
+
+import logging
 
 import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
+from fedssl.machine.memory import gigabytes
+
+log = logging.getLogger("fedssl")
 
 
 def pick_device(name: str) -> torch.device:
@@ -26,7 +31,29 @@ def pick_device(name: str) -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device; a GPU takes it from pinned memory, so that nothing waits for the copy."""
-    if device.type == "cuda":
+    """Bring a tensor to the device; a GPU takes it from pinned memory, so that nothing waits for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def settled(pictures: Tensor, device: torch.device) -> Tensor:
+    """Pictures on the device, or where they are if they would take more than half of its free memory.
+
+    A GPU has room for the model, its activations and other processes then. On a CPU nothing is copied. `picked` takes
+    batches from either.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if 2 * pictures.nbytes > free:
+            log.info(
+                "the pictures (%s) stay in the memory of the host, since the GPU has %s free: batches are fetched",
+                *(gigabytes(pictures.nbytes), gigabytes(free)),
+            )
+            return pictures
+    return pictures.to(device)
+
+
+def picked(pictures: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+    """The pictures at ``rows``, which are on the CPU, as a batch on the device."""
+    return to_device(pictures.index_select(0, to_device(rows, pictures.device)), device)
