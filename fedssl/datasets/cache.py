@@ -40,7 +40,9 @@ from fedssl.errors import InputError
 from fedssl.files import mapped, write_text, write_whole
 from fedssl.machine.memory import gigabytes
 
-WORTH = 2**24  # bytes of encoded pictures from which on a file pays: about a second of decoding
+WORTH = 1.0  # seconds of decoding from which on a file pays
+# Of decoding on one core, measured with pictures of 32 to 500 pixels: what each costs, and each of its encoded bytes.
+_SECONDS_PER_PICTURE, _SECONDS_PER_BYTE = 1e-4, 5e-8
 _PATIENCE = 0.2  # seconds between two looks at the lock
 
 NewCanvas = Callable[[tuple[int, int, int, int]], Canvas]
@@ -58,15 +60,16 @@ class Origin:
         For people.
     files : sequence of Path
         With what is to be decoded.
-    share : float
-        How much of it is, in (0, 1].
+    pictures, wanted : int
+        How many the files hold, and how many of these are to be decoded.
     settings : mapping
         Everything else, ready for JSON.
     """
 
     name: str
     files: Sequence[Path]
-    share: float
+    pictures: int
+    wanted: int
     settings: Mapping[str, Any]
 
 
@@ -89,7 +92,7 @@ def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], Pictur
     if place is None:
         return make(in_memory)
     size, key = _identity(origin)
-    if size * origin.share < WORTH:
+    if origin.wanted * (_SECONDS_PER_PICTURE + _SECONDS_PER_BYTE * size / origin.pictures) < WORTH:
         return make(in_memory)
     entry = Entry(_root(place) / f"{re.sub(r'[^-.0-9A-Za-z]+', '-', origin.name)}-{key}")
     found = entry.read()
@@ -116,7 +119,7 @@ def _root(place: str) -> Path:
 
 def _identity(origin: Origin) -> tuple[int, str]:
     """Bytes of all files, and a name for the pictures: another one for each change of what they depend on."""
-    settings = {"version": VERSION, "Pillow": PIL.__version__, "share": origin.share, **origin.settings}
+    settings = {"version": VERSION, "Pillow": PIL.__version__, **origin.settings}
     hashed = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     total = 0
     for file in origin.files:

@@ -100,7 +100,8 @@ def read(
     origin = Origin(
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
         files=files,
-        share=min(1.0, (limit or count) / count) * (test_fraction if held_out else 1.0),
+        pictures=count,
+        wanted=min(limit or count, round(count * test_fraction) if held_out else count),
         settings=settings | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out},
     )
     return cached(cache, origin, make)
@@ -169,7 +170,7 @@ def _open(file: Path) -> pq.ParquetFile | pa.Table:
     """Open a parquet file, or the table of an arrow file in either format of ``datasets``, memory-mapped."""
     try:
         if file.suffix == ".parquet":
-            return pq.ParquetFile(file)
+            return pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # else it is read as a whole
         source = pa.memory_map(str(file))
         try:
             return pa.ipc.open_stream(source).read_all()

@@ -99,7 +99,8 @@ def read(
     origin = Origin(
         name=f"{Path(path).name}-{split}-{size}px",
         files=listing.files,
-        share=1.0,
+        pictures=len(listing.files),
+        wanted=len(listing.files),
         settings={"reader": "image_folder", "channels": channels, "size": size, "folders": folders, "root": path}
         | {"classes": listing.classes, "owners": listing.owner_names},
     )

@@ -141,7 +141,7 @@ def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, plac
 
 
 def test_small_sets_need_no_file(pictures, place, monkeypatch):
-    monkeypatch.setattr(cache, "WORTH", 2**24)
+    monkeypatch.setattr(cache, "WORTH", 1.0)
     read(folder_of(pictures, place))
     assert not place.exists()
 
