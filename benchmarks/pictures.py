@@ -5,7 +5,7 @@
 
 Pictures are made up: JPEGs of 64 x 64, about as many bytes each as those of Tiny ImageNet, in parquet files.
 1. ready: four processes at once, as Ray's actors or the jobs of a sweep, ask for the same pictures; the time from the
-   word "go" until the last one has them, and the memory of their own that they take for it together (RssAnon: no files).
+   word "go" until the last one has them, and the memory of their own (RssAnon: no files) that all of them take for it.
    Into memory (``dataset.cache=null``), into a file that is not there yet, and from a file that is there.
 2. memory: a round of two clients, each with a hundredth of the pictures; the most memory of its own that the process
    has at any moment from the settings to the summary, decoding included, above that before it.
