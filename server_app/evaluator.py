@@ -101,7 +101,8 @@ class _Rehearsal(Subject):
             raise InputError(
                 f"{len(self.train.labels):,} training pictures with features of length {self.length} need "
                 f"{gigabytes(needed)} of memory to be evaluated, and {gigabytes(free)} are available; name another "
-                "split with dataset.splits.train=NAME, set dataset.limit, or leave out evaluation and final_evaluation (none)"
+                "split with dataset.splits.train=NAME, set dataset.limit, or choose evaluation=none and "
+                "final_evaluation=none"
             )
         train, test = torch.zeros(len(self.train.labels), 1), torch.zeros(len(self.test.labels), 1)
         return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
