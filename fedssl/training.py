@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.machine.devices import picked, to_device
+from fedssl.machine.devices import to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.settings import TrainingSettings
@@ -141,10 +141,14 @@ def train(
     for _ in range(training.epochs):
         epoch_loss.zero_()
         for batch in batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch):
-            views = training.augment(picked(images, batch, device), generator)
+            rows = to_device(batch, images.device)
+            pictures = images.index_select(0, rows)
+            if images.device != device:
+                pictures = to_device(pictures, device)
+            views = training.augment(pictures, generator)
             view1, view2 = (view.contiguous(memory_format=layout) for view in views)
             inputs = list(method.inputs(view1, view2))
-            known = (labels[to_device(batch, device)],) if method.uses_labels and labels is not None else ()
+            known = (labels[rows],) if method.uses_labels and labels is not None else ()
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
                 if method.frozen:

@@ -31,8 +31,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a tensor to the device; a GPU takes it from pinned memory, so that nothing waits for the copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    """Copy a CPU tensor to the device; a GPU takes it from pinned memory, so that nothing waits for the copy."""
+    if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -40,8 +40,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def settled(pictures: Tensor, device: torch.device) -> Tensor:
     """Pictures on the device, or where they are if they would take more than half of its free memory.
 
-    A GPU has room for the model, its activations and other processes then. On a CPU nothing is copied. `picked` takes
-    batches from either.
+    A GPU has room for the model, its activations and other processes then. On a CPU nothing is copied.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -52,8 +51,3 @@ def settled(pictures: Tensor, device: torch.device) -> Tensor:
             )
             return pictures
     return pictures.to(device)
-
-
-def picked(pictures: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    """The pictures at ``rows``, which are on the CPU, as a batch on the device."""
-    return to_device(pictures.index_select(0, to_device(rows, pictures.device)), device)

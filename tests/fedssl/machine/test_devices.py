@@ -6,22 +6,16 @@ import pytest
 import torch
 
 from fedssl.errors import InputError
-from fedssl.machine.devices import pick_device, picked, settled, to_device
+from fedssl.machine.devices import pick_device, settled, to_device
 
 
 def test_only_a_gpu_takes_from_pinned_memory():
-    tensor = Mock(spec=torch.Tensor, device=torch.device("cpu"))
+    tensor = Mock(spec=torch.Tensor)
     gpu = torch.device("cuda")
     assert to_device(tensor, gpu) is tensor.pin_memory.return_value.to.return_value
     tensor.pin_memory.return_value.to.assert_called_once_with(gpu, non_blocking=True)
     here = torch.arange(3)
     assert to_device(here, torch.device("cpu")) is here
-
-
-def test_what_is_on_the_gpu_is_not_pinned_again():
-    tensor = Mock(spec=torch.Tensor, device=torch.device("cuda", 0))
-    to_device(tensor, torch.device("cuda"))
-    tensor.pin_memory.assert_not_called()
 
 
 @pytest.mark.parametrize(("free", "moves"), [(199, False), (200, True)])
@@ -31,10 +25,9 @@ def test_pictures_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch,
     assert settled(pictures, torch.device("cuda")) is (pictures.to.return_value if moves else pictures)
 
 
-def test_on_a_cpu_pictures_stay_and_batches_are_picked():
+def test_on_a_cpu_pictures_stay():
     pictures = torch.arange(12).view(6, 2)
     assert settled(pictures, torch.device("cpu")) is pictures
-    assert picked(pictures, torch.tensor([4, 1]), torch.device("cpu")).tolist() == [[8, 9], [2, 3]]
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
