@@ -47,7 +47,8 @@ def ours(folder: Path) -> list[float]:
             words,
             num_clients=CLIENTS,
             clients_at_a_time=2,
-            engine=EngineSettings(name="ray", client_cpus=1, client_gpus=None),
+            folder=folder,
+            engine=EngineSettings(name="ray", address=None, client_cpus=1, client_gpus=None),
             machine=MachineSettings(device="cpu", threads=1, allocator=True, compile_encoder=False),
         )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -233,6 +233,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         machine=_machine(config),
         engine=EngineSettings(
             name=config.engine.name,
+            address=config.engine.get("address"),
             client_cpus=config.engine.get("client_cpus"),
             client_gpus=config.engine.get("client_gpus"),
         ),

@@ -276,6 +276,7 @@ class EngineSettings:
     """How the clients are run, see ``conf/engine``."""
 
     name: str
+    address: str | None
     client_cpus: int | None
     client_gpus: float | None
 

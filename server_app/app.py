@@ -1,10 +1,9 @@
 """The ServerApp: prepare, rounds, finish; the same on every engine.
 
-The run config has one key, ``overrides``: the words of the command line.
+The run config has the words of the command line, see `server_app.run_config`.
 """
 
 import logging
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 
@@ -31,6 +30,7 @@ from server_app.nodes import federation_size
 from server_app.prepare import Prepared, prepare
 from server_app.recorder import Recorder, logging_to
 from server_app.round import run_round
+from server_app.run_config import words_of
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -44,7 +44,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
-    words = shlex.split(str(context.run_config["overrides"]))
+    words = words_of(context.run_config)
     settings = load_run(words)
     if not SAYS_HOW_MANY & {word.key_or_group for word in parse(words)}:
         size = federation_size(grid, timeout=settings.client_timeout)

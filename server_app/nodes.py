@@ -1,23 +1,20 @@
 """Which node of the federation is which client."""
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedssl.errors import InputError
 from fedssl.messages import read_who
+from fedssl.saying import saying
 from server_app.replies import receive
 
 log = logging.getLogger("fedssl")
 
 NODE_WAIT = 10.0  # seconds without a new node before a federation that has some counts as complete
-
-SAY_EVERY = 30.0  # seconds between two lines that say what is waited for
 
 
 def find_nodes(grid: Grid, num_clients: int, *, timeout: float) -> list[int]:
@@ -44,13 +41,14 @@ def find_nodes(grid: Grid, num_clients: int, *, timeout: float) -> list[int]:
             f"add --federation-config 'num-supernodes={num_clients}' or set num_clients={len(nodes)}"
         )
     held: dict[int, int] = {}
+    silent = dict.fromkeys(nodes)
     for node, partition, _ in _who(grid, nodes, timeout=timeout):
         held[partition] = node
-        nodes.remove(node)
-    if nodes:
+        silent.pop(node)
+    if silent:
         raise InputError(
-            f"{len(nodes)} of {num_clients} SuperNodes, such as {nodes[0]}, did not say within {timeout:.0f} s which "
-            "partition they hold; see to their processes, or set a longer client_timeout"
+            f"{len(silent)} of {num_clients} SuperNodes, such as {min(silent)}, did not say within {timeout:.0f} s "
+            "which partition they hold; see to their processes, or set a longer client_timeout"
         )
     if sorted(held) != list(range(num_clients)):
         raise InputError(
@@ -71,7 +69,7 @@ def federation_size(grid: Grid, *, timeout: float) -> int:
 def _who(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[int, int, int]]:
     """Node, its partition and how many there are, of each that answers."""
     messages = [Message(RecordDict(), node, "query.who") for node in nodes]
-    with _saying("clients do not answer yet: their processes are still starting"):
+    with saying("clients do not answer yet: their processes are still starting"):
         for reply in receive(grid, messages, timeout=timeout):
             if reply.has_error():
                 raise InputError(f"a client cannot start: {reply.error.reason}")
@@ -82,7 +80,7 @@ def _wait_for_nodes(grid: Grid, number: int, *, timeout: float) -> list[int]:
     """All nodes; without any for ``timeout`` seconds none, and too few once no more have come for a while."""
     nodes = list(grid.get_node_ids())
     last_change = time.monotonic()
-    with _saying("the federation has fewer SuperNodes than clients yet"):
+    with saying("the federation has fewer SuperNodes than clients yet"):
         while len(nodes) < number and time.monotonic() - last_change < (NODE_WAIT if nodes else timeout):
             time.sleep(0.05)
             found = list(grid.get_node_ids())
@@ -90,21 +88,3 @@ def _wait_for_nodes(grid: Grid, number: int, *, timeout: float) -> list[int]:
                 last_change = time.monotonic()
             nodes = found
     return nodes
-
-
-@contextmanager
-def _saying(what: str) -> Iterator[None]:
-    """Say every now and then what the block waits for."""
-    begun, left = time.monotonic(), threading.Event()
-
-    def say() -> None:
-        while not left.wait(SAY_EVERY):
-            log.warning("%s (waiting for %.0f s so far)", what, time.monotonic() - begun)
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        left.set()
-        thread.join()

@@ -21,7 +21,8 @@ class BadUpdate(ValueError):
 
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
     """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
-    pending = set(filter(None, grid.push_messages(messages)))  # the id of a message that could not be sent is empty
+    # In the order of sending; the id of a message that could not be sent is empty.
+    pending = dict.fromkeys(filter(None, grid.push_messages(messages)))
     deadline = time.monotonic() + timeout
     pause = 0.005
     while pending and time.monotonic() < deadline:
@@ -33,7 +34,7 @@ def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Itera
             pause = min(2 * pause, 0.1)
         while replies:
             reply = replies.pop()
-            pending.discard(reply.metadata.reply_to_message_id)
+            pending.pop(reply.metadata.reply_to_message_id, None)
             yield reply
             del reply  # one model each
             deadline = time.monotonic() + timeout

@@ -101,6 +101,7 @@ def run(words: Sequence[str]) -> None:
             overrides,
             num_clients=settings.num_clients,
             clients_at_a_time=settings.clients_per_round,
+            folder=folder,
             engine=settings.engine,
             machine=settings.machine,
         )

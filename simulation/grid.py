@@ -35,10 +35,10 @@ class SimulatedGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Yield the replies as they come."""
-        pending = set(self.push_messages(messages))
+        pending = dict.fromkeys(self.push_messages(messages))
         while pending:
             for reply in self.pull_messages(pending):
-                pending.discard(reply.metadata.reply_to_message_id)
+                del pending[reply.metadata.reply_to_message_id]
                 yield reply
 
     # --- parts of Flower's interface that a simulation does not use ---
@@ -91,6 +91,13 @@ def answer(client_app: ClientApp, message: Message, context: Context) -> Message
 def failed(message: Message, reason: str) -> Message:
     """The reply of a client that failed."""
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+
+def own_client_app() -> ClientApp:
+    """The ClientApp of this project; imported here, because whoever only counts nodes need not wait for torch."""
+    from client_app.app import app
+
+    return app
 
 
 def run_server(grid: Grid, overrides: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from simulation.grid import SimulatedGrid, answer, context_of, number, run_server
+from simulation.grid import SimulatedGrid, answer, context_of, number, own_client_app, run_server
 
 
 class LocalGrid(SimulatedGrid):
@@ -27,17 +27,14 @@ class LocalGrid(SimulatedGrid):
         return list(new)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run the client of the first queued message among ``message_ids`` and return its reply."""
-        wanted = set(message_ids)
-        for message_id, message in self._queue.items():
-            if message_id in wanted:
-                del self._queue[message_id]
+        """Run the client of the first of these messages that is still queued, and return its reply."""
+        for message_id in message_ids:
+            message = self._queue.pop(message_id, None)
+            if message is not None:
                 return [answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
         return []
 
 
 def run_local(overrides: Sequence[str], *, num_clients: int) -> None:
     """Run the app to its end in this process; what it raises is raised."""
-    from client_app.app import app as client_app
-
-    run_server(LocalGrid(client_app, num_clients=num_clients), overrides)
+    run_server(LocalGrid(own_client_app(), num_clients=num_clients), overrides)

@@ -12,22 +12,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from fedssl.errors import RunFailed
 from fedssl.settings import EngineSettings, MachineSettings
-from simulation.grid import SimulatedGrid, answer, context_of, failed, identify, number, run_server
-from simulation.ray_session import Share, ray_session, share
+from simulation.cluster import check_hosts
+from simulation.grid import SimulatedGrid, answer, context_of, failed, identify, number, own_client_app, run_server
+from simulation.ray_session import ray_session
+from simulation.share import Share, allot
 
 log = logging.getLogger("fedssl")
 
 POLL = 0.1  # seconds that a look at the actors takes if none of them is done
-SAY_EVERY = 30.0  # seconds between two lines that say what is waited for
+SAY_EVERY = 30.0  # seconds between two lines that say that nobody works yet
+NO_MEMORY = "OutOfMemoryError"  # what torch raises if a GPU is full
+MORE_MEMORY = "a smaller batch_size or a larger engine.client_gpus may help"
 
 
 class ClientActor:
@@ -35,11 +41,7 @@ class ClientActor:
 
     def __init__(self, client_app: ClientApp | None = None) -> None:
         identify()
-        if client_app is None:
-            from client_app.app import app
-
-            client_app = app
-        self._client_app = client_app
+        self._client_app = client_app or own_client_app()
 
     def ready(self) -> None:
         """Return when the process can train, i.e. as soon as it can answer at all."""
@@ -53,6 +55,9 @@ class ClientActor:
 class RayGrid(SimulatedGrid):
     """Nodes whose clients run side by side in Ray actors.
 
+    Queries, which only ask what a node is, are answered in this process. A client that finds too little memory on its
+    GPU runs once more when nobody else does.
+
     Parameters
     ----------
     num_clients : int
@@ -62,55 +67,64 @@ class RayGrid(SimulatedGrid):
         What an actor occupies.
     client_app : ClientApp, optional
         None: that of this project, imported by each actor.
-
-    Raises
-    ------
-    RunFailed
-        No actor can be started. Until the first one is ready the constructor waits.
     """
 
     def __init__(self, *, num_clients: int, actors: int, client: Share, client_app: ClientApp | None = None) -> None:
         super().__init__(num_clients=num_clients)
+        self._client_app = client_app
         self._contexts = {node: context_of(node, num_clients=num_clients) for node in self.get_node_ids()}
         # A task that was cut off must not run again by itself: the client may have kept its state already.
         actor = ray.remote(num_cpus=client.cpus, num_gpus=client.gpus, max_restarts=0, max_task_retries=0)(ClientActor)
-        self._new: Callable[[], Any] = lambda: actor.remote(client_app)
-        self._waiting: deque[tuple[Message, Any]] = deque()
+        self._new: Callable[[], Any] = lambda: actor.options(scheduling_strategy="SPREAD").remote(client_app)
+        self._answered: deque[Message] = deque()
+        self._waiting: deque[_Work] = deque()
+        self._alone: deque[_Work] = deque()
         self._starting: dict[Any, Any] = {}
-        self._running: dict[Any, tuple[Any, Message]] = {}
+        self._running: dict[Any, tuple[Any, _Work]] = {}
         self._idle: list[Any] = []
+        self._someone_worked = time.monotonic()
         for _ in range(actors):
             self._start_actor()
-        self._wait_for_the_first()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Hand messages to the actors that are free and queue the others."""
         self._give_up_old_work()
-        put: dict[
-            int, tuple[RecordDict, Any]
-        ] = {}  # contents themselves too: while they live nothing else has their id
+        # The contents themselves too: while they live nothing else has their id.
+        put: dict[int, tuple[RecordDict, Any]] = {}
         ids = []
         for message in messages:
             ids.append(number(message))
+            if message.metadata.message_type.startswith("query"):
+                context = self._contexts[message.metadata.dst_node_id]
+                self._answered.append(answer(self._client_app or own_client_app(), message, context))
+                continue
             if id(message.content) not in put:
                 put[id(message.content)] = message.content, ray.put(message.content)
             without = copy.copy(message)
             without.content = RecordDict()
-            self._waiting.append((without, put[id(message.content)][1]))
+            self._waiting.append(_Work(without, put[id(message.content)][1]))
         self._hand_out()
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The next reply to one of these messages, if one comes within a tenth of a second."""
+        """The next reply to one of these messages, if one comes within a tenth of a second.
+
+        Raises
+        ------
+        RunFailed
+            An actor cannot be started.
+        """
         wanted = set(message_ids)
         replies = []
-        for task in self._done():
-            actor, message = self._running.pop(task)
-            reply = self._reply(task, actor, message)
-            if message.metadata.message_id in wanted:
+        while self._answered:
+            replies.append(self._answered.popleft())
+        for task in self._done() if not replies else ():
+            actor, work = self._running.pop(task)
+            reply = self._reply(task, actor, work)
+            if reply is not None:
                 replies.append(reply)
         self._hand_out()
-        return replies
+        return [reply for reply in replies if reply.metadata.reply_to_message_id in wanted]
 
     # --- actors ---
 
@@ -118,13 +132,10 @@ class RayGrid(SimulatedGrid):
         actor = self._new()
         self._starting[actor.ready.remote()] = actor
 
-    def _wait_for_the_first(self) -> None:
-        begun = said = time.monotonic()
-        while not self._idle:
-            self._done()
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
-                log.warning("waiting for Ray's processes, which are still starting (%.0f s so far)", said - begun)
+    def _replace(self, actor: Any) -> None:
+        with suppress(RayError):
+            ray.kill(actor)
+        self._start_actor()
 
     def _done(self) -> list[Any]:
         """The task of a client that has ended, if one has within `POLL` seconds; actors that are ready become idle."""
@@ -138,40 +149,69 @@ class RayGrid(SimulatedGrid):
                 raise RunFailed(f"a process for clients could not be started: {_reason(error)}") from error
             self._idle.append(actor)
             done.remove(task)
+        if self._running or self._idle:
+            self._someone_worked = time.monotonic()
+        elif time.monotonic() - self._someone_worked > SAY_EVERY:
+            self._someone_worked = time.monotonic()
+            log.warning("waiting for Ray's processes, which are still starting")
         return done
 
     def _hand_out(self) -> None:
         while self._waiting and self._idle:
-            (message, content), actor = self._waiting.popleft(), self._idle.pop()
-            context = self._contexts[message.metadata.dst_node_id]
-            self._running[actor.answer.remote(content, message, context)] = actor, message
+            self._run(self._waiting.popleft(), self._idle.pop())
+        if self._alone and self._idle and not self._running and not self._waiting:
+            actor = self._idle.pop()
+            for other in self._idle:  # idle processes too keep memory of their GPU
+                self._replace(other)
+            self._idle.clear()
+            self._run(self._alone.popleft(), actor)
 
-    def _reply(self, task: Any, actor: Any, message: Message) -> Message:
-        """The reply of a task that has ended; its actor is free again, or replaced."""
+    def _run(self, work: "_Work", actor: Any) -> None:
+        context = self._contexts[work.message.metadata.dst_node_id]
+        self._running[actor.answer.remote(work.content, work.message, context)] = actor, work
+
+    def _reply(self, task: Any, actor: Any, work: "_Work") -> Message | None:
+        """The reply of a task that has ended, None if it is to run again; its actor is free again, or replaced."""
         try:
             reply: Message
-            reply, self._contexts[message.metadata.dst_node_id] = ray.get(task)
-        except RayActorError as error:
+            reply, self._contexts[work.message.metadata.dst_node_id] = ray.get(task)
+        except (RayActorError, ObjectLostError) as error:
             log.warning("a process for clients has died and is started again: %s", _reason(error))
-            self._start_actor()
-            return failed(message, f"its process died: {_reason(error)}")
+            self._replace(actor)
+            return failed(work.message, f"its process died: {_reason(error)}")
         except RayError as error:  # e.g. a reply that cannot be sent
-            reply = failed(message, _reason(error))
-        self._idle.append(actor)
-        return reply
+            reply = failed(work.message, _reason(error))
+        if not (reply.has_error() and NO_MEMORY in (reply.error.reason or "")):
+            self._idle.append(actor)
+            return reply
+        self._replace(actor)  # it would keep what it has of the GPU's memory
+        if work.again:
+            return failed(work.message, f"{reply.error.reason}; {MORE_MEMORY}")
+        log.warning("a client found too little memory on its GPU and runs once more, alone")
+        self._alone.append(replace(work, again=True))
+        return None
 
     def _give_up_old_work(self) -> None:
         """Nobody waits any more for what was asked before: drop it, and replace the actors that are still at it."""
+        self._answered.clear()
         self._waiting.clear()
-        for task, (actor, message) in list(self._running.items()):
+        for task, (actor, work) in list(self._running.items()):
             ready, _ = ray.wait([task], timeout=0)
             del self._running[task]
             if ready:
-                self._reply(task, actor, message)
-                continue
-            with suppress(RayError):
-                ray.kill(actor)
-            self._start_actor()
+                self._reply(task, actor, work)
+            else:
+                self._replace(actor)
+        self._alone.clear()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A message without its content, the content's place in the object store, and whether it runs a second time."""
+
+    message: Message
+    content: Any
+    again: bool = False
 
 
 def run_ray(
@@ -179,6 +219,7 @@ def run_ray(
     *,
     num_clients: int,
     clients_at_a_time: int,
+    folder: Path,
     engine: EngineSettings,
     machine: MachineSettings,
 ) -> None:
@@ -192,6 +233,8 @@ def run_ray(
         Of the federation.
     clients_at_a_time : int
         How many are of use: those that train in a round.
+    folder : Path
+        Of the run.
     engine : EngineSettings
         What a client is to have.
     machine : MachineSettings
@@ -200,20 +243,15 @@ def run_ray(
     Raises
     ------
     InputError
-        The machine has not what is asked for; no client has run.
+        The machine has not what is asked for, or there is no such cluster; no client has run.
     RunFailed
         Ray's processes cannot be started.
     """
-    with ray_session(gpus=0 if machine.device == "cpu" else None) as there:
-        client, actors = share(
-            there,
-            client_cpus=engine.client_cpus,
-            client_gpus=engine.client_gpus,
-            threads=machine.threads,
-            at_most=clients_at_a_time,
-        )
-        gpus = f" and {client.gpus:g} of {there.gpus} GPUs" if client.gpus else ""
-        print(f"{actors} clients at a time, each on {client.cpus} of {there.cpus} CPUs{gpus}", flush=True)
+    own_gpus = 0 if machine.device == "cpu" and engine.address is None else None
+    with ray_session(gpus=own_gpus, address=engine.address) as hosts:
+        if engine.address is not None:
+            check_hosts(folder)
+        client, actors = allot(hosts, engine=engine, machine=machine, at_most=clients_at_a_time)
         run_server(RayGrid(num_clients=num_clients, actors=actors, client=client), overrides)
 
 

@@ -13,10 +13,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="CIFAR-10, as dataset.path takes it: read it, and train every method on it (40 CPU minutes)",
     )
-    parser.addoption("--every-method", action="store_true", help="train every method on the digits (three CPU minutes)")
+    parser.addoption("--heavy", action="store_true", help="run what is marked heavy too (six CPU minutes)")
     parser.addoption(
         "--record-digests", action="store_true", help="put the numbers of this commit on record (test_digests.py, -n 0)"
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--heavy"):
+        for item in items:
+            if item.get_closest_marker("heavy"):
+                item.add_marker(pytest.mark.skip(reason="--heavy is not given"))
 
 
 @pytest.fixture(scope="session")

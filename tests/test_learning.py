@@ -45,14 +45,13 @@ def unlearned(tmp_path_factory):
 
 
 # Losses are compared with their equations and every method's bits are on record, so learning itself is shown for one of
-# each kind: views that attract, a target network; clusters in `test_orchestra.py`. `--every-method` shows all.
-KINDS = ("simclr", "byol")
+# each kind: a target network here, views that attract by the default run in `server_app/test_run.py`, clusters in
+# `fedssl/methods/test_orchestra.py`. `--heavy` shows all.
+LEARNING = [pytest.param(method, marks=() if method == "byol" else pytest.mark.heavy) for method in METHODS]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_learns_from_digits(method, unlearned, tmp_path, request):
-    if method not in KINDS and not request.config.getoption("--every-method"):
-        pytest.skip("--every-method is not given")
+@pytest.mark.parametrize("method", LEARNING)
+def test_every_method_learns_from_digits(method, unlearned, tmp_path):
     words = [*DIGITS, f"method={method}", *METHODS[method], *ON_DIGITS.get(method, [])]
     found = accuracy(tmp_path / "run", "linear_2_per_class", *words)
     # The mean over ten draws of labels has a standard error of one point, the difference of two on the same draws less.

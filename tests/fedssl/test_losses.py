@@ -72,12 +72,13 @@ def slow_barlow_twins(z1: Tensor, z2: Tensor, lambd: float, *, fewer: int = 0, m
 
 @pytest.mark.parametrize("temperature", [0.07, 0.5, 2.0])
 @pytest.mark.parametrize("batch", [2, 5])
-def test_nt_xent_is_its_equation(temperature: float, batch: int) -> None:
+@pytest.mark.parametrize(("fast", "slow"), [(nt_xent, slow_nt_xent), (nt_xent_one_sided, slow_nt_xent_one_sided)])
+def test_nt_xent_is_its_equation(fast, slow, temperature: float, batch: int) -> None:
     z1, z2 = draw(batch, 7)
-    loss = nt_xent(z1, z2, temperature=temperature)
+    loss = fast(z1, z2, temperature=temperature)
     assert loss.dtype == torch.float64
-    assert loss.item() == pytest.approx(slow_nt_xent(z1, z2, temperature), rel=1e-12)
-    assert nt_xent(z1.float(), z2.float(), temperature=temperature).item() == pytest.approx(loss.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(slow(z1, z2, temperature), rel=1e-12)
+    assert fast(z1.float(), z2.float(), temperature=temperature).item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_nt_xent_by_hand() -> None:
@@ -101,16 +102,11 @@ def test_nt_xent_of_all_equal_vectors_is_the_logarithm_of_the_others() -> None:
     assert nt_xent(z, z, temperature=0.07).item() == pytest.approx(math.log(15), rel=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [0.07, 0.5, 2.0])
-@pytest.mark.parametrize("batch", [2, 5])
-def test_one_sided_nt_xent_is_its_equation(temperature: float, batch: int) -> None:
-    z1, z2 = draw(batch, 7)
-    loss = nt_xent_one_sided(z1, z2, temperature=temperature)
-    assert loss.dtype == torch.float64
-    assert loss.item() == pytest.approx(slow_nt_xent_one_sided(z1, z2, temperature), rel=1e-12)
-    # One direction, and other candidates than the standard form.
-    assert loss.item() != pytest.approx(nt_xent_one_sided(z2, z1, temperature=temperature).item(), rel=1e-6)
-    assert loss.item() != pytest.approx(nt_xent(z1, z2, temperature=temperature).item(), rel=1e-3)
+def test_one_sided_nt_xent_has_one_direction_and_other_candidates() -> None:
+    z1, z2 = draw(5, 7)
+    loss = nt_xent_one_sided(z1, z2, temperature=0.5).item()
+    assert loss != pytest.approx(nt_xent_one_sided(z2, z1, temperature=0.5).item(), rel=1e-6)
+    assert loss != pytest.approx(nt_xent(z1, z2, temperature=0.5).item(), rel=1e-3)
 
 
 def test_one_sided_nt_xent_by_hand() -> None:

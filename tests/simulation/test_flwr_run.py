@@ -9,18 +9,21 @@ from tests.busy import busy_machine
 from tests.flower import flwr_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WORDS = "rounds=1 local_epochs=1 dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none"
-WORDS += " health_pictures=0 measure_resources=false"
+WORDS = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none health_pictures=0"
+WORDS += " measure_resources=false"
 
 
 @pytest.mark.slow
 def test_without_options_the_federation_says_how_many_clients_there_are(tmp_path):
     with busy_machine():
         # Beside what keeps it short there is nothing: the two SuperNodes are Flower's own default.
-        outcome = flwr_run(REPOSITORY, "--run-config", f'overrides="{WORDS} output_dir={tmp_path}/run"')
+        flat = f"num-server-rounds=1 local-epochs=1 strategy='fedavg' partition-alpha=0.5 output-dir='{tmp_path}/run'"
+        outcome = flwr_run(REPOSITORY, "--run-config", f'{flat} overrides="{WORDS}"')
     assert outcome.status == "finished:completed", outcome.log
     assert "num_clients=2, as many as the federation has nodes" in outcome.log
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["rounds"]) == ("finished", 1)
+    words = (tmp_path / "run" / "overrides.yaml").read_text().splitlines()
+    assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(words)
     clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]

@@ -87,3 +87,12 @@ def test_nodes_come_in_the_order_of_their_partitions():
     grid = LocalGrid(adding_app(), num_clients=4)
     nodes = find_nodes(grid, 4, timeout=60)
     assert [grid._contexts[node].node_config["partition-id"] for node in nodes] == [0, 1, 2, 3]
+
+
+def test_a_reply_takes_no_longer_in_a_large_federation():
+    grid = LocalGrid(adding_app(), num_clients=1000)
+    ids = list(grid.push_messages(train_messages(grid)))
+    for number in range(3):
+        looked_at = iter(ids[number:])
+        assert len(list(grid.pull_messages(looked_at))) == 1
+        assert len(list(looked_at)) == len(ids) - number - 1

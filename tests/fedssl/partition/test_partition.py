@@ -78,17 +78,6 @@ def test_yaml_names_the_function_and_its_settings(kind: str) -> None:
     assert sum(map(len, parts)) == 120
 
 
-def test_split_follows_the_settings_of_a_run() -> None:
-    labels = labels_of(30, 30)
-    pictures = Pictures(torch.zeros(60, 1, 1, 1, dtype=torch.uint8), labels)
-    words = ["seed=7", "num_clients=2", "partition=skew"]
-    parts = partition.split(compose([*words, "partition.beta=0.0"]).partition, pictures)
-    expected = split("skew", labels, 2, seed=7, beta=0.0)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
-    with pytest.raises(InputError, match=r"partition\.beta=2\.0"):
-        partition.split(compose([*words, "partition.beta=2.0"]).partition, pictures)
-
-
 def test_iid_sizes_and_labels_do_not_matter() -> None:
     # 103 = 4 * 25 + 3: three clients get 26.
     parts = split("iid", None, 4, num_pictures=103)

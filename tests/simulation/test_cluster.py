@@ -1,0 +1,139 @@
+"""A Ray cluster of two hosts, made up on this machine, with two made-up GPUs each."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from ray.cluster_utils import Cluster
+
+from fedssl.errors import InputError
+from server_app.replies import receive
+from simulation.cluster import Facts, check_hosts, compare
+from simulation.ray_grid import RayGrid
+from simulation.ray_session import ray_session
+from simulation.share import Host, share
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HOST = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 200 * 2**20}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two hosts, all of whose processes have ended after the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # as the owner of a cluster may set it; other tests run beside
+        patch.setenv("PYTHONPATH", str(REPOSITORY))  # stands for fedssl, which is installed on every host
+        cluster = Cluster(initialize_head=True, head_node_args={**HOST, "include_dashboard": False})
+        cluster.add_node(**HOST)
+    yield cluster
+    cluster.shutdown()
+
+
+def telling_app():
+    """A ClientApp that tells where it runs, after as many seconds as it is asked to take."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        time.sleep(message.content["asked"]["seconds"])
+        host = ray.get_runtime_context().get_node_id()
+        facts = {"host": host, "gpu": os.environ["CUDA_VISIBLE_DEVICES"], "waiting": os.environ["OMP_WAIT_POLICY"]}
+        return Message(RecordDict({"where": ConfigRecord(facts)}), reply_to=message)
+
+    return app
+
+
+def ask(grid, *, seconds):
+    """Start to ask every node; the replies follow as they come."""
+    content = RecordDict({"asked": MetricRecord({"seconds": seconds})})
+    return receive(grid, [Message(content, node, "train") for node in grid.get_node_ids()], timeout=120)
+
+
+@pytest.mark.slow
+def test_a_run_joins_the_cluster_and_leaves_it_as_it_was(cluster, tmp_path):
+    words = ["engine=ray", f"engine.address={cluster.address}", "num_clients=2", "rounds=1", "local_epochs=1"]
+    words += ["dataset.limit=60", "encoder.width=4", "evaluation=none", "final_evaluation=none", "health_pictures=0"]
+    command = [sys.executable, "-c", "from simulation.cli import main; main()", *words, "output_dir=run"]
+    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "2 clients at a time, each on 1 of 4 CPUs and 1 of 4 GPUs of 2 hosts" in outcome.stdout
+    clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    with ray_session(gpus=None, address=cluster.address):
+        deadline = time.monotonic() + 60
+        while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert ray.available_resources()["CPU"] == 4
+
+
+@pytest.mark.slow
+def test_all_gpus_of_all_hosts_are_used_and_a_lost_host_costs_its_clients_of_one_round(cluster, tmp_path):
+    with ray_session(gpus=None, address=cluster.address) as hosts:
+        assert hosts == [Host(2, 2), Host(2, 2)]
+        check_hosts(tmp_path / "run")
+        assert list(tmp_path.iterdir()) == []
+        client, actors = share(hosts, client_cpus=None, client_gpus=None, threads=4, at_most=8)
+        grid = RayGrid(num_clients=8, actors=actors, client=client, client_app=telling_app())
+        while len(grid._idle) < actors:
+            list(grid.pull_messages([]))
+        replies = list(ask(grid, seconds=0.3))
+        told = [dict(reply.content["where"]) for reply in replies]
+        assert len(told) == 8
+        places = {(one["host"], one["gpu"]) for one in told}
+        assert len(places) == 4
+        assert {one["waiting"] for one in told} == {"PASSIVE"}
+
+        lost = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
+        second = []
+        for reply in ask(grid, seconds=1.0):
+            if not second:
+                cluster.remove_node(lost, allow_graceful=False)
+            second.append(reply)
+        failed = [reply for reply in second if reply.has_error()]
+        assert len(second) == 8
+        assert 1 <= len(failed) <= 2  # those that the host was at
+        assert all("process died" in reply.error.reason for reply in failed)
+
+        third = list(ask(grid, seconds=0.0))
+        assert len(third) == 8
+        assert len({(told["host"], told["gpu"]) for told in (dict(reply.content["where"]) for reply in third)}) == 2
+
+
+# --- what is refused ---
+
+HERE = Facts(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folder=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"code": "bb"}, r"host there has another code of fedssl \(bb\) than this one \(aa\)"),
+        ({"torch": "2.12.0"}, r"host there has another version of torch \(2.12.0\) than this one \(2.11.0\)"),
+        ({"folder": False}, "host there does not see /shared, .* set output_dir to a folder that all hosts share"),
+    ],
+)
+def test_a_host_that_cannot_take_part_is_named(change, words):
+    with pytest.raises(InputError, match=words):
+        compare("there", replace(HERE, **change), HERE, Path("/shared/run"))
+    compare("there", HERE, HERE, Path("/shared/run"))
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("somewhere", "engine.address=somewhere is no address of a Ray cluster; set it to HOST:PORT or to auto"),
+        ("127.0.0.1:1", "engine.address=127.0.0.1:1 leads to no Ray cluster .*refused.* `ray start --head`"),
+    ],
+)
+def test_no_cluster_there(address, words):
+    with pytest.raises(InputError, match=words), ray_session(gpus=None, address=address):
+        pass
