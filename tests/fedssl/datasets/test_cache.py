@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from fedssl.config import read_data
-from fedssl.datasets import base, cache, decoding
+from fedssl.datasets import base, cache, decoding, image_folder
 from fedssl.datasets.base import Pictures, load_any
 from fedssl.errors import InputError
 from fedssl.settings import DataSettings
@@ -242,7 +242,7 @@ def done(place: Path) -> int:
     return json.loads(notes[0].read_text())["done"] if notes else 0
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_after_a_kill_decoding_goes_on_where_it_was(pictures, place, tmp_path):
     log = tmp_path / "log"
     expected = read(folder_of(pictures, None, test_fraction=0))
@@ -297,15 +297,33 @@ def test_who_waits_takes_over_when_the_other_dies(pictures, place, tmp_path, dec
     assert len((tmp_path / "second").read_text().splitlines()) == 60 - noted
 
 
-def test_a_damaged_note_costs_the_work_and_nothing_else(pictures, place, tmp_path, decoded):
-    killed = start(pictures, place, tmp_path / "log", pause=0.02)
-    wait_for(lambda: done(place) >= 10)
-    killed.kill()
-    killed.wait()
-    (only(place) / "note.json").write_text("{")
-    found = read(folder_of(pictures, place, test_fraction=0))
-    assert len(decoded) == 60
-    assert same(found, read(folder_of(pictures, None, test_fraction=0)))
+def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
+    """Ctrl-C when so many pictures more have been begun, as the thread that decodes one of them."""
+    original, end = decoding.read_picture, len(seen) + number
+
+    def read_picture(source: Path, *, channels: int, size: int) -> np.ndarray:
+        if len(seen) >= end:
+            raise KeyboardInterrupt
+        return original(source, channels=channels, size=size)
+
+    monkeypatch.setattr(decoding, "read_picture", read_picture)
+
+
+@pytest.mark.parametrize("note", ["whole", "damaged"])
+def test_a_stopped_decoding_goes_on_where_it_was(pictures, place, decoded, note):
+    expected = read(folder_of(pictures, None, test_fraction=0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_folder, "_BATCH", 2)
+        stop_after(30, patch, decoded)
+        with pytest.raises(KeyboardInterrupt):
+            read(folder_of(pictures, place, test_fraction=0))
+    noted, number = done(place), len(decoded)
+    assert 20 <= noted <= 30  # batches that other threads had begun are not counted
+    if note == "damaged":
+        (only(place) / "note.json").write_text("{")
+        noted = 0
+    assert same(read(folder_of(pictures, place, test_fraction=0)), expected)
+    assert len(decoded) - number == 60 - noted
 
 
 def test_a_long_decoding_tells_how_far_it_is(pictures, place, monkeypatch, caplog):
