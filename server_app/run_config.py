@@ -31,7 +31,7 @@ FLAT = {
 }
 
 
-def words_of(run_config: Mapping[str, bool | float | int | str | bytes]) -> list[str]:
+def words_of(run_config: Mapping[str, bool | float | int | str]) -> list[str]:
     """The words that a run config stands for; those of ``overrides`` come last, so that they win."""
     flat = [
         f"{FLAT[key]}={quote(value) if isinstance(value, str) else value}"

@@ -94,7 +94,13 @@ def run(words: Sequence[str]) -> None:
         path = one.reader.values.get("path")
         if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
             overrides.append(f"{key}.path={quote(path)}")
-    if settings.engine.name == "ray":
+    engine = settings.engine.name
+    if engine == "auto":
+        from simulation.choice import choose_engine
+
+        engine, why = choose_engine(settings)
+        print(f"engine={engine}: {why}", flush=True)
+    if engine == "ray":
         from simulation.ray_grid import run_ray
 
         run_ray(

@@ -1,0 +1,64 @@
+"""Which engine ``engine=auto`` is."""
+
+import json
+
+import pytest
+import torch
+
+from fedssl.config import compose
+from simulation import choice
+from simulation.choice import choose_engine, number_of_steps, seconds_per_step
+from simulation.cli import run
+
+WORDS = ["num_clients=4", "clients_per_round=3", "rounds=5", "local_epochs=2", "dataset.limit=400", "batch_size=50"]
+
+
+def test_steps_by_hand():
+    """Each of 4 clients has 100 pictures, i.e. 2 batches; 5 rounds of 3 clients with 2 epochs make 30 epochs."""
+    assert number_of_steps(compose(WORDS)) == 60
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "step", "expected"),
+    [
+        # 60 steps of 1 s; a client more at a time saves 60 (1 - 1/n) s.
+        (2, 1, 1.0, ("ray", "about 60 s of training, 2 clients at a time")),
+        (2, 1, 0.6, ("local", "about 36 s of training, 2 clients at a time")),  # saves 18 s
+        (16, 1, 0.6, ("ray", "about 36 s of training, 3 clients at a time")),  # saves 24 s
+        (2, 2, 100.0, ("local", "no two clients have place at a time")),
+        (1, 1, 100.0, ("local", "no two clients have place at a time")),
+    ],
+)
+def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, step, expected):
+    monkeypatch.setattr(choice, "available_cores", lambda: cores)
+    monkeypatch.setattr(choice, "seconds_per_step", lambda settings: step)
+    assert choose_engine(compose([*WORDS, f"threads={threads}", "device=cpu"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "expected"),
+    [
+        (1, [], "local"),
+        (2, [], "ray"),
+        (4, ["clients_per_round=1"], "local"),
+        (2, ["device=cpu", "threads=99"], "local"),
+    ],
+)
+def test_several_gpus_are_used(monkeypatch, gpus, words, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert choose_engine(compose([*WORDS, *words]))[0] == expected
+
+
+def test_a_step_is_measured():
+    assert 0 < seconds_per_step(compose([*WORDS, "encoder.width=4"])) < 60
+    assert seconds_per_step(compose(["num_clients=50", "dataset.limit=100", "method=barlow_twins"])) == 0
+
+
+def test_the_choice_changes_no_number(tmp_path):
+    words = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+    words += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "method=byol"]
+    for engine in ("auto", "local"):
+        run([*words, f"engine={engine}", f"output_dir={tmp_path / engine}"])
+    auto, local = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("auto", "local"))
+    rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
+    assert auto | rest == local | rest
