@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import torch
 
 from fedssl.datasets.base import Pictures, choose, hold_out
-from fedssl.datasets.cache import NewCanvas, Origin, cached
+from fedssl.datasets.cache import Origin, cached
 from fedssl.datasets.decoding import Canvas, decode
+from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
 
 _BATCH = 256  # pictures per task of a decoding thread

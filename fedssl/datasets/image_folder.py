@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from fedssl.datasets.base import Pictures, choose, hold_out
-from fedssl.datasets.cache import NewCanvas, Origin, cached
+from fedssl.datasets.cache import Origin, cached
 from fedssl.datasets.decoding import decode
+from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
