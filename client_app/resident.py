@@ -12,6 +12,7 @@ import torch
 from client_app.state import load_state, save_state
 from fedssl.config import read_client
 from fedssl.datasets.base import load_federated
+from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.build import build
@@ -31,7 +32,7 @@ class Resident:
         self.settings = settings
         self.device = set_up(settings.machine)
         pictures = load_federated(settings.data)
-        self.images = pictures.images.to(self.device)
+        self.images = settled(pictures.images, self.device)
         self.parts = split(settings.partition, pictures)
         self.half: ClientHalf = settings.strategy.make().client
         self.method = build(settings.model).to(self.device)

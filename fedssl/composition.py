@@ -34,12 +34,12 @@ MINIMUM = {
 }
 CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16")}
 
-# Settings that do not change the numbers of a run, and its length.
-MAY_CHANGE = (
+# Settings, or groups of them, that do not change the numbers of a run, and its length.
+MAY_CHANGE = {
     *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
     *("evaluate_every", "final_evaluation", "health_pictures", "measure_resources"),
-    *("checkpoint_every", "keep_checkpoints"),
-)
+    *("checkpoint_every", "keep_checkpoints", "dataset.cache", "calibration.dataset.cache"),
+}
 
 
 def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
@@ -60,6 +60,8 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     for node in (config.dataset, config.calibration.get("dataset")):
         if node is not None and node.get("path"):
             node.path = str(Path(str(node.path)).expanduser().absolute())
+        if node is not None and node.get("cache") not in (None, "auto"):
+            node.cache = str(Path(str(node.cache)).expanduser().absolute())
     return config, choices
 
 
@@ -166,6 +168,7 @@ def _check_type(key: str, value: Any, default: Any) -> None:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
     allowed = (int, float) if isinstance(default, float) else (type(default),)
     mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
-    nullable = key.startswith("dataset.splits.") and value is None  # the data set has no such pictures
+    # The data set has no such pictures; or decoded ones are kept in memory only.
+    nullable = value is None and (key.startswith("dataset.splits.") or key.endswith("dataset.cache"))
     if default is not None and not nullable and (not isinstance(value, allowed) or mistaken_bool):
         raise InputError(f"{key}={value} is not {names[type(default)]}; the default is {default}")

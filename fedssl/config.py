@@ -87,7 +87,7 @@ def load_run(words: Sequence[str]) -> Settings:
     changed = {
         key: values
         for key, values in differences(saved, config).items()
-        if key not in own and key.split(".")[0] not in MAY_CHANGE
+        if key not in own and not {key, key.split(".")[0]} & MAY_CHANGE
     }
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
@@ -146,6 +146,8 @@ def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
                 f"the data set of {run} is read by {reader}, which is not fedssl's; name the folder of settings that "
                 "has it with --config-dir, or another data set with dataset=NAME"
             )
+        if "cache" in saved.dataset:
+            saved.dataset.cache = "auto"  # where files are written is not chosen by a run either
         try:
             config.dataset = OmegaConf.merge(saved, OmegaConf.from_dotlist(changes)).dataset
         except OmegaConfBaseException as error:

@@ -3,13 +3,16 @@
 What is written whole takes the place of what is there at once, and a crash leaves that as it was.
 """
 
+import mmap
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from fedssl.errors import InputError
@@ -73,6 +76,16 @@ def damaged(file: Path, problem: str) -> InputError:
     return InputError(f"{file} cannot be used ({problem}); put a good copy of it there, or leave this folder out")
 
 
+def mapped(file: Path) -> torch.Tensor:
+    """The bytes of a file that is not empty ``(n,)``, uint8, in place and for reading only.
+
+    All processes that map it share the memory; what is too large for the memory is read anew from the disk.
+    """
+    with file.open("rb") as stream, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
+
+
 def remove(file: Path) -> None:
     """Remove a file if there is one; raises `InputError` if something else has its place."""
     try:
@@ -81,14 +94,14 @@ def remove(file: Path) -> None:
         raise InputError(f"{file} cannot be removed ({error.strerror}); remove it yourself") from error
 
 
-def numbered_file(folder: Path, round: int) -> Path:
-    """Where the version of a round is, or would be."""
-    return folder / f"round-{round:06d}.pt"
+def numbered_file(folder: Path, round: int, kind: str = "pt") -> Path:
+    """Where the version of a round is, or would be; ``kind`` is the end of the name."""
+    return folder / f"round-{round:06d}.{kind}"
 
 
-def numbered_files(folder: Path) -> list[int]:
+def numbered_files(folder: Path, kind: str = "pt") -> list[int]:
     """Rounds of which there is a version, ascending."""
-    names = (re.fullmatch(r"round-(\d+)\.pt", file.name) for file in folder.glob("round-*.pt"))
+    names = (re.fullmatch(rf"round-(\d+)\.{kind}", file.name) for file in folder.glob(f"round-*.{kind}"))
     return sorted(int(name[1]) for name in names if name)
 
 

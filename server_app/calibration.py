@@ -79,8 +79,8 @@ class Calibration:
                 f"run's have {data.channels} channels and {data.size} pixels; "
                 "set calibration.dataset.size and calibration.dataset.channels to the same"
             )
-        rows = auxiliary(len(pictures), share=settings.share, seed=seed)
-        self._images = pictures[torch.from_numpy(rows)].to(device)
+        self._images = pictures  # not a copy of the share, which may be larger than the memory
+        self._rows = torch.from_numpy(auxiliary(len(pictures), share=settings.share, seed=seed))
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     def __call__(self, round: int, layers: Layers) -> Layers:
@@ -94,7 +94,7 @@ class Calibration:
             train(
                 self._method,
                 self._images,
-                torch.arange(len(self._images)),
+                self._rows,
                 training=self._training,
                 generator=torch_generator(*place),
             )

@@ -16,7 +16,7 @@ from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
 
-FORMAT = 2  # of the file; 1 had one model and no name for it
+FORMAT = 3  # of the run; 1 had one model and no name for it, 2 had what clients keep in another form
 
 
 def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:

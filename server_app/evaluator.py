@@ -2,16 +2,20 @@
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from fedssl.evaluation.features import Features, accuracy
+from fedssl.encoders.base import Encoder
+from fedssl.errors import InputError
+from fedssl.evaluation.features import Features, accuracy, pixels
 from fedssl.evaluation.probes import Evaluation, evaluate
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
+from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.methods.base import SSLMethod
 from fedssl.settings import DataSettings, EvaluationSettings
 
@@ -32,7 +36,7 @@ class Evaluator:
         self._protocol: Evaluation = settings.protocol.make()
         self._final_protocol: Evaluation = settings.final_protocol.make()
 
-    def check(self, encoder: nn.Module) -> None:
+    def check(self, encoder: Encoder) -> None:
         """Find before any training a protocol that the labels do not allow, by a rehearsal.
 
         Protocols are run on features that say nothing, and no further than to where pictures come to the encoder: what
@@ -42,12 +46,13 @@ class Evaluator:
         if subject is None:
             return
         few = Labelled(subject.test.images[:2], subject.test.labels[:2])
-        rehearsal = _Rehearsal(**{**vars(subject), "test": few})
+        # At the end raw pixels are judged, too.
+        longest = max(encoder.feature_dim, pixels(few.images).shape[1])
         end = encoder.register_forward_pre_hook(_end_rehearsal)
         try:
-            for protocol in (self._protocol, self._final_protocol):
+            for protocol, length in ((self._protocol, encoder.feature_dim), (self._final_protocol, longest)):
                 with suppress(_EndOfRehearsal):
-                    protocol(rehearsal, seed=self._seed)
+                    protocol(_Rehearsal(**{**vars(subject), "test": few}, length=length), seed=self._seed)
         finally:
             end.remove()
 
@@ -82,11 +87,23 @@ class Evaluator:
         return results
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Rehearsal(Subject):
-    """A subject whose features cost nothing."""
+    """A subject whose features, which are to be of this length, cost nothing."""
+
+    length: int
 
     @cached_property
     def features(self) -> Features:
+        needed = 2 * 4 * self.length * len(self.train.labels)  # float32, once more where a protocol scales them
+        free = available_memory()
+        if free is not None and needed > free:
+            raise InputError(
+                f"{len(self.train.labels):,} training pictures with features of length {self.length} need "
+                f"{gigabytes(needed)} of memory to be evaluated, and {gigabytes(free)} are available; name another "
+                "split with dataset.splits.train=NAME, set dataset.limit, or choose evaluation=none and "
+                "final_evaluation=none"
+            )
         train, test = torch.zeros(len(self.train.labels), 1), torch.zeros(len(self.test.labels), 1)
         return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from client_app.state import read_state
 from fedssl.export import load_encoder
 from simulation.cli import run
 
@@ -123,9 +124,9 @@ def state_digests(folder: Path) -> dict[str, str]:
     """Of what each client keeps, its newest version."""
     found = {}
     for client in sorted((folder / "clients").glob("*")):
-        versions = sorted(client.glob("round-*.pt"))
+        versions = sorted(client.glob("round-*.state"))
         if versions:
-            state = torch.load(versions[-1], weights_only=True)
+            state = read_state(versions[-1])
             found[f"client {client.name}"] = digest(arrays_in(state))
     return found
 

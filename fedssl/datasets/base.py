@@ -1,4 +1,6 @@
-"""Pictures in memory, decoded once per process and shared by everything that runs in it.
+"""Pictures in memory, one object per process, which everything that runs in it shares.
+
+Where decoding takes long they are decoded once on a host and not once in a process, see `fedssl.datasets.cache`.
 
 A data set is a YAML file under ``conf/dataset`` whose ``_target_`` is a function
 
@@ -9,6 +11,7 @@ share (``federated``), which is the labelled bank of the probes (``train``) and 
 them name the same source split they are one object, so that nothing is decoded twice.
 """
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -21,6 +24,8 @@ from fedssl.seeding import numpy_generator
 from fedssl.settings import DataSettings
 
 Split = Literal["federated", "train", "test"]
+
+log = logging.getLogger("fedssl")
 
 # Which pictures are test pictures or belong to a limited set is a property of the data, not of a run.
 _FIXED_SEED = 0
@@ -42,6 +47,8 @@ class Pictures:
         int64, ``(n,)``, who made each picture (a writer, a device, a hospital); None if unknown.
     owner_names : tuple of str
         Names of the owners, ``owner_names[owner]``; empty if unknown.
+    notices : tuple of str
+        What people are to know of them, such as files that cannot be read; a warning in every process that uses them.
     """
 
     images: torch.Tensor
@@ -49,6 +56,7 @@ class Pictures:
     classes: tuple[str, ...] = ()
     owners: torch.Tensor | None = None
     owner_names: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 def load(data: DataSettings, split: Split) -> Pictures | None:
@@ -177,6 +185,8 @@ def _spread(values: tuple[float, ...], channels: int) -> str:
 def _read(data: DataSettings, source: str, limit: int | None) -> Pictures | None:
     """Read one split of the source."""
     pictures: Pictures | None = data.reader.make(source, limit=limit)
+    for notice in pictures.notices if pictures is not None else ():
+        log.warning("%s", notice)
     if pictures is not None and pictures.labels is not None and data.num_classes is not None:
         highest = int(pictures.labels.max())
         if highest >= data.num_classes:

@@ -1,7 +1,10 @@
 """Encoded pictures to one uint8 tensor: any channels and any size become those of the data set."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -11,9 +14,15 @@ import torch
 from PIL import Image, ImageOps
 
 from fedssl.errors import InputError
+from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.threads import available_cores
 
 THREADS = 8  # most threads that decode
+NOTED = 10.0  # seconds between two lines about a long decoding
+VERSION = 1  # of the pixels: another number for other pixels of the same pictures
+_MOVED = 1024  # pictures moved at a time
+
+log = logging.getLogger("fedssl")
 
 
 def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
@@ -66,63 +75,145 @@ def read_picture(source: bytes | Path, *, channels: int, size: int) -> np.ndarra
         return to_array(image, channels=channels, size=size)
 
 
-def decode(
-    batches: Iterable[Sequence[bytes | Path]], *, count: int, channels: int, size: int
-) -> tuple[torch.Tensor, dict[int, str]]:
-    """Decode all pictures with a pool of threads that write into one tensor.
+class Canvas:
+    """Memory for the pixels of pictures, and how far they are decoded; this one is gone with the process.
+
+    Attributes
+    ----------
+    pixels : ndarray
+        uint8, ``(count, channels, size, size)``.
+    done : int
+        So many pictures from the first one on are decoded, or known to be unreadable.
+    unreadable : dict
+        Position of every picture before ``done`` that could not be decoded, with the reason.
+    """
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        self.pixels = pixels
+        self.done = 0
+        self.unreadable: dict[int, str] = {}
+
+    def note(self, done: int, unreadable: Mapping[int, str]) -> None:
+        """Keep in mind how far decoding has come."""
+        self.done, self.unreadable = done, {at: reason for at, reason in unreadable.items() if at < done}
+
+    def leave_out(self, positions: Collection[int]) -> np.ndarray:
+        """Move the other pictures together, in their order; returns their positions from before."""
+        kept = np.delete(np.arange(len(self.pixels)), list(positions))
+        self.note(0, {})  # who is stopped from here on must decode again
+        for start in range(min(positions), len(kept), _MOVED):
+            rows = kept[start : start + _MOVED]
+            self.pixels[start : start + len(rows)] = self.pixels[rows]
+        self.pixels = self.pixels[: len(kept)]
+        return kept
+
+    @property
+    def images(self) -> torch.Tensor:
+        """The pixels as a tensor."""
+        return torch.from_numpy(self.pixels)
+
+
+def in_memory(shape: tuple[int, int, int, int]) -> Canvas:
+    """A canvas for pictures ``(count, channels, size, size)``; raises `InputError` if they do not fit into memory."""
+    needed, free = math.prod(shape), available_memory()
+    if free is not None and needed > free:
+        raise InputError(
+            f"{shape[0]:,} pictures of {shape[1]} x {shape[2]} x {shape[3]} need {gigabytes(needed)} of memory, and "
+            f"{gigabytes(free)} are available; have them decoded into a file with dataset.cache=auto or "
+            "dataset.cache=FOLDER, or lower dataset.limit or dataset.size"
+        )
+    return Canvas(np.empty(shape, dtype=np.uint8))
+
+
+def decode(batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas) -> dict[int, str]:
+    """Decode all pictures that are not on the canvas yet, with a pool of threads.
 
     Threads fetch the next batch only when they are free, so that no more than one batch per thread waits in memory.
+    Every `NOTED` seconds a line says how far they have come, and the canvas takes note of it.
 
     Parameters
     ----------
-    batches : iterable of sequences of bytes or Path
-        Encoded pictures or files, ``count`` in all.
-    count, channels, size : int
-        Shape of the result.
+    batches : callable
+        Gives the encoded pictures or files from a position on, in batches: ``len(canvas.pixels)`` in all from 0 on.
+    canvas : Canvas
+        Takes the pixels.
 
     Returns
     -------
-    images : Tensor
-        uint8, ``(count, channels, size, size)``.
-    unreadable : dict
-        Position of every picture that could not be decoded, with the reason; its pixels are arbitrary.
+    dict
+        Position of every picture that could not be decoded, with the reason, sorted; its pixels are arbitrary.
 
     Raises
     ------
     InputError
         If the channels of a picture cannot be converted.
     """
-    images = torch.empty((count, channels, size, size), dtype=torch.uint8)
-    pixels = images.numpy()
-    unreadable: dict[int, str] = {}
-    numbered = _numbered(batches)
-    lock = Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                start, batch = next(numbered, (0, None))
-            if batch is None:
-                return
-            for position, source in enumerate(batch, start):
-                try:
-                    pixels[position] = read_picture(source, channels=channels, size=size)
-                except InputError as error:
-                    name = source if isinstance(source, Path) else f"picture {position}"
-                    raise InputError(f"{name}: {error}") from error
-                except Exception as error:  # a damaged file can raise almost anything inside the decoder of its format
-                    unreadable[position] = f"{type(error).__name__}: {error}"
-
+    work = _Work(batches, canvas)
     threads = min(THREADS, available_cores())
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work) for _ in range(threads)]:
-            done.result()
-    return images, dict(sorted(unreadable.items()))
+        running = [pool.submit(work.some) for _ in range(threads)]
+        try:
+            while wait(running, timeout=NOTED, return_when=FIRST_EXCEPTION).not_done and not work.failed(running):
+                canvas.note(*work.state())
+                work.tell()
+        finally:  # also where the user stops it
+            work.stopped = True
+            wait(running)
+            canvas.note(*work.state())
+    for done in running:
+        done.result()
+    return dict(sorted(canvas.unreadable.items()))
 
 
-def _numbered(batches: Iterable[Sequence[bytes | Path]]) -> Iterator[tuple[int, Sequence[bytes | Path]]]:
-    """Each batch with the position of its first picture."""
-    start = 0
-    for batch in batches:
-        yield start, batch
-        start += len(batch)
+class _Work:
+    """What is left to decode, shared by threads that take it batch by batch."""
+
+    def __init__(self, batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas) -> None:
+        self.stopped = False
+        self._pixels, self._unreadable = canvas.pixels, dict(canvas.unreadable)
+        self._start, self._begun = canvas.done, time.monotonic()
+        self._batches, self._next = iter(batches(canvas.done)), canvas.done
+        self._lock, self._open = Lock(), set[int]()
+
+    def some(self) -> None:
+        """Decode batches until there are no more."""
+        while not self.stopped:
+            with self._lock:
+                batch = next(self._batches, None)
+                if batch is None:
+                    return
+                start = self._next
+                self._next += len(batch)
+                self._open.add(start)
+            self._decode(batch, start)
+            with self._lock:
+                self._open.discard(start)
+
+    def _decode(self, batch: Sequence[bytes | Path], start: int) -> None:
+        _, channels, size, _ = self._pixels.shape
+        for position, source in enumerate(batch, start):
+            try:
+                self._pixels[position] = read_picture(source, channels=channels, size=size)
+            except InputError as error:
+                name = source if isinstance(source, Path) else f"picture {position}"
+                raise InputError(f"{name}: {error}") from error
+            except Exception as error:  # a damaged file can raise almost anything inside the decoder of its format
+                self._unreadable[position] = f"{type(error).__name__}: {error}"
+
+    def state(self) -> tuple[int, dict[int, str]]:
+        """So many pictures from the first one on are done, and those that could not be read so far."""
+        with self._lock:
+            return min(self._open, default=self._next), dict(self._unreadable)
+
+    def tell(self) -> None:
+        """Write a line of how far it is."""
+        done, count = self.state()[0], len(self._pixels)
+        if done > self._start:
+            left = (time.monotonic() - self._begun) / (done - self._start) * (count - done)
+            words = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+            log.info("decoding %s of %s pictures, %s left", f"{done:,}", f"{count:,}", words)
+
+    @staticmethod
+    def failed(running: Sequence[Future[None]]) -> bool:
+        """Whether a thread has ended with an exception."""
+        return any(one.done() and one.exception() is not None for one in running)

@@ -5,7 +5,6 @@ bytes of a picture go straight to the decoder, without a Python object per row.
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,14 +16,14 @@ import pyarrow.parquet as pq
 import torch
 
 from fedssl.datasets.base import Pictures, choose, hold_out
-from fedssl.datasets.decoding import decode
+from fedssl.datasets.cache import Origin, cached
+from fedssl.datasets.decoding import Canvas, decode
+from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
 
 _BATCH = 256  # pictures per task of a decoding thread
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
 _HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
-
-log = logging.getLogger("fedssl")
 
 
 def read(
@@ -39,6 +38,7 @@ def read(
     label: str,
     owner: str | None = None,
     test_fraction: float = 0.0,
+    cache: str | None = None,
 ) -> Pictures | None:
     """Read one split.
 
@@ -62,6 +62,8 @@ def read(
     test_fraction : float
         Share of every class of labelled local training pictures, in [0, 1), that is held out where no file is for the
         test; 0 holds nothing out.
+    cache : str or None
+        Where decoded pictures are kept, see `fedssl.datasets.cache`.
 
     Returns
     -------
@@ -80,24 +82,30 @@ def read(
     count = sum(_num_rows(file) for file in files)
     if not count:
         return None
-    labels, classes = _labels(files, label)
-    rows = np.arange(count)
-    if held_out and labels is None:
-        return None
-    if labels is not None and shared and (held_out or split == "train"):
-        rows = hold_out(labels, fraction=test_fraction)[held_out]
-    rows = rows[choose(len(rows), limit)]
-    if not len(rows):
-        return None
-    owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
-    images, unreadable = decode(_encoded(files, image, rows), count=len(rows), channels=channels, size=size)
-    if unreadable:
-        position, reason = next(iter(unreadable.items()))
-        raise InputError(
-            f"{len(unreadable)} of {len(rows)} pictures of the split {split!r} cannot be decoded, first row "
-            f"{rows[position]} of {files[0].parent} ({reason}); fetch the files again"
-        )
-    return Pictures(images, _at(rows, labels), classes, _at(rows, owners), owner_names)
+
+    def make(canvas: NewCanvas) -> Pictures | None:
+        labels, classes, notices = _labels(files, label)
+        rows = np.arange(count)
+        if held_out and labels is None:
+            return None
+        if labels is not None and shared and (held_out or split == "train"):
+            rows = hold_out(labels, fraction=test_fraction)[held_out]
+        rows = rows[choose(len(rows), limit)]
+        if not len(rows):
+            return None
+        owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
+        images = _decoded(files, image, rows, canvas((len(rows), channels, size, size)), split)
+        return Pictures(images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
+
+    settings = {"reader": "hub", "split": split, "limit": limit, "channels": channels, "size": size, "image": image}
+    origin = Origin(
+        name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
+        files=files,
+        pictures=count,
+        wanted=min(limit or count, round(count * test_fraction) if held_out else count),
+        settings=settings | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out},
+    )
+    return cached(cache, origin, make)
 
 
 def _check_fraction(test_fraction: float, path: str | None) -> None:
@@ -163,7 +171,7 @@ def _open(file: Path) -> pq.ParquetFile | pa.Table:
     """Open a parquet file, or the table of an arrow file in either format of ``datasets``, memory-mapped."""
     try:
         if file.suffix == ".parquet":
-            return pq.ParquetFile(file)
+            return pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # else it is read as a whole
         source = pa.memory_map(str(file))
         try:
             return pa.ipc.open_stream(source).read_all()
@@ -200,21 +208,20 @@ def _values(files: Sequence[Path], column: str) -> list[Any]:
     return [value for file in files for batch in _column(file, column) for value in batch.to_pylist()]
 
 
-def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    """Labels of all rows ``(n,)`` and the names of the classes; None without a column or with unknown labels."""
+def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]:
+    """Labels of all rows ``(n,)``, names of the classes, and notices; None without a column or with unknown labels."""
     for file in files:
         schema = _schema(file)
         if column not in schema.names:
-            log.warning("%s has no column %r (it has %s): used without labels", file, column, schema.names)
-            return None, ()
+            return None, (), (f"{file} has no column {column!r} (it has {schema.names}): used without labels",)
         if not pa.types.is_integer(schema.field(column).type):
             raise InputError(f"dataset.label={column} is of type {schema.field(column).type}; class numbers are needed")
     values = _values(files, column)
     if None in values or min(values) < 0:  # -1 is "unknown", as in the unlabelled split of STL-10
-        return None, ()
+        return None, (), ()
     described = json.loads((_schema(files[0]).metadata or {}).get(b"huggingface", b"{}"))
     features = described.get("info", {}).get("features", {})
-    return np.array(values), tuple(features.get(column, {}).get("names", ()))
+    return np.array(values), tuple(features.get(column, {}).get("names", ())), ()
 
 
 def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -244,10 +251,26 @@ def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
     return None if column is None else torch.from_numpy(column[rows])
 
 
+def _decoded(files: Sequence[Path], column: str, rows: np.ndarray, canvas: Canvas, split: str) -> torch.Tensor:
+    """The pictures at ``rows``, sorted, all of which must be readable."""
+    unreadable = decode(lambda start: _encoded(files, column, rows[start:]), canvas)
+    if unreadable:
+        position, reason = next(iter(unreadable.items()))
+        raise InputError(
+            f"{len(unreadable)} of {len(rows)} pictures of the split {split!r} cannot be decoded, first row "
+            f"{rows[position]} of {files[0].parent} ({reason}); fetch the files again"
+        )
+    return canvas.images
+
+
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
     """Yield the encoded pictures at ``rows`` (sorted) in batches."""
     start = 0
     for file in files:
+        end = start + _num_rows(file)
+        if np.searchsorted(rows, start) == np.searchsorted(rows, end):  # nothing is wanted of it
+            start = end
+            continue
         schema = _schema(file)
         if column not in schema.names:
             raise InputError(

@@ -12,7 +12,6 @@ each in this form. The setting ``folders`` gives the meaning of a subfolder:
 Pictures are taken in the order of their sorted paths.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,15 @@ import numpy as np
 import torch
 
 from fedssl.datasets.base import Pictures, choose, hold_out
+from fedssl.datasets.cache import Origin, cached
 from fedssl.datasets.decoding import decode
+from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FOLDERS = ("class", "owner", "owner/class")  # meanings of the subfolders
 _BATCH = 16  # pictures per task of a decoding thread; few, as they may be large
 _NAMED = 5  # unreadable files that the warning names
-
-log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ def read(
     path: str | None,
     folders: str = "class",
     test_fraction: float,
+    cache: str | None = None,
 ) -> Pictures | None:
     """Read the split "train" or "test".
 
@@ -74,6 +74,8 @@ def read(
         Meaning of the subfolders, see the module.
     test_fraction : float
         Share of every class that is held out, in [0, 1); 0 holds nothing out.
+    cache : str or None
+        Where decoded pictures are kept, see `fedssl.datasets.cache`.
 
     Returns
     -------
@@ -94,7 +96,16 @@ def read(
     listing = _of_split(split, Path(path).expanduser(), folders=folders, test_fraction=test_fraction)
     if listing is None or not listing.files:
         return None
-    return _decoded(listing.at(choose(len(listing.files), limit)), channels=channels, size=size)
+    listing = listing.at(choose(len(listing.files), limit))
+    origin = Origin(
+        name=f"{Path(path).name}-{split}-{size}px",
+        files=listing.files,
+        pictures=len(listing.files),
+        wanted=len(listing.files),
+        settings={"reader": "image_folder", "channels": channels, "size": size, "folders": folders, "root": path}
+        | {"classes": listing.classes, "owners": listing.owner_names},
+    )
+    return cached(cache, origin, lambda canvas: _decoded(listing, canvas, channels=channels, size=size))
 
 
 def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> Listing | None:
@@ -200,22 +211,23 @@ def _is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _decoded(listing: Listing, *, channels: int, size: int) -> Pictures:
-    """Decode the files; unreadable ones are counted and named in one warning and left out."""
+def _decoded(listing: Listing, canvas: NewCanvas, *, channels: int, size: int) -> Pictures:
+    """Decode the files; unreadable ones are counted and named in one notice and left out."""
     files = listing.files
-    images, unreadable = decode(_batches(files), count=len(files), channels=channels, size=size)
+    notices: tuple[str, ...] = ()
+    painted = canvas((len(files), channels, size, size))
+    unreadable = decode(lambda start: _batches(files[start:]), painted)
     if unreadable:
         named = "; ".join(f"{files[position]} ({reason})" for position, reason in list(unreadable.items())[:_NAMED])
         named += f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         if len(unreadable) == len(files):
             raise InputError(f"none of the {len(files)} pictures can be read: {named}; check dataset.path")
-        log.warning("%d of %d pictures cannot be read, the rest is used: %s", len(unreadable), len(files), named)
-        kept = np.delete(np.arange(len(files)), list(unreadable))
-        images, listing = images[torch.from_numpy(kept)], listing.at(kept)
+        notices = (f"{len(unreadable)} of {len(files)} pictures cannot be read, the rest is used: {named}",)
+        listing = listing.at(painted.leave_out(unreadable))
     labels, owners = (
         None if column is None else torch.from_numpy(column) for column in (listing.labels, listing.owners)
     )
-    return Pictures(images, labels, listing.classes, owners, listing.owner_names)
+    return Pictures(painted.images, labels, listing.classes, owners, listing.owner_names, notices)
 
 
 def _batches(files: list[Path]) -> Iterator[list[Path]]:

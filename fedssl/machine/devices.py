@@ -1,9 +1,14 @@
-"""The device a process computes on."""
+"""The device a process computes on, and the way of pictures to it."""
+
+import logging
 
 import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
+from fedssl.machine.memory import gigabytes
+
+log = logging.getLogger("fedssl")
 
 GPU = "cuda"  # kind of device that computes on its own while the process goes on
 
@@ -37,3 +42,19 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if is_gpu(device):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def settled(pictures: Tensor, device: torch.device) -> Tensor:
+    """Pictures on the device, or where they are if they would take more than half of its free memory.
+
+    A GPU has room for the model, its activations and other processes then. On a CPU nothing is copied.
+    """
+    if is_gpu(device):
+        free = torch.cuda.mem_get_info(device)[0]
+        if 2 * pictures.nbytes > free:
+            log.info(
+                "the pictures (%s) stay in the memory of the host, since the GPU has %s free: batches are fetched",
+                *(gigabytes(pictures.nbytes), gigabytes(free)),
+            )
+            return pictures
+    return pictures.to(device)

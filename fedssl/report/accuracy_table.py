@@ -171,7 +171,7 @@ def run_table(runs: Sequence[Run]) -> Table:
     Settings that one run was given and another has by default are compared by their values, so that it does not matter
     how a run was told them.
     """
-    given = dict.fromkeys(key for run in runs for key in run.words if key.partition(".")[0] not in LEFT_OUT)
+    given = dict.fromkeys(key for run in runs for key in run.words if not {key, key.partition(".")[0]} & LEFT_OUT)
     return _table(runs, lambda run: {key: run.value(key) for key in (*MAIN, *given)}, always=MAIN)
 
 

@@ -1,3 +1,7 @@
+import resource
+import signal
+
+import pytest
 import torch
 
 from client_app.state import load_state, save_state
@@ -28,11 +32,108 @@ def test_versions_that_no_resume_can_ask_for_are_dropped(tmp_path):
         save_state(tmp_path, state(round), round=round, keep_from=0)
     # A run that goes back to round 3 at the earliest needs the versions after 3 and 4, not the one after 1.
     save_state(tmp_path, state(6), round=6, keep_from=3)
-    assert rounds(tmp_path) == ["round-000003.pt", "round-000004.pt", "round-000006.pt"]
+    assert rounds(tmp_path) == ["round-000003.state", "round-000004.state", "round-000006.state"]
 
 
 def test_a_round_run_again_replaces_its_state(tmp_path):
     save_state(tmp_path, state(1), round=1, keep_from=0)
     save_state(tmp_path, state(9), round=1, keep_from=0)
     assert load_state(tmp_path, before=2)["target.weight"][0] == 9
-    assert rounds(tmp_path) == ["round-000001.pt"]
+    assert rounds(tmp_path) == ["round-000001.state"]
+
+
+ALL_KINDS = {
+    "weight": torch.randn(3, 2, 5, 5).contiguous(memory_format=torch.channels_last),
+    "half": torch.randn(7).bfloat16(),
+    "counter": torch.tensor(3),
+    "yes": torch.tensor([True, False, True]),
+    "double": torch.tensor(-0.0, dtype=torch.float64),
+    "nothing": torch.empty(0, 4),
+    "not a number": torch.tensor([float("nan"), float("inf")]),
+    "bytes": torch.arange(65, dtype=torch.uint8),
+}
+
+
+def bits(value):
+    return value.contiguous().flatten().view(torch.uint8).tolist()
+
+
+def test_every_bit_name_and_shape_comes_back(tmp_path):
+    save_state(tmp_path, ALL_KINDS, round=1, keep_from=0)
+    back = load_state(tmp_path, before=2)
+    assert list(back) == list(ALL_KINDS)
+    for name, value in ALL_KINDS.items():
+        assert (back[name].dtype, back[name].shape, bits(back[name])) == (value.dtype, value.shape, bits(value))
+
+
+def test_a_flat_file_by_hand(tmp_path):
+    # 64 bytes of preface; the list, 27 characters, filled up to 64 bytes; two floats of 4 bytes, filled up to 64.
+    save_state(tmp_path, {"w": torch.tensor([1.0, -2.0])}, round=1, keep_from=0)
+    written = (tmp_path / "round-000001.state").read_bytes()
+    text = b'[["w", "torch.float32", [2]]]'
+    values = bytes.fromhex("0000803f 000000c0")  # IEEE 754, little endian
+    body = text.ljust(64, b"\0") + values.ljust(64, b"\0")
+    total = sum(int.from_bytes(body[at : at + 8], "little") for at in range(0, 128, 8)) % 2**64
+    preface = b"fedssl 1" + (64).to_bytes(8, "little") + total.to_bytes(8, "little")
+    assert written == preface.ljust(64, b"\0") + body
+
+
+def test_a_state_that_is_read_stays_as_it_was_when_its_file_is_replaced_or_dropped(tmp_path):
+    save_state(tmp_path, state(1), round=1, keep_from=0)
+    first = load_state(tmp_path, before=2)
+    save_state(tmp_path, state(9), round=1, keep_from=0)
+    assert first["target.weight"].tolist() == [1, 1]
+    again = load_state(tmp_path, before=2)
+    save_state(tmp_path, state(3), round=3, keep_from=3)
+    save_state(tmp_path, state(4), round=4, keep_from=3)
+    assert rounds(tmp_path) == ["round-000003.state", "round-000004.state"]
+    assert again["target.weight"].tolist() == [9, 9]
+
+
+def cut(content):
+    return content[:-64]
+
+
+def flipped(content):
+    return bytes([*content[:-50], content[-50] ^ 1, *content[-49:]])  # in a tensor
+
+
+def renamed(content):
+    return content.replace(b"target", b"parget")
+
+
+def longer(content):
+    return content + bytes(64)
+
+
+def list_of_another_length(content):
+    return content[:8] + (192).to_bytes(8, "little") + content[16:]
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, flipped, renamed, longer, list_of_another_length, lambda content: b"", lambda content: bytes(128)]
+)
+def test_a_damaged_state_is_named_and_the_one_before_used(tmp_path, caplog, damage):
+    many = {"target.weight": torch.arange(1000.0), "target.bias": torch.zeros(3)}
+    save_state(tmp_path, state(1), round=1, keep_from=0)
+    save_state(tmp_path, many, round=2, keep_from=0)
+    file = tmp_path / "round-000002.state"
+    file.write_bytes(damage(file.read_bytes()))
+    assert load_state(tmp_path, before=3)["target.weight"].tolist() == [1, 1]
+    assert "round-000002.state is damaged" in caplog.text
+
+
+def test_what_keeps_a_state_from_being_written_reaches_the_caller_and_leaves_no_half(tmp_path):
+    save_state(tmp_path, state(1), round=1, keep_from=0)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN
+    )  # a write beyond the limit is an error then, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_state(tmp_path, {"target.weight": torch.zeros(10_000)}, round=2, keep_from=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert rounds(tmp_path) == ["round-000001.state"]

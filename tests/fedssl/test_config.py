@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.composition import check_names, resolve
-from fedssl.config import compose, load_run, save_run
+from fedssl.config import compose, compose_evaluation, load_run, save_run
 from fedssl.errors import InputError
 from fedssl.methods.build import build
 from fedssl.settings import Component
@@ -146,3 +146,19 @@ class TestResume:
     def test_refuses_a_folder_without_a_run(self, tmp_path):
         with pytest.raises(InputError, match="is not a run folder"):
             load_run([f"resume={tmp_path / 'nothing'}"])
+
+
+def test_the_folder_of_decoded_pictures_is_absolute_and_not_chosen_by_a_run_of_others(tmp_path):
+    def cache_of(settings):
+        return settings.data.reader.values["cache"]
+
+    words = ["dataset=cifar10", "dataset.path=/pictures"]
+    assert cache_of(compose(words)) == "auto"
+    assert cache_of(compose([*words, "dataset.cache=null"])) is None
+    settings = compose([*words, "dataset.cache=here"])
+    assert cache_of(settings) == str(Path("here").absolute())
+    with pytest.raises(InputError, match=r"dataset.cache=3 is not a word"):
+        compose([*words, "dataset.cache=3"])
+    save_run(settings.recording, tmp_path)
+    assert cache_of(compose_evaluation([], run=tmp_path)) == "auto"
+    assert cache_of(compose_evaluation(["dataset.cache=/mine"], run=tmp_path)) == "/mine"

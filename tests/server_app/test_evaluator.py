@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,15 @@ def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
         made.check(method.encoder)
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
         run([*TINY, "final_evaluation=few_labels", "final_evaluation.labels_per_class=[70]"])
+
+
+def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(monkeypatch):
+    # 60 pictures of 64 pixels, 4 bytes each, twice: 30,720 bytes; representations of conv_small of width 4 are shorter.
+    one, method, _ = evaluator()
+    for free, refused in ((30_719, True), (30_720, False)):
+        monkeypatch.setattr("server_app.evaluator.available_memory", lambda free=free: free)
+        with pytest.raises(InputError, match="60 training pictures") if refused else nullcontext():
+            one.check(method.encoder)
 
 
 def test_without_labels_there_is_nothing_to_evaluate():

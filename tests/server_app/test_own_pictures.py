@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from fedssl.config import compose
+from fedssl.datasets import base, cache
 from fedssl.errors import InputError
 from fedssl.evaluation.subject import lacking
 from fedssl.losses import barlow_twins
@@ -54,6 +55,29 @@ def test_pictures_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     run([f"resume={tmp_path / 'run'}", "rounds=2"])
     assert "partition=iid is taken" not in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
+
+
+@pytest.mark.parametrize("words", [(), ("calibration=auxiliary", "calibration.share=0.3")])
+def test_a_run_on_a_file_of_decoded_pictures_has_the_same_bits(classes, tmp_path, monkeypatch, words):
+    monkeypatch.setattr(cache, "WORTH", 0)
+    found = {}
+    for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
+        base._read.cache_clear()
+        federation = Federation(
+            tmp_path / name, *SMALL, *words, f"dataset.path={classes}", f"dataset.cache={place}", f"run_id={name[:3]}"
+        )
+        found[name] = federation.run(2)
+    assert len(list((tmp_path / "cache").glob("*/pixels"))) == 2  # of the clients, and of the test
+    for layers in found.values():
+        assert all(np.array_equal(layers[name], value) for name, value in found["memory"].items())
+
+
+def test_where_decoded_pictures_are_kept_may_change_when_a_run_goes_on(flat, tmp_path):
+    words = [*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"]
+    run(words)
+    run([f"resume={tmp_path / 'run'}", "rounds=2", "dataset.cache=null"])
+    run([f"resume={tmp_path / 'run'}", "rounds=3", f"dataset.cache={tmp_path}"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 3
 
 
 @pytest.mark.parametrize("word", ["partition=dirichlet", "partition.alpha=1", "partition=skew"])

@@ -27,11 +27,11 @@ WORDS += ["measure_resources=false", "augmentation=none"]
 SETTINGS = ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"]
 LINES = ["metrics.jsonl", "clients.jsonl", "health.jsonl"]
 STATES = [f"checkpoints/round-000002.{end}" for end in ("pt", "sha256")]
-STATES += ["clients/0/round-000002.pt"]
+STATES += ["clients/0/round-000002.state"]
 FIGURES = [f"figures/{name}.png" for name in ("metrics", "cosines", "spectrum", "tsne", "sphere", "partition")]
 OTHERS = ["representations.npz", "encoder.pt", "partition.csv", "run.log", ".lock"]
 ALIKE = [f"checkpoints/round-000001.{end}" for end in ("pt", "sha256")]  # as those above
-ALIKE += ["clients/0/round-000001.pt", *(f"clients/1/round-00000{round}.pt" for round in (1, 2))]
+ALIKE += ["clients/0/round-000001.state", *(f"clients/1/round-00000{round}.state" for round in (1, 2))]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from client_app.state import read_state
 from fedssl.config import compose
 from fedssl.encoders import Encoder, resnet18, vit_tiny
 from fedssl.methods.base import SSLMethod
@@ -169,6 +170,6 @@ def test_clients_of_a_transformer_see_their_divergence_in_every_stage(tmp_path):
     words += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "strategy=fedu", "method=byol"]
     words += ["encoder=vit_tiny", *SMALL["vit_tiny"], "schedule=layer_wise", "strategy.predictor_threshold=1.0e-6"]
     run([*words, f"output_dir={tmp_path / 'run'}", "keep_checkpoints=4"])
-    states = [torch.load(file, weights_only=True) for file in (tmp_path / "run").glob("clients/*/round-*.pt")]
+    states = [read_state(file) for file in (tmp_path / "run").glob("clients/*/round-*.state")]
     assert len(states) == 6
     assert all(float(state["dapu.distance"]) > 0.001 and not state["dapu.global"] for state in states)

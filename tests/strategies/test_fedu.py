@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state import load_state, save_state
+from client_app.state import load_state, read_state, save_state
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers
@@ -334,5 +334,5 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method, threshold):
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     # The thresholds lie between the distances of these runs: both decisions take part.
-    states = [torch.load(file, weights_only=True) for file in tmp_path.glob("whole/clients/**/round-*.pt")]
+    states = [read_state(file) for file in tmp_path.glob("whole/clients/**/round-*.state")]
     assert {bool(state[TAKE_GLOBAL]) for state in states} == {True, False}

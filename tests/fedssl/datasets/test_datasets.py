@@ -222,12 +222,28 @@ def test_large_jpeg_keeps_its_content() -> None:
 def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     batches = [[png(picture(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
     batches[4][1] = b"not a picture"
-    images, unreadable = decoding.decode(batches, count=60, channels=1, size=4)
-    assert [value for position, value in enumerate(first_pixels(images)) if position != 13] == [
-        value for value in range(60) if value != 13
-    ]
+    canvas = decoding.in_memory((60, 1, 4, 4))
+    unreadable = decoding.decode(lambda start: batches, canvas)
+    assert canvas.done == 60
     assert list(unreadable) == [13]
     assert "UnidentifiedImageError" in unreadable[13]
+    rest = [value for value in range(60) if value != 13]
+    assert canvas.leave_out(unreadable).tolist() == rest
+    assert first_pixels(canvas.images) == rest
+
+
+def test_pictures_that_do_not_fit_into_memory_are_refused_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "available_memory", lambda: 8 * 10**9)
+    with pytest.raises(InputError, match=r"1,000,000 pictures of 3 x 64 x 64 need 12\.3 GB of memory, and 8\.0 GB are"):
+        decoding.in_memory((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
+
+
+def test_a_picture_that_cannot_be_converted_stops_all_threads(tmp_path: Path) -> None:
+    batches = iter([[png(picture(1))], [tmp_path / "float.tif"], *([png(picture(1))] for _ in range(10**6))])
+    Image.new("F", (4, 4)).save(tmp_path / "float.tif")
+    with pytest.raises(InputError, match=r"float\.tif: wrong channels"):
+        decoding.decode(lambda start: batches, decoding.in_memory((10, 1, 4, 4)))
+    assert len(list(batches)) > 10**6 - 1000  # nobody went on
 
 
 # --- parquet and arrow ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedssl.errors import InputError
-from fedssl.machine.devices import pick_device, to_device
+from fedssl.machine.devices import pick_device, settled, to_device
 
 
 def test_only_a_gpu_takes_from_pinned_memory():
@@ -16,6 +16,18 @@ def test_only_a_gpu_takes_from_pinned_memory():
     tensor.pin_memory.return_value.to.assert_called_once_with(gpu, non_blocking=True)
     here = torch.arange(3)
     assert to_device(here, torch.device("cpu")) is here
+
+
+@pytest.mark.parametrize(("free", "moves"), [(199, False), (200, True)])
+def test_pictures_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, free, moves):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    pictures = Mock(spec=torch.Tensor, nbytes=100)
+    assert settled(pictures, torch.device("cuda")) is (pictures.to.return_value if moves else pictures)
+
+
+def test_on_a_cpu_pictures_stay():
+    pictures = torch.arange(12).view(6, 2)
+    assert settled(pictures, torch.device("cpu")) is pictures
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
