@@ -3,6 +3,8 @@
 `fedssl.config` makes values of them, which is all that the rest of the code sees.
 """
 
+import copy
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +137,14 @@ def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]
 
 
 def _compose(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """The resolved nodes, and the choice in every group."""
+    """The resolved nodes, and the choice in every group; the same ones again are not composed again."""
+    changeable = any("${" in word or word.startswith(f"{SEARCH}=") for word in words)
+    config, choices = _composed.__wrapped__(tuple(words)) if changeable else _composed(tuple(words))
+    return copy.deepcopy(config), dict(choices)
+
+
+@functools.lru_cache(maxsize=64)
+def _composed(words: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):

@@ -46,7 +46,7 @@ def unlearned(tmp_path_factory):
 
 # Losses are compared with their equations and every method's bits are on record, so learning itself is shown for one of
 # each kind: a target network here, views that attract by the default run in `server_app/test_run.py`, clusters in
-# `fedssl/methods/test_orchestra.py`. `--heavy` shows all.
+# `fedssl/methods/test_orchestra.py`, where it is heavy. `--heavy` shows all.
 LEARNING = [pytest.param(method, marks=() if method == "byol" else pytest.mark.heavy) for method in METHODS]
 
 
@@ -59,6 +59,7 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
     assert found["federated"] > found["pixels"]
 
 
+@pytest.mark.heavy
 def test_a_collapse_is_told_while_it_happens(tmp_path):
     """Without normalisation behind its projector SimSiam lets pictures vary along one line only."""
     words = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]

@@ -9,7 +9,7 @@ from benchmarks.launches import count
     ("words", "most"),
     [
         (["encoder=resnet18"], 380),
-        (["encoder=resnet18", "method=byol"], 940),
+        pytest.param(["encoder=resnet18", "method=byol"], 940, marks=pytest.mark.heavy),
         (["regularizer=prox"], 215),
         (["regularizer=fur"], 930),
         (["regularizer=fur", "regularizer.variant=tangent_swd"], 345),

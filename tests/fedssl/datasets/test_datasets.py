@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import sys
+from itertools import repeat
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -239,7 +240,8 @@ def test_pictures_that_do_not_fit_into_memory_are_refused_before_the_first(monke
 
 
 def test_a_picture_that_cannot_be_converted_stops_all_threads(tmp_path: Path) -> None:
-    batches = iter([[png(picture(1))], [tmp_path / "float.tif"], *([png(picture(1))] for _ in range(10**6))])
+    one = [png(picture(1))]
+    batches = iter([one, [tmp_path / "float.tif"], *repeat(one, 10**6)])
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     with pytest.raises(InputError, match=r"float\.tif: wrong channels"):
         decoding.decode(lambda start: batches, decoding.in_memory((10, 1, 4, 4)))

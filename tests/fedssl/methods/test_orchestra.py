@@ -438,7 +438,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
         assert np.array_equal(array, parts[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_it_learns(tmp_path):
     run([*WORDS, "rounds=10", "evaluate_every=0", "final_evaluation=few_labels", f"output_dir={tmp_path / 'run'}"])
     final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
