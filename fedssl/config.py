@@ -205,7 +205,7 @@ def read_data(node: DictConfig) -> DataSettings:
 
 def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence[str], resumed: int | None) -> Settings:
     if config.run_id is None:
-        config.run_id = uuid.uuid4().hex[:12]
+        config.run_id = f"r{uuid.uuid4().hex[:11]}"  # the letter keeps YAML from taking 12e4 or 1234 for a number
     return Settings(
         seed=config.seed,
         num_clients=config.num_clients,

@@ -1,4 +1,5 @@
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from omegaconf import OmegaConf
@@ -112,6 +113,15 @@ class Refuses:
 def test_a_refused_setting_comes_out_as_it_was_raised():
     with pytest.raises(InputError, match="^no$"):
         Component({"_target_": f"{__name__}.Refuses"}).make()
+
+
+@pytest.mark.parametrize("drawn", ["0" * 32, "1234567e8901" + "0" * 20, "abcdef" + "0" * 26])
+def test_the_name_of_a_run_is_a_word_whatever_is_drawn(monkeypatch, drawn):
+    """YAML would quote 1234567e8901, and messages of runs with equal settings would differ in length."""
+    monkeypatch.setattr("fedssl.config.uuid.uuid4", lambda: UUID(drawn))
+    recording = compose([]).recording
+    assert f"\nrun_id: {recording.run_id}\n" in recording.text
+    assert len(recording.run_id) == 12
 
 
 class TestResume:
