@@ -50,4 +50,4 @@ def train_round(message: Message, context: Context) -> Message:
     if "state-path" in context.node_config:
         states = Path(str(context.node_config["state-path"])) / client.settings.run_id
     update = client.train(plan, partition_id, states / str(partition_id))
-    return Message(update.to_content(plan.metrics), reply_to=message)
+    return Message(update.to_content(plan), reply_to=message)

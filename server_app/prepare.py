@@ -108,6 +108,7 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
+        limits=settings.updates,
     )
     measured = settings.evaluation.resources
     return Prepared(
