@@ -198,7 +198,7 @@ class Toys:
             method=self.method,
             phases=end_to_end(rounds=9, depth=0),
             initial=lambda: start,
-            nodes=tuple(self.grid.get_node_ids()),
+            nodes=dict(enumerate(self.grid.get_node_ids())),
             seed=0,
             clients_per_round=clients_per_round,
             timeout=60,
