@@ -80,9 +80,7 @@ class Device:
         """The device of a node's configuration; raises `InputError`."""
         unknown = sorted(node_config.keys() - {*KEYS, *ALSO})
         if unknown:
-            raise InputError(
-                f"the node's configuration has {unknown[0]}, which says nothing; known are {', '.join(KEYS)}"
-            )
+            raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(KEYS)}")
         if not node_config.get("data-path"):
             raise InputError(
                 "this SuperNode does not say where its pictures are; start it with --node-config 'data-path=\"FOLDER\"'"
@@ -92,9 +90,7 @@ class Device:
         check_device_name(name)
         device = str(node_config.get("device", "auto"))
         if device not in DEVICES:
-            raise InputError(
-                f"device={device} of the node's configuration is unknown; choose one of {', '.join(DEVICES)}"
-            )
+            raise InputError(f"device={device} is unknown; choose one of {', '.join(DEVICES)}")
         limits, folder = node_config.get("limits"), node_config.get("config-dir")
         states = node_config.get("state-path")
         return cls(
@@ -170,7 +166,7 @@ def told(error: Exception) -> str:
 def _remember(run: Path, text: str) -> None:
     """Bind the run's states to its task: no other task, under the same name of a run, comes to them."""
     task = json.loads(text)
-    del task["values"]["rounds"]  # a run may go on for longer
+    task["values"].pop("rounds")  # a run may go on for longer
     new, file = json.dumps(task, sort_keys=True), run / "task.json"
     before = read_text(file)
     if before is None:

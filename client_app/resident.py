@@ -67,6 +67,9 @@ class Resident:
         """
         start = time.perf_counter()
         with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
+            private = set(plan.up or ()) - set(travelling_names(self.method))
+            if private:
+                raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
             state = load_state(state_folder, before=plan.round)
             arrived = plan.layers
             plan = self._with_held(plan, state, state_folder / "frozen")

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from fedssl.errors import Refused
 from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
@@ -212,12 +211,8 @@ class FedSSLStrategy:
 
 
 def sent_names(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
-    """Names under which a client sends layers; raises `Refused` where one of them is not exchanged."""
-    exchanged = travelling_names(method)
-    private = set(plan.up or ()) - set(exchanged)
-    if private:
-        raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
-    return tuple(exchanged) if plan.up is None else plan.up
+    """Names under which a client sends layers."""
+    return tuple(travelling_names(method)) if plan.up is None else plan.up
 
 
 def as_layers(state: State, method: SSLMethod) -> Layers:
