@@ -12,6 +12,12 @@ from server_app.nodes import Clients
 
 log = logging.getLogger("fedssl")
 
+# Why nothing is evaluated.
+NO_PICTURES = (
+    "the server has no pictures, so that health and costs are not measured either; name a labelled set of its own with "
+    "dataset=NAME dataset.path=PLACE"
+)
+
 
 def with_devices(settings: Settings, clients: Clients) -> Settings:
     """The settings of a run whose clients are these devices.
@@ -70,16 +76,8 @@ def say(settings: Settings, clients: Clients) -> None:
         ", ".join(f"{number} {known[number]}" for number in sorted(clients.nodes)),
         *(data.size, data.size, data.channels),
     )
-    if data.train is None:
-        log.info("%s", NO_PICTURES)
-    else:
+    if data.train is not None:
         log.info("costs are not measured: how many pictures devices have is not known")
-
-
-NO_PICTURES = (
-    "evaluation, health and costs are off, because the server has no pictures; name a labelled set of the server's own "
-    "with dataset=NAME dataset.path=PLACE"
-)
 
 
 def _said(settings: Settings) -> set[str]:
