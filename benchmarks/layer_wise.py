@@ -122,7 +122,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         method=method,
         phases=schedule,
         initial=lambda: layers,
-        nodes=tuple(grid.get_node_ids()),
+        nodes=dict(enumerate(grid.get_node_ids())),
         seed=settings.seed,
         clients_per_round=1,
         timeout=settings.client_timeout,

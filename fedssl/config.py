@@ -1,5 +1,6 @@
 """Settings as typed values, made once for everybody who takes them, and kept by a run as one resolved YAML."""
 
+import functools
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -31,11 +32,13 @@ from fedssl.settings import (
     TrainingSettings,
     UpdateLimits,
 )
-from fedssl.words import parse, quote
+from fedssl.words import check_run_id, parse, quote
 
 log = logging.getLogger("fedssl")
 
-# What a client must know; engine, evaluation and tracking are no concern of it.
+DEVICES = "devices.json"  # in the run folder: which device has which number
+
+# What a simulated client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
     *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
@@ -76,6 +79,8 @@ def load_run(words: Sequence[str]) -> Settings:
     if saved is None or saved_words is None:
         raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
     own = ("resume", "output_dir", "run_id")
+    # How many devices there are they say themselves.
+    counted = ("num_clients", "clients_per_round") if (folder / DEVICES).exists() else ()
     newest = {word.partition("=")[0]: word for word in [*saved_words, *with_folders(words)]}
     words = [word for key, word in newest.items() if key not in own]
     words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
@@ -88,7 +93,7 @@ def load_run(words: Sequence[str]) -> Settings:
     changed = {
         key: values
         for key, values in differences(saved, config).items()
-        if key not in own and not {key, key.split(".")[0]} & MAY_CHANGE
+        if key not in (*own, *counted) and not {key, key.split(".")[0]} & MAY_CHANGE
     }
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
@@ -168,21 +173,35 @@ def save_run(recording: RecordingSettings, folder: Path) -> None:
     write_text(folder / "config.yaml", recording.text)
 
 
+@functools.lru_cache(maxsize=4)
 def read_client(text: str) -> ClientSettings:
-    """What a client must know of a run, from `Settings.client_text`."""
+    """What a simulated client must know of a run, from `Settings.client_text`.
+
+    The text names classes and paths, and whoever reads it does what it says: it is for clients on the user's machine.
+    """
     config = OmegaConf.create(text)
     assert isinstance(config, DictConfig)
+    return client_settings(config, states=Path(config.output_dir) / "clients", partition=_partition(config))
+
+
+def client_settings(config: DictConfig, *, states: Path, partition: PartitionSettings | None) -> ClientSettings:
+    """What a client must know of a run, from resolved nodes."""
+    model, training, strategy = learning_of(config)
     return ClientSettings(
         seed=config.seed,
-        run_id=config.run_id,
-        folder=Path(config.output_dir),
+        states=states,
         data=read_data(config.dataset),
-        partition=_partition(config),
-        model=_model(config),
-        training=_training(config),
-        strategy=_component(config.strategy, without=("metrics",)),
+        partition=partition,
+        model=model,
+        training=training,
+        strategy=strategy,
         machine=_machine(config),
     )
+
+
+def learning_of(config: DictConfig) -> tuple[ModelSettings, TrainingSettings, Component]:
+    """What is trained, how, and by which strategy."""
+    return _model(config), _training(config), _component(config.strategy, without=("metrics",))
 
 
 def read_data(node: DictConfig) -> DataSettings:
@@ -207,6 +226,8 @@ def read_data(node: DictConfig) -> DataSettings:
 def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence[str], resumed: int | None) -> Settings:
     if config.run_id is None:
         config.run_id = f"r{uuid.uuid4().hex[:11]}"  # the letter keeps YAML from taking 12e4 or 1234 for a number
+    config.run_id = str(config.run_id)
+    check_run_id(config.run_id)
     return Settings(
         seed=config.seed,
         num_clients=config.num_clients,

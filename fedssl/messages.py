@@ -11,6 +11,7 @@ stock Flower peer reads.
 import functools
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +19,11 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedssl.errors import InputError
 from fedssl.layers import Layers
 
-ARRAYS, SHARED, GATHERED, PLAN, METRICS, ANSWERS = "arrays", "shared", "gathered", "plan", "metrics", "answers"
+ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
+ANSWERS, WHO = "answers", "who"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -116,7 +119,7 @@ class TrainPlan:
     shared : Layers
         What the server half of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
-        What `fedssl.config.read_client` reads.
+        What `fedssl.config.read_client` reads, for simulated clients, or `fedssl.task.compose_task`, for devices.
     metrics : tuple of str
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
     keep_from : int
@@ -281,16 +284,63 @@ def content_bytes(content: RecordDict, *layers: Layers) -> int:
     return arrays + metrics + sum(record.count_bytes() for record in content.config_records.values())
 
 
-def who_reply(message: Message, partition_id: int, num_partitions: int) -> Message:
-    """A client's answer to the query which partition it holds."""
-    record = MetricRecord({"partition-id": partition_id, "num-partitions": num_partitions})
-    return Message(RecordDict({METRICS: record}), reply_to=message)
+@dataclass(frozen=True, kw_only=True)
+class Who:
+    """What a node says it is.
+
+    Attributes
+    ----------
+    partition : int or None
+        The partition that it holds; of a device its place in the order of the clients, None: it has none.
+    partitions : int or None
+        How many there are; None: it is a device.
+    name : str
+        Of a device.
+    """
+
+    partition: int | None
+    partitions: int | None = None
+    name: str = ""
 
 
-def read_who(message: Message) -> tuple[int, int]:
-    """Partition id and number of partitions from a client's answer."""
-    record = message.content.metric_records[METRICS]
-    return int(_number(record["partition-id"])), int(_number(record["num-partitions"]))
+def who_reply(message: Message, who: Who) -> Message:
+    """A client's answer to the query what it is."""
+    if who.partitions is None:
+        record = ConfigRecord({"name": who.name})
+        if who.partition is not None:
+            record["partition-id"] = who.partition
+        return Message(RecordDict({WHO: record}), reply_to=message)
+    assert who.partition is not None
+    metrics = MetricRecord({"partition-id": who.partition, "num-partitions": who.partitions})
+    return Message(RecordDict({METRICS: metrics}), reply_to=message)
+
+
+def read_who(message: Message) -> Who:
+    """What a node answered.
+
+    Raises
+    ------
+    KeyError, ValueError
+        It answered something else.
+    """
+    if WHO not in message.content.config_records:
+        record = message.content.metric_records[METRICS]
+        return Who(partition=_whole(record["partition-id"]), partitions=_whole(record["num-partitions"]))
+    about = message.content.config_records[WHO]
+    name = about["name"]
+    if not isinstance(name, str):
+        raise ValueError(f"{type(name).__name__} instead of a name")
+    check_device_name(name)
+    return Who(partition=_whole(about["partition-id"]) if "partition-id" in about else None, name=name)
+
+
+def check_device_name(name: str) -> None:
+    """Refuse, by an `InputError`, what cannot be a device's name: it is shown to people and names a folder."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}", name):
+        raise InputError(
+            f"client-name={name[:60]!r} is no name of a device; use 1 to 40 letters, digits, _, - and ., beginning "
+            "with a letter, a digit or _"
+        )
 
 
 def _to_text(names: Sequence[str]) -> str:
@@ -307,3 +357,11 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"{value} instead of a number")
     return value
+
+
+def _whole(value: object) -> int:
+    """A value of a record as the number that counts something."""
+    number = _number(value)
+    if not (isinstance(number, int) and 0 <= number < 2**31) or isinstance(number, bool):
+        raise ValueError(f"{number} instead of a whole number")
+    return number

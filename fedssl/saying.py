@@ -1,4 +1,4 @@
-"""Long waits that say what they are for."""
+"""What is said to people: long waits tell what they are for, and words of others are fit to be shown."""
 
 import logging
 import threading
@@ -27,3 +27,8 @@ def saying(what: str) -> Iterator[None]:
     finally:
         left.set()
         thread.join()
+
+
+def printable(text: str | None, *, most: int = 300) -> str:
+    """Text of somebody else's, as much of it as fits a line, and nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in (text or "")[:most])

@@ -317,16 +317,16 @@ class ClientSettings:
     Attributes
     ----------
     seed : int
-    run_id : str
-    folder : Path
-        Of the run, on the machine of the server.
+    states : Path
+        Where the run's clients keep what they keep, each in a folder of its own.
+    partition : PartitionSettings or None
+        None: all pictures are this client's.
     """
 
     seed: int
-    run_id: str
-    folder: Path
+    states: Path
     data: DataSettings
-    partition: PartitionSettings
+    partition: PartitionSettings | None
     model: ModelSettings
     training: TrainingSettings
     strategy: Component
@@ -345,7 +345,7 @@ class Settings:
     lr_schedule : Component
         A function of `fedssl.schedule.lr`, without its last arguments.
     client_text : str
-        What `fedssl.config.read_client` makes `ClientSettings` of.
+        What `fedssl.config.read_client` makes `ClientSettings` of, for simulated clients.
     """
 
     seed: int

@@ -18,7 +18,7 @@ from fedssl.errors import RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan, content_bytes
 from fedssl.schedule.phases import phase_at
-from server_app.federation import Federation, sample_clients
+from server_app.federation import Federation
 from server_app.plausible import implausible
 from server_app.replies import BadUpdate, check_update, in_order, read_update, receive
 from server_app.report import ClientRow, RoundReport
@@ -95,12 +95,7 @@ class Round:
         self.number = state.round + 1
         self._phase = phase_at(federation.phases, self.number)
         server = federation.strategy.server
-        clients = sample_clients(
-            federation.seed,
-            self.number,
-            num_clients=len(federation.nodes),
-            clients_per_round=federation.clients_per_round,
-        )
+        clients = federation.sample(self.number)
         self._start_of = {client: server.start_of(state, self.number, client) for client in clients}
         self._into = {client: dict.fromkeys(server.into(state, self.number, client)) for client in clients}
         targets = dict.fromkeys(name for names in self._into.values() for name in names)

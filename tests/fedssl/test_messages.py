@@ -16,6 +16,7 @@ from fedssl.messages import (
     Array,
     ClientUpdate,
     TrainPlan,
+    Who,
     content_bytes,
     from_record,
     read_array,
@@ -203,4 +204,5 @@ def test_what_nobody_asked_for_is_refused(name, record, reason):
 def test_who_query():
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
     query = Message(RecordDict(), 2, "query.who")
-    assert read_who(who_reply(query, 3, 10)) == (3, 10)
+    for who in (Who(partition=3, partitions=10), Who(partition=None, name="roof"), Who(partition=0, name="garden-2")):
+        assert read_who(who_reply(query, who)) == who

@@ -99,7 +99,7 @@ def make_grid(behaviours, received=None):
 
 def configure(strategy, grid, *, clients_per_round=None, metrics=(), **limits):
     """The first round, whose messages are not sent yet."""
-    method, nodes = Small(), tuple(grid.get_node_ids())
+    method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
     federation = Federation(
         strategy=strategy,
         method=method,
