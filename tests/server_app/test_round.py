@@ -14,7 +14,7 @@ from fedssl.messages import ClientUpdate, TrainPlan, content_bytes
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import travelling_layers
 from fedssl.schedule.phases import end_to_end
-from fedssl.settings import UpdateLimits
+from fedssl.settings import UpdateSettings
 from server_app.federation import Federation, sample_clients
 from server_app.replies import receive
 from server_app.round import Round
@@ -97,7 +97,7 @@ def make_grid(behaviours, received=None):
     return LocalGrid(app, num_clients=len(behaviours))
 
 
-def configure(strategy, grid, *, clients_per_round=None, metrics=(), **limits):
+def configure(strategy, grid, *, clients_per_round=None, metrics=(), **updates):
     """The first round, whose messages are not sent yet."""
     method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
     federation = Federation(
@@ -112,7 +112,7 @@ def configure(strategy, grid, *, clients_per_round=None, metrics=(), **limits):
         settings="{}",
         code="x",
         metrics=tuple(metrics),
-        limits=UpdateLimits(**limits),
+        updates=UpdateSettings(**updates),
     )
     return Round(federation, ServerState())
 
@@ -123,10 +123,10 @@ def end(configured, replies):
     return state.models[GLOBAL].layers, report
 
 
-def run_round(strategy, behaviours, *, received=None, metrics=(), **limits):
+def run_round(strategy, behaviours, *, received=None, metrics=(), **updates):
     """The new global layers and the report of a round of clients that behave in these ways."""
     grid = make_grid(behaviours, received)
-    configured = configure(strategy, grid, metrics=metrics, **limits)
+    configured = configure(strategy, grid, metrics=metrics, **updates)
     return end(configured, receive(grid, configured.messages, timeout=60))
 
 
