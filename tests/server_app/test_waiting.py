@@ -26,6 +26,7 @@ from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.fedavg import FedAvg
 from strategies.state import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
+from tests.federation import Federation as Rounds
 from tests.server_app.test_round import LAYERS, Small
 
 NEVER = 10**9
@@ -324,3 +325,18 @@ def test_bytes_that_are_cut_are_no_array():
     grid = Scripted(1, lambda client, round: (1, "cut"))
     with pytest.raises(TooFewUpdates, match="array encoder.weight has"):
         run_round(Post(grid), lambda: federation(grid), ServerState())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["updates.min_updates=4"], "updates.min_updates=4 but clients_per_round=3"),
+        (["updates.extra_clients=2"], "updates.extra_clients=2 but clients_per_round=3 leaves 1 of num_clients=4"),
+        (["updates.buffered=true"], "updates.buffered=true is for devices"),
+        (["updates.deadline=0"], "updates.deadline=0 must be a number of at least 0, or null"),
+        (["updates.repeats=-1"], "updates.repeats=-1 must be a whole number of at least 0"),
+    ],
+)
+def test_what_cannot_come_is_not_waited_for(tmp_path, words, reason):
+    with pytest.raises(InputError, match=reason):
+        Rounds(tmp_path, "num_clients=4", "clients_per_round=3", "dataset.limit=40", *words)
