@@ -94,7 +94,7 @@ def test_a_genuine_plan_is_trained(plan, node, tmp_path):
         "states/mine",
         "states/mine/a",
         "states/mine/a/round-000001.state",
-        "states/mine/task.json",
+        "states/mine/.task.json",
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
 
 
 def test_pictures_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits_module, "step_bytes", lambda settings: 0)
+    monkeypatch.setattr(limits_module, "step_bytes", lambda settings, pictures: 0)
     (tmp_path / "limits.yaml").write_text("memory: 0.001\n")
     bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
     reason = refusal(bigger, node | {"limits": tmp_path / "limits.yaml"})
@@ -230,7 +230,7 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
     settings = Device.read(config).settings(task)
     assert (settings.machine.threads, settings.machine.device) == (2, "cpu")
     assert settings.data.reader.values["path"] == str(tmp_path / "pictures")
-    assert settings.data.reader.values["cache"] == str(tmp_path / "states" / "pictures")
+    assert settings.data.reader.values["cache"] == str(tmp_path / "states" / ".pictures")
 
 
 @pytest.mark.parametrize(
