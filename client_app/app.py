@@ -58,7 +58,7 @@ def train_round(message: Message, context: Context) -> Message:
     else:
         settings, clock = read_client(plan.settings), _no_end
     update = resident(settings).train(plan, client.number, settings.states / client.name, before_step=clock)
-    return Message(update.to_content(plan.metrics), reply_to=message)
+    return Message(update.to_content(plan), reply_to=message)
 
 
 def _client(context: Context) -> Device | Simulated:

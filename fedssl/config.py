@@ -30,6 +30,7 @@ from fedssl.settings import (
     ScheduleSettings,
     Settings,
     TrainingSettings,
+    UpdateLimits,
 )
 from fedssl.words import check_run_id, parse, quote
 
@@ -244,6 +245,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             metrics=tuple(config.strategy.get("metrics", ())),
         ),
         calibration=_calibration(config),
+        updates=UpdateLimits(**config.updates),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
             protocol=_component(config.evaluation),

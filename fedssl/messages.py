@@ -1,5 +1,8 @@
 """What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows Flower's records and their keys.
 
+What comes over a network is bytes until it is proven to be what it should be: arrays are read without a copy from
+``.npy`` bytes whose header fits their length, and records or metrics that nobody asked for are refused.
+
 An `Array` here is a view of a live NumPy array. In one process it is handed over as it is; Ray pickles it out-of-band,
 i.e. through shared memory; only a network deployment asks for its ``data`` and so pays for the ``.npy`` bytes that a
 stock Flower peer reads.
@@ -7,6 +10,7 @@ stock Flower peer reads.
 
 import functools
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +22,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedssl.errors import InputError
 from fedssl.layers import Layers
 
-ARRAYS, SHARED, GATHERED, PLAN, METRICS, WHO = "arrays", "shared", "gathered", "plan", "metrics", "who"
+ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
+ANSWERS, WHO = "answers", "who"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -63,8 +68,42 @@ def to_record(layers: Layers) -> ArrayRecord:
 
 
 def from_record(record: ArrayRecord) -> Layers:
-    """Layers of a Flower record; shares memory with records made by `to_record`."""
-    return {name: array.numpy() for name, array in record.items()}
+    """Layers of a Flower record, which share its memory; those that came over a network cannot be written to.
+
+    Raises
+    ------
+    ValueError
+        An array is not what `read_array` reads.
+    """
+    return {
+        name: array.numpy() if type(array) is Array else read_array(array.data, name=name)
+        for name, array in record.items()
+    }
+
+
+def read_array(data: bytes, *, name: str) -> np.ndarray:
+    """An array of numbers in ``.npy`` bytes, which keep its memory: nothing is taken that did not arrive.
+
+    Raises
+    ------
+    ValueError
+        The bytes are something else, or more or fewer than their header says.
+    """
+    file = io.BytesIO(data)
+    try:
+        read_header = _HEADERS[np.lib.format.read_magic(file)]
+        shape, fortran, dtype = read_header(file)
+    except Exception as error:  # NumPy raises what Python's tokenizer does, too
+        raise ValueError(f"array {name} is not in NumPy's format") from error
+    if dtype.kind not in "fiub" or any(length < 0 for length in shape):
+        raise ValueError(f"array {name} holds {dtype} of shape {shape} instead of numbers")
+    held, announced = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
+    if held != announced:
+        raise ValueError(f"array {name} has {held} bytes, but {announced} by its shape {shape}")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +212,8 @@ class ClientUpdate:
         Mean loss of the last local epoch.
     seconds : float, optional
         Time the client took for the round.
+    answers : tuple of int and str, optional
+        Round and code of the plan that it answers.
     """
 
     layers: Layers
@@ -181,12 +222,20 @@ class ClientUpdate:
     num_examples: int | None = None
     train_loss: float | None = None
     seconds: float | None = None
+    answers: tuple[int, str] | None = None
 
-    def to_content(self, metrics: Sequence[str]) -> RecordDict:
-        """The reply, with only the named metrics in it."""
+    def to_content(self, plan: TrainPlan) -> RecordDict:
+        """The reply to a plan, with only the metrics in it that the plan asks for."""
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
-        record = MetricRecord({name: value for name in metrics if (value := values[name]) is not None})
-        return RecordDict({ARRAYS: to_record(self.layers), GATHERED: to_record(self.gathered), METRICS: record})
+        record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
+        return RecordDict(
+            {
+                ARRAYS: to_record(self.layers),
+                GATHERED: to_record(self.gathered),
+                METRICS: record,
+                ANSWERS: ConfigRecord({"round": plan.round, "code": plan.code}),
+            }
+        )
 
     @classmethod
     def from_content(cls, content: RecordDict, partition_id: int) -> "ClientUpdate":
@@ -197,14 +246,20 @@ class ClientUpdate:
         KeyError
             A record is missing.
         ValueError
-            A metric is no number, or a count is none.
+            There is a record or a metric that no update has, an array is damaged, a metric is no number, or a count is
+            none.
         """
+        unknown = content.keys() - {ARRAYS, GATHERED, METRICS, ANSWERS}
+        if unknown:
+            raise ValueError(f"record {min(unknown)} was not asked for")
         values: dict[str, float] = {}
         for name, value in content.metric_records[METRICS].items():
-            if name in CLIENT_METRICS:
-                if not isinstance(value, int | float):
-                    raise ValueError(f"metric {name} is {value} instead of a number")
-                values[name] = value
+            if name not in CLIENT_METRICS:
+                raise ValueError(f"metric {name} was not asked for")
+            if not isinstance(value, int | float):
+                raise ValueError(f"metric {name} is {value} instead of a number")
+            values[name] = value
+        answers = content.config_records[ANSWERS]
         examples = values.get(NUM_EXAMPLES)
         if examples is not None and not abs(examples) < 2**53:
             raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is no count")
@@ -215,6 +270,7 @@ class ClientUpdate:
             num_examples=None if examples is None else int(examples),
             train_loss=values.get(TRAIN_LOSS),
             seconds=values.get(SECONDS),
+            answers=(int(_number(answers["round"])), str(answers["code"])),
         )
 
 

@@ -13,6 +13,7 @@ from fedssl.model_layers import copied_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
+from fedssl.settings import UpdateLimits
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
 from strategies.state import Model
@@ -52,6 +53,8 @@ class Federation:
     lr_factor : callable
         Maps a round to the factor of the clients' learning rate.
     calibration : Calibration or None
+    limits : UpdateLimits
+        What is taken from clients.
 
     Raises
     ------
@@ -73,6 +76,7 @@ class Federation:
     server_optimizer: ServerOptimizer = field(default_factory=Assign)
     lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibration | None = None
+    limits: UpdateLimits = field(default_factory=UpdateLimits)
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)

@@ -120,6 +120,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
+        limits=settings.updates,
     )
     return Prepared(
         settings=settings,
