@@ -333,7 +333,7 @@ def test_bytes_that_are_cut_are_no_array():
         (["updates.min_updates=4"], "updates.min_updates=4 but clients_per_round=3"),
         (["updates.extra_clients=2"], "updates.extra_clients=2 but clients_per_round=3 leaves 1 of num_clients=4"),
         (["updates.buffered=true"], "updates.buffered=true is for devices"),
-        (["updates.deadline=0"], "updates.deadline=0 must be a number of at least 0, or null"),
+        (["updates.deadline=0"], "updates.deadline=0 must be a number above 0, or null"),
         (["updates.repeats=-1"], "updates.repeats=-1 must be a whole number of at least 0"),
     ],
 )
