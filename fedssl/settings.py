@@ -235,8 +235,8 @@ class UpdateSettings:
         for name, low in {"deadline": 0, "norm_factor": 1}.items():
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not low <= value < math.inf or not value):
-                least = f"of at least {low}" if low else "above 0"
-                raise InputError(f"updates.{name}={value} must be a number {least}, or null")
+                range = f"of at least {low}" if low else "above 0"
+                raise InputError(f"updates.{name}={value} must be a number {range}, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
