@@ -17,6 +17,7 @@ from flwr.app import Message, RecordDict
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import ARRAYS, SHARED, ClientUpdate, TrainPlan, content_bytes, from_record
+from fedssl.saying import printable
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
 from server_app.overdue import brought_up
@@ -322,6 +323,7 @@ class Round:
         )
 
     def _drop(self, client: int, reason: str) -> None:
+        reason = printable(reason, most=500)
         self._report.dropped[client] = reason
         log.warning("client %d dropped: %s", client, reason)
 

@@ -409,3 +409,12 @@ def test_how_far_layers_moved():
     sent = GlobalLayers(LAYERS)
     assert sent.compare(near(LAYERS, 0)).moved == pytest.approx((0.1, 0.1), rel=1e-5)
     assert sent.compare(LAYERS).moved == (0.001, 0.001)
+
+
+def test_what_a_client_says_reaches_no_terminal_as_a_command():
+    def attack(layers, partition):
+        raise ValueError("\x1b[2J\x1b]0;owned\x07" + "x" * 5_000_000)
+
+    _, report = run_round(FedAvg(), [good, attack])
+    assert report.dropped[1].startswith("it failed with ValueError:  [2J ]0;owned xxx")
+    assert len(report.dropped[1]) == 500
