@@ -9,6 +9,7 @@ from contextlib import contextmanager
 log = logging.getLogger("fedssl")
 
 SAY_EVERY = 30.0  # seconds between two lines
+OUTPUT_IN = "; output in "  # what stands before the run folder in the log
 
 
 @contextmanager
