@@ -6,7 +6,6 @@ that Flower keeps to itself (flwr<1.42 keeps them as they are), because ``flwr r
 """
 
 import hashlib
-import re
 import shlex
 import sys
 import time
@@ -34,6 +33,7 @@ LOST = 120.0  # seconds in which a SuperLink that has gone may come back
 PAUSE = 1.0  # seconds between two attempts
 STOPPED_WITHIN = 30.0  # seconds
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+REFUSED = f"{InputError.__module__}.{InputError.__name__}: "  # what stands before the reason in the ServerApp's log
 
 
 def run_deployment(words: Sequence[str], *, engine: EngineSettings) -> None:
@@ -74,11 +74,14 @@ class _Run:
     ----------
     folder : str
         Its folder on the SuperLink's machine; empty as long as it has none.
+    refusal : str
+        Why the ServerApp has refused the settings; empty if it has not.
     """
 
     def __init__(self, control: ControlHttpClient, id: int) -> None:
-        self._control, self.id, self.folder = control, id, ""
-        self._shown, self._line = 0.0, ""
+        self._control, self.id = control, id
+        self.folder = self.refusal = self._line = ""
+        self._shown = 0.0
 
     def follow(self) -> RunStatus:
         """Show the log until the run has ended; returns how it ended.
@@ -125,6 +128,8 @@ class _Run:
         for line in lines:
             if not self.folder and OUTPUT_IN in line:
                 self.folder = line.rpartition(OUTPUT_IN)[2].strip()
+            if line.startswith(REFUSED):
+                self.refusal = line.removeprefix(REFUSED)
 
     def _resume(self) -> str:
         return f"fedssl engine=deployment resume={self.folder or 'FOLDER'}"
@@ -134,15 +139,10 @@ def _judge(status: RunStatus, run: _Run) -> None:
     """Raise what the run ended with; nothing if it has finished."""
     if status.sub_status == "completed":
         return
+    if run.refusal:
+        raise InputError(run.refusal)
     reason = printable(status.details, most=1000) or "no reason was given"
-    refused = re.search(r"InputError: (.+)", reason)
-    if refused:
-        raise InputError(refused[1])
-    raise RunFailed(
-        f"run {run.id} was {status.sub_status}: {reason}"
-        if status.sub_status == "stopped"
-        else f"run {run.id} has failed: {reason}"
-    )
+    raise RunFailed(f"run {run.id} was stopped" if status.sub_status == "stopped" else f"run {run.id}: {reason}")
 
 
 def _where(folder: str, engine: EngineSettings) -> str:
