@@ -100,7 +100,7 @@ class _Run:
                 if time.monotonic() - answered > LOST:
                     raise RunFailed(
                         f"the SuperLink has not answered for {LOST:.0f} s ({error}); once it runs again, look at "
-                        f"`flwr list`, and go on with {self._resume()}"
+                        f"`flwr list`, and go on with {self.resumption}"
                     ) from error
             else:
                 if status.status == "finished":
@@ -131,7 +131,9 @@ class _Run:
             if line.startswith(REFUSED):
                 self.refusal = line.removeprefix(REFUSED)
 
-    def _resume(self) -> str:
+    @property
+    def resumption(self) -> str:
+        """The command that goes on with it."""
         return f"fedssl engine=deployment resume={self.folder or 'FOLDER'}"
 
 
@@ -142,7 +144,8 @@ def _judge(status: RunStatus, run: _Run) -> None:
     if run.refusal:
         raise InputError(run.refusal)
     reason = printable(status.details, most=1000) or "no reason was given"
-    raise RunFailed(f"run {run.id} was stopped" if status.sub_status == "stopped" else f"run {run.id}: {reason}")
+    how = "was stopped" if status.sub_status == "stopped" else f"has failed: {reason.rstrip('.')}"
+    raise RunFailed(f"run {run.id} {how}; go on with {run.resumption}")
 
 
 def _where(folder: str, engine: EngineSettings) -> str:

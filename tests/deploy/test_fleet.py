@@ -169,9 +169,11 @@ def test_a_run_outlives_what_its_devices_do(places, tmp_path):
 
         until(lambda: took_part(run, 0, after=0) and took_part(run, 1, after=0), "devices a and b took part")
         assert rows(run)[0]["dropped"]["2"].endswith("InputError; the log of the device says more")
-        before = last()
+        until(lambda: client_of(one.nodes["a"]) is None, "a has done its part of a round")
         until(asleep, "the ClientApp of a hangs")
-        until(lambda: last() > before + 1, "rounds end without it")
+        before = last()
+        until(lambda: last() > before, "a round ends without it")
+        assert "0" in rows(run)[before]["dropped"]
         os.kill(client_of(one.nodes["a"]), signal.SIGKILL)
         before = last()
         until(lambda: took_part(run, 0, after=before), "a takes part again after its ClientApp was killed")
@@ -190,7 +192,8 @@ def test_a_run_outlives_what_its_devices_do(places, tmp_path):
         fedssl.send_signal(signal.SIGINT)
         said = fedssl.communicate()[0]
         assert fedssl.returncode == 130, said
-        assert "finished:stopped" in one.flwr("list", "fleet")
+        listed = one.flwr("list", "fleet", "--format", "json")
+        assert json.loads(listed[listed.index("{") :])["runs"][0]["status"] == "finished:stopped"
 
 
 # --- servers that fail ---
@@ -214,7 +217,7 @@ def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places,
         one.start_superlink()
         said = fedssl.communicate()[0]
         assert fedssl.returncode == 1, said
-        assert "No heartbeat received" in said
+        assert f"; go on with fedssl engine=deployment resume={run}\n" in said
         one.wait_for_nodes(3)
         before = len(rows(run))
         assert before < 5
