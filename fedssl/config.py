@@ -26,6 +26,7 @@ from fedssl.settings import (
     MachineSettings,
     ModelSettings,
     PartitionSettings,
+    PrivacySettings,
     RecordingSettings,
     ScheduleSettings,
     Settings,
@@ -246,6 +247,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         ),
         calibration=_calibration(config),
         updates=UpdateSettings(**config.updates),
+        privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
             protocol=_component(config.evaluation),

@@ -192,6 +192,8 @@ class Recorder:
             "bytes_up": sum(row.bytes_up for row in report.clients),
             "bytes_down": sum(row.bytes_down for row in report.clients),
         }
+        if report.privacy:
+            line["privacy"] = report.privacy
         if report.late:
             line["late"] = len(report.late)
         if cost:
@@ -261,6 +263,8 @@ class Recorder:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}
             results = {"final": {name: as_numbers(scores) for name, scores in final.items()}, "units": units}
             results |= _by_model(models or {})
+        if lines and "privacy" in lines[-1]:
+            results["privacy"] = lines[-1]["privacy"]
         content = {
             "status": status,
             "reason": reason,

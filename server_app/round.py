@@ -122,7 +122,11 @@ class Round:
         self._report = RoundReport(self.number)
         self.messages = list(self._plans(keep_from=keep_from))
         if federation.updates.buffered:
-            self._check_buffered()
+            self._check_whole("updates.buffered=true")
+        if federation.privacy:
+            self._check_whole("privacy=central")
+            for aggregation in self._aggregations.values():
+                federation.privacy.check(aggregation.rule)
 
     def end(
         self,
@@ -165,6 +169,8 @@ class Round:
         for client in self._report.dropped:  # nobody knows what it holds now
             took_part.pop(client, None)
         models = {**self._state.models, **fed}
+        if self._federation.privacy:
+            self._report.privacy.update(self._federation.privacy.spent(self.number))
         return ServerState(round=self.number, models=models, took_part=took_part), self._report
 
     # --- plans ---
@@ -232,14 +238,14 @@ class Round:
         held = self._federation.stages.frozen(phase_at(self._federation.phases, last), start.frozen)
         return tuple(name for name in start.frozen if name not in held)
 
-    def _check_buffered(self) -> None:
+    def _check_whole(self, what: str) -> None:
         one_model = {*self._start_of.values(), *(name for names in self._into.values() for name in names)} <= {GLOBAL}
-        start = self._starts[GLOBAL]
+        start = next(iter(self._starts.values()))
         whole = all(received == tuple(start.trained) for received in self._received.values())
         if not (one_model and whole and start.up is None and len(self._federation.phases) == 1):
             raise InputError(
-                "updates.buffered=true needs clients that all send and receive the whole model, and the strategy or "
-                "the schedule has others; set updates.buffered=false"
+                f"{what} needs clients that all send and receive the whole model, and the strategy or "
+                "the schedule has others; leave it out"
             )
 
     # --- replies ---
@@ -296,6 +302,9 @@ class Round:
 
     def _fold(self, one: _Usable, observe: Observe | None) -> None:
         update, client = one.update, one.update.partition_id
+        if self._federation.privacy:
+            begun = self._starts[self._start_of[client]].sent.layers
+            update = replace(update, layers=self._federation.privacy.clip(update.layers, begun))
         for name in self._into[client]:
             aggregation = self._aggregations[name]
             aggregation.rule.add(update, one.cosines)
@@ -343,9 +352,10 @@ class Round:
         """The model after the round."""
         federation, start, one = self._federation, self._starts[name], self._aggregations[name]
         model = start.model
-        moments, new = federation.server_optimizer.step(
-            model.moments, model.updates + 1, start.sent.layers, one.rule.finish()
-        )
+        mean = one.rule.finish()
+        if federation.privacy:
+            mean = federation.privacy.release(mean, start.sent.layers, used=len(one.received), round=self.number)
+        moments, new = federation.server_optimizer.step(model.moments, model.updates + 1, start.sent.layers, mean)
         trained = {**start.trained, **new}
         memory, findings = federation.strategy.server.remember(
             model, self.number, trained, rule=one.rule, received=one.received
