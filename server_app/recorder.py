@@ -4,6 +4,7 @@ It is the only one that writes there while rounds run, but for what clients keep
 machine. The command line completes the summary of a run that could not, and ``fedssl-report`` draws figures anew.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -24,30 +25,37 @@ import numpy as np
 
 from fedssl.config import save_run
 from fedssl.datasets.base import Pictures
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RunFailed
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
-from fedssl.files import write_text
+from fedssl.files import append_text, refuse_links, remove_leftovers, sync, write_text
 from fedssl.methods.base import SSLMethod
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
 from fedssl.settings import RecordingSettings, Settings
+from fedssl.untrusted import printable
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.progress import Progress
 from server_app.report import RoundReport
 from server_app.tracker import make_tracker
-from strategies.state import ServerState, suffix
+from strategies.state import Model, ServerState, suffix
 
 log = logging.getLogger("fedssl")
+
+LINES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 
 # What a run writes, beside encoders, checkpoints and figures.
 FILES = (
     *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", "partition.csv", "summary.json"),
-    *("metrics.jsonl", "clients.jsonl", "health.jsonl", "representations.npz"),
+    *LINES,
+    "representations.npz",
 )
+
+# What a disk says that takes no more.
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
 
@@ -80,6 +88,7 @@ class Recorder:
     def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
             if self._settings.resumed is None and (self.folder / "config.yaml").exists():
                 raise InputError(
                     f"output_dir={self.folder} holds a run already; choose another folder, "
@@ -120,20 +129,24 @@ class Recorder:
         save_run(self._settings, self.folder)
         write_table(self.folder / "partition.csv", parts, pictures.labels, pictures.classes)
 
-    def restore(self) -> ServerState:
+    def restore(self, *, untrained: Model | None = None, clients: int = 1) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
+
+        What a killed process has left unfinished is removed. ``untrained`` and ``clients`` are as in
+        `latest_checkpoint`.
 
         Raises
         ------
         InputError
-            The run is further than ``rounds``.
+            The run is further than ``rounds``, or no checkpoint can be used.
         """
-        state = latest_checkpoint(self.folder / "checkpoints") or ServerState()
+        remove_leftovers(self.folder)
+        state = latest_checkpoint(self.folder / "checkpoints", untrained=untrained, clients=clients) or ServerState()
         done = state.round
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
-        for name in ("metrics.jsonl", "clients.jsonl", "health.jsonl"):
+        for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
         return state
@@ -185,6 +198,8 @@ class Recorder:
     def checkpoint(self, state: ServerState) -> None:
         """Save the server's state if a checkpoint is due."""
         if state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds:
+            for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
+                sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
@@ -249,11 +264,13 @@ class Recorder:
 @contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
     """Send the lines of the product's logger to standard output and to ``run.log`` in the run folder."""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "run.log")]
+    file = _LogFile(folder / "run.log")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout), file]
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in handlers:
+        handler.setFormatter(_Printable())
         log.addHandler(handler)
     try:
         yield
@@ -263,6 +280,52 @@ def logging_to(folder: Path) -> Iterator[None]:
             handler.close()
         log.setLevel(level)
         log.propagate = propagate
+    if file.problem is not None:
+        raise unwritable(folder, file.problem)
+
+
+class _Printable(logging.Formatter):
+    """Lines without what a terminal would take for a command: clients and files of others have their words in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), lines=True)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that keeps in mind why a line could not be written, instead of a traceback on the terminal for each."""
+
+    problem: OSError | None = None
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self.problem = error
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self.problem = error
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say in one sentence what keeps the files of a run from being written, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> RunFailed:
+    """Make the error for a run folder that cannot be written any more."""
+    return RunFailed(
+        f"{folder} cannot be written ({error.strerror or error}); make room there and go on with fedssl resume={folder}"
+    )
 
 
 def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:
@@ -282,5 +345,4 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    with file.open("a") as stream:
-        stream.write("".join(json.dumps(line) + "\n" for line in lines))
+    append_text(file, "".join(json.dumps(line) + "\n" for line in lines))

@@ -29,6 +29,7 @@ from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments
 from fedssl.report.runs import read_summary
+from fedssl.untrusted import printable
 from fedssl.words import CONF, quote
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
@@ -77,7 +78,7 @@ def job(hydra_settings: DictConfig) -> None:
     except Exception as error:  # any failure of one job is listed at the end
         ERRORS.append(error)
         if sweep:
-            print(f"[job {len(JOBS)}] failed: {error}", flush=True)
+            print(f"[job {len(JOBS)}] failed: {printable(error)}", flush=True)
             if not held_a_run:
                 _note(folder, words, status="failed", reason=str(error))
 
@@ -166,5 +167,5 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _say(message: str, *, status: int) -> int:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
     return status

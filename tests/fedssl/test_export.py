@@ -3,7 +3,7 @@
 import copy
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -124,8 +124,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     path = save(tmp_path / "encoder.pt")
     old = path.read_bytes()
 
-    def half(content: object, file: Path) -> None:
-        Path(file).write_bytes(b"half")
+    def half(content: object, stream: BinaryIO) -> None:
+        stream.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", half)

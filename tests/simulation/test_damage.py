@@ -54,7 +54,7 @@ def folder(whole, tmp_path):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """What is drawn does not matter here."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **style: Path(path).write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
     monkeypatch.setattr("fedssl.report.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
 
 
