@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from fedssl.files import mapped, numbered_file, numbered_files, write_whole
+from fedssl.untrusted import TENSORS
 from strategies.base import State
 
 log = logging.getLogger("fedssl")
@@ -46,7 +47,7 @@ def load_state(folder: Path, *, before: int, like: Mapping[str, torch.Tensor] | 
         if round < before:
             file = numbered_file(folder, round, KIND)
             try:
-                state = read_state(file)
+                state = read_state(file, most=TENSORS if like is None else _most(like))
                 _check(state, like or {})
                 return state
             except Exception as error:  # there is no end to how reading a damaged file can fail
@@ -78,15 +79,15 @@ def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> Non
         numbered_file(folder, version, KIND).unlink(missing_ok=True)
 
 
-def read_state(file: Path) -> State:
+def read_state(file: Path, *, most: int = TENSORS) -> State:
     """Read one file; the tensors lie in it, for reading only.
 
     Raises
     ------
     OSError, ValueError
-        It is not whole, or something else.
+        It is not whole, something else, or larger than ``most`` bytes.
     """
-    content = mapped(file)
+    content = mapped(file, most=most)
     mark, length, total = _PREFACE.unpack_from(content.numpy().data)
     body = content[_PREFACE.size :]
     if mark != _MARK or _sum(body.numpy()) != total:
@@ -101,6 +102,11 @@ def read_state(file: Path) -> State:
     if start != len(body):
         raise ValueError("its list does not fit its length")
     return state
+
+
+def _most(like: Mapping[str, torch.Tensor]) -> int:
+    """Bytes that a file may have: an algorithm may keep a few models."""
+    return 2**24 + 8 * sum(value.nbytes for value in like.values())
 
 
 def _check(state: State, like: Mapping[str, torch.Tensor]) -> None:

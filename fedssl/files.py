@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 
 from fedssl.errors import InputError
-from fedssl.untrusted import opened
+from fedssl.untrusted import TENSORS, opened
 
 _PARTIAL = ".partial"  # end of the names of files that are being written
 
@@ -94,12 +94,12 @@ def inner_folder(folder: Path, name: str) -> Path:
     return inner
 
 
-def mapped(file: Path) -> torch.Tensor:
+def mapped(file: Path, *, most: int = TENSORS) -> torch.Tensor:
     """The bytes of a file that is not empty ``(n,)``, uint8, in place and for reading only.
 
     All processes that map it share the memory; what is too large for the memory is read anew from the disk.
     """
-    with opened(file) as stream, warnings.catch_warnings():
+    with opened(file, most=most) as stream, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
 

@@ -17,7 +17,7 @@ import torch
 
 from fedssl.datasets.base import Pictures, choose, hold_out
 from fedssl.datasets.cache import Origin, cached
-from fedssl.datasets.decoding import Canvas, decode
+from fedssl.datasets.decoding import MAX_PIXELS, decode, told
 from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
 
@@ -38,6 +38,7 @@ def read(
     label: str,
     owner: str | None = None,
     test_fraction: float = 0.0,
+    max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
 ) -> Pictures | None:
     """Read one split.
@@ -62,6 +63,8 @@ def read(
     test_fraction : float
         Share of every class of labelled local training pictures, in [0, 1), that is held out where no file is for the
         test; 0 holds nothing out.
+    max_pixels : int
+        Most pixels of a picture; larger ones are left out like those that cannot be read.
     cache : str or None
         Where decoded pictures are kept, see `fedssl.datasets.cache`.
 
@@ -94,8 +97,13 @@ def read(
         if not len(rows):
             return None
         owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
-        images = _decoded(files, image, rows, canvas((len(rows), channels, size, size)), split)
-        return Pictures(images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
+        painted = canvas((len(rows), channels, size, size))
+        unreadable = decode(lambda start: _encoded(files, image, rows[start:]), painted, max_pixels=max_pixels)
+        if unreadable:
+            place = f"of the split {split!r} in {files[0].parent}"
+            left_out = told(unreadable, lambda position: f"row {rows[position]} {place}", count=len(rows))
+            notices, rows = (*notices, left_out), rows[painted.leave_out(unreadable)]
+        return Pictures(painted.images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
 
     settings = {"reader": "hub", "split": split, "limit": limit, "channels": channels, "size": size, "image": image}
     origin = Origin(
@@ -103,7 +111,9 @@ def read(
         files=files,
         pictures=count,
         wanted=min(limit or count, round(count * test_fraction) if held_out else count),
-        settings=settings | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out},
+        settings=settings
+        | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out}
+        | {"max_pixels": max_pixels},
     )
     return cached(cache, origin, make)
 
@@ -249,18 +259,6 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
 
 def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
     return None if column is None else torch.from_numpy(column[rows])
-
-
-def _decoded(files: Sequence[Path], column: str, rows: np.ndarray, canvas: Canvas, split: str) -> torch.Tensor:
-    """The pictures at ``rows``, sorted, all of which must be readable."""
-    unreadable = decode(lambda start: _encoded(files, column, rows[start:]), canvas)
-    if unreadable:
-        position, reason = next(iter(unreadable.items()))
-        raise InputError(
-            f"{len(unreadable)} of {len(rows)} pictures of the split {split!r} cannot be decoded, first row "
-            f"{rows[position]} of {files[0].parent} ({reason}); fetch the files again"
-        )
-    return canvas.images
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
