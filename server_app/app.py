@@ -29,6 +29,7 @@ from server_app.evaluator import Judged
 from server_app.federation import Federation
 from server_app.nodes import federation_size
 from server_app.prepare import Prepared, prepare
+from server_app.proven import Expected
 from server_app.recorder import Recorder, logging_to, writing
 from server_app.round import run_round
 from server_app.run_config import words_of
@@ -84,7 +85,15 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
         )
     state = ServerState()
     if resumed is not None:
-        state = recorder.restore(untrained=prepared.federation.untrained(), clients=settings.num_clients)
+        federation = prepared.federation
+        state = recorder.restore(
+            Expected(
+                untrained=federation.untrained(),
+                clients=settings.num_clients,
+                phases=len(federation.phases),
+                knows=federation.strategy.server.knows,
+            )
+        )
     recorder.begin(settings.recording, prepared.pictures, prepared.parts)
     log.info(
         "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",

@@ -13,7 +13,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.files import numbered_file, numbered_files, remove, write_text, write_whole
 from fedssl.untrusted import TENSORS, opened, printable, read_tensors
-from server_app.proven import check_state
+from server_app.proven import Expected
 from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
@@ -43,7 +43,7 @@ def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
         remove(_sum_file(old))
 
 
-def latest_checkpoint(folder: Path, *, untrained: Model | None = None, clients: int = 1) -> ServerState | None:
+def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerState | None:
     """The newest undamaged checkpoint; None if there is no checkpoint yet.
 
     A damaged one is named in the log and the one before it is used.
@@ -51,10 +51,8 @@ def latest_checkpoint(folder: Path, *, untrained: Model | None = None, clients: 
     Parameters
     ----------
     folder : Path
-    untrained : Model or None
-        What the models of a checkpoint must be like in names, shapes and dtypes; None: this is not looked at.
-    clients : int
-        Of the run: most models that a checkpoint may have, beside one.
+    expected : Expected or None
+        What must hold of the state; None: this is not looked at.
 
     Raises
     ------
@@ -66,11 +64,11 @@ def latest_checkpoint(folder: Path, *, untrained: Model | None = None, clients: 
     for round in reversed(rounds):
         file = numbered_file(folder, round)
         try:
-            state = _load(file, most=TENSORS if untrained is None else _most(untrained, models=clients + 1))
+            state = _load(file, most=TENSORS if expected is None else expected.most)
             if state.round != round:
                 raise ValueError(f"it is of round {state.round}")
-            if untrained is not None:
-                check_state(state, untrained, models=clients + 1)
+            if expected is not None:
+                expected.check(state)
             return state
         except InputError:
             raise
@@ -113,12 +111,6 @@ def _load(file: Path, *, most: int) -> ServerState:
 def _digest(file: Path, *, most: int = TENSORS) -> str:
     with opened(file, most=most) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _most(untrained: Model, *, models: int) -> int:
-    """Bytes that a checkpoint may have: what the algorithm and the server optimiser remember is a few more models."""
-    arrays = (*untrained.layers.values(), *untrained.shared.values())
-    return 2**26 + 16 * models * sum(array.nbytes for array in arrays)
 
 
 def _to_plain(value: Any) -> Any:

@@ -39,9 +39,10 @@ from fedssl.untrusted import printable
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.progress import Progress
+from server_app.proven import Expected
 from server_app.report import RoundReport
 from server_app.tracker import make_tracker
-from strategies.state import Model, ServerState, suffix
+from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
 
@@ -129,11 +130,10 @@ class Recorder:
         save_run(self._settings, self.folder)
         write_table(self.folder / "partition.csv", parts, pictures.labels, pictures.classes)
 
-    def restore(self, *, untrained: Model | None = None, clients: int = 1) -> ServerState:
+    def restore(self, expected: Expected | None = None) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
 
-        What a killed process has left unfinished is removed. ``untrained`` and ``clients`` are as in
-        `latest_checkpoint`.
+        What a killed process has left unfinished is removed. ``expected`` is as in `latest_checkpoint`.
 
         Raises
         ------
@@ -141,7 +141,7 @@ class Recorder:
             The run is further than ``rounds``, or no checkpoint can be used.
         """
         remove_leftovers(self.folder)
-        state = latest_checkpoint(self.folder / "checkpoints", untrained=untrained, clients=clients) or ServerState()
+        state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
         done = state.round
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
