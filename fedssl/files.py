@@ -3,6 +3,7 @@
 What is written whole takes the place of what is there at once, and a crash leaves that as it was.
 """
 
+import errno
 import mmap
 import os
 import re
@@ -142,7 +143,9 @@ def _sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # some file systems cannot
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot
+            raise
     finally:
         os.close(descriptor)

@@ -165,6 +165,7 @@ class Recorder:
         ``evaluation`` has the results of every model by its name, and nothing in rounds without one. ``health`` and
         ``cost`` are None where they were not measured.
         """
+        self._check_clients(report)
         overall = over_models(list(evaluation.values())) if evaluation else {}
         rows = report.clients
         line: dict[str, Any] = {
@@ -194,6 +195,12 @@ class Recorder:
         _append(self.folder / "metrics.jsonl", [line])
         self._tracker(report.round, line)
         log.info(self._progress.line(line, overall))
+
+    def _check_clients(self, report: RoundReport) -> None:
+        """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
+        told = [code for code in _DISK if any(os.strerror(code) in reason for reason in report.dropped.values())]
+        if told and (self.folder / "clients").is_dir():
+            raise OSError(told[0], os.strerror(told[0]))
 
     def checkpoint(self, state: ServerState) -> None:
         """Save the server's state if a checkpoint is due."""

@@ -103,6 +103,6 @@ def test_words_that_choose_by_name_are_taken(file):
 
 
 def test_words_that_are_none_are_damage(file):
-    for word in ("seed=[[[[", "=", "seed='", "[" * 5000):
+    for word in ("seed=[[[[", "a=b c=d", "seed='", "[" * 5000):
         with pytest.raises(InputError, match="cannot be used"):
             check_words([word], file)
