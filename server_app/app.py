@@ -27,10 +27,11 @@ from fedssl.settings import Settings
 from fedssl.words import parse, quote
 from server_app.evaluator import Judged
 from server_app.federation import Federation
+from server_app.log import logging_to, writing
 from server_app.nodes import federation_size
 from server_app.prepare import Prepared, prepare
 from server_app.proven import Expected
-from server_app.recorder import Recorder, logging_to, writing
+from server_app.recorder import Recorder
 from server_app.round import run_round
 from server_app.run_config import words_of
 from strategies.state import ServerState

@@ -4,14 +4,12 @@ It is the only one that writes there while rounds run, but for what clients keep
 machine. The command line completes the summary of a run that could not, and ``fedssl-report`` draws figures anew.
 """
 
-import errno
 import fcntl
 import json
 import logging
 import os
 import platform
 import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ import numpy as np
 
 from fedssl.config import save_run
 from fedssl.datasets.base import Pictures
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
 from fedssl.files import append_text, refuse_links, remove_leftovers, sync, write_text
@@ -35,8 +33,8 @@ from fedssl.report.curves import draw_curves
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
 from fedssl.settings import RecordingSettings, Settings
-from fedssl.untrusted import printable
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
+from server_app.log import DISK_ERRORS
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.progress import Progress
 from server_app.proven import Expected
@@ -54,9 +52,6 @@ FILES = (
     *LINES,
     "representations.npz",
 )
-
-# What a disk says that takes no more.
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
 
@@ -198,7 +193,7 @@ class Recorder:
 
     def _check_clients(self, report: RoundReport) -> None:
         """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
-        told = [code for code in _DISK if any(os.strerror(code) in reason for reason in report.dropped.values())]
+        told = [code for code in DISK_ERRORS if any(os.strerror(code) in reason for reason in report.dropped.values())]
         if told and (self.folder / "clients").is_dir():
             raise OSError(told[0], os.strerror(told[0]))
 
@@ -266,73 +261,6 @@ class Recorder:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
         write_text(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
-
-
-@contextmanager
-def logging_to(folder: Path) -> Iterator[None]:
-    """Send the lines of the product's logger to standard output and to ``run.log`` in the run folder."""
-    file = _LogFile(folder / "run.log")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout), file]
-    level, propagate = log.level, log.propagate
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    for handler in handlers:
-        handler.setFormatter(_Printable())
-        log.addHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            log.removeHandler(handler)
-            handler.close()
-        log.setLevel(level)
-        log.propagate = propagate
-    if file.problem is not None:
-        raise unwritable(folder, file.problem)
-
-
-class _Printable(logging.Formatter):
-    """Lines without what a terminal would take for a command: clients and files of others have their words in them."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), lines=True)
-
-
-class _LogFile(logging.FileHandler):
-    """A log that keeps in mind why a line could not be written, instead of a traceback on the terminal for each."""
-
-    problem: OSError | None = None
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self.problem = error
-        else:
-            super().handleError(record)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:
-            self.problem = error
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Say in one sentence what keeps the files of a run from being written, such as a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _DISK:
-            raise
-        raise unwritable(folder, error) from error
-
-
-def unwritable(folder: Path, error: OSError) -> RunFailed:
-    """Make the error for a run folder that cannot be written any more."""
-    return RunFailed(
-        f"{folder} cannot be written ({error.strerror or error}); make room there and go on with fedssl resume={folder}"
-    )
 
 
 def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:
