@@ -122,7 +122,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         method=method,
         phases=schedule,
         initial=lambda: layers,
-        nodes=tuple(grid.get_node_ids()),
+        nodes=dict(enumerate(grid.get_node_ids())),
         seed=settings.seed,
         clients_per_round=1,
         timeout=settings.client_timeout,
@@ -137,7 +137,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         phase, plan = phase_at(schedule, number), TrainPlan.from_content(message.content)
         trained = federation.stages.trained(phase, layers)
         update = ClientUpdate(layers={name: layers[name] for name in trained}, partition_id=0, num_examples=1)
-        for content in (message.content, update.to_content(plan.metrics)):
+        for content in (message.content, update.to_content(plan)):
             there = from_record(content.array_records[ARRAYS])
             encoder = sum(array.nbytes for name, array in there.items() if name.startswith("encoder."))
             total += content_bytes(content, there), encoder

@@ -29,7 +29,7 @@ import torch
 from client_app import resident as clients
 from client_app.app import app as client_app
 from client_app.resident import resident
-from fedssl.config import compose
+from fedssl.config import compose, read_client
 from fedssl.files import numbered_file, numbered_files, write_whole
 from fedssl.training import batches
 from server_app.app import prepare
@@ -58,7 +58,7 @@ class Federation:
 
     def bare(self) -> float:
         """The same optimiser steps in a bare loop on the resident model; its seconds."""
-        client = resident(self.settings.client_text)
+        client = resident(read_client(self.settings.client_text))
         generator = torch.Generator().manual_seed(0)
         client.method.train()
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """The ClientApp: unpacks a `TrainPlan`, lets the resident client train, packs its `ClientUpdate`.
 
-The same on every engine. Which client this is comes from the node's own configuration: ``partition-id`` and
-``num-partitions``; ``state-path`` may name the folder for what the client keeps between rounds.
+The same on every engine. Who it is comes from the node's own configuration: a client of a simulation, or a device,
+which is whatever is not proven to be a simulation.
 """
 
 import logging
@@ -12,7 +12,12 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
+from client_app.device import Device, told
+from client_app.limits import check_message, check_plan
 from client_app.resident import resident
+from client_app.simulated import Simulated, is_simulated
+from fedssl.config import read_client
+from fedssl.errors import Refused
 from fedssl.fingerprint import code_fingerprint
 from fedssl.messages import TrainPlan, who_reply
 
@@ -23,31 +28,54 @@ app = ClientApp()
 
 @app.query("who")
 def who(message: Message, context: Context) -> Message:
-    """Tell which partition this node holds."""
-    return who_reply(message, int(context.node_config["partition-id"]), int(context.node_config["num-partitions"]))
+    """Tell who this node is."""
+    try:
+        return who_reply(message, _client(context).who)
+    except Exception as error:  # the server is told, whatever is wrong with the node
+        return _failed(message, context, error)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train one round on this node's partition; a failure is answered with its reason, so that the round goes on."""
+    """Train one round on this node's pictures; a failure is answered with its reason, so that the round goes on."""
     try:
         return train_round(message, context)
     except Exception as error:  # the server decides what follows from a failed client, whatever failed
-        log.debug("training failed", exc_info=True)
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
-        return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+        return _failed(message, context, error)
 
 
 def train_round(message: Message, context: Context) -> Message:
     """Unpack the plan, train, pack the update."""
+    client = _client(context)
+    if isinstance(client, Device):
+        check_message(message.content, client.limits)
     plan = TrainPlan.from_content(message.content)
     if plan.code != code_fingerprint():
-        raise RuntimeError(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
-    client = resident(plan.settings)
-    partition_id = int(context.node_config["partition-id"])
-    states = client.settings.folder / "clients"
-    if "state-path" in context.node_config:
-        states = Path(str(context.node_config["state-path"])) / client.settings.run_id
-    update = client.train(plan, partition_id, states / str(partition_id))
-    return Message(update.to_content(plan.metrics), reply_to=message)
+        raise Refused(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
+    if isinstance(client, Device):
+        check_plan(plan)
+        settings, clock = client.settings(plan.settings), client.limits.clock()
+    else:
+        settings, clock = read_client(plan.settings), _no_end
+    update = resident(settings).train(plan, client.number, settings.states / client.name, before_step=clock)
+    return Message(update.to_content(plan), reply_to=message)
+
+
+def _client(context: Context) -> Device | Simulated:
+    config = context.node_config
+    return Simulated.read(config) if is_simulated(config) else Device.read(config)
+
+
+def _failed(message: Message, context: Context, error: Exception) -> Message:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+    if is_simulated(context.node_config):
+        log.debug("the client failed", exc_info=error)
+    else:
+        log.error("%s", reason, exc_info=None if isinstance(error, Refused) else error)
+        reason = told(error)
+    return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+
+def _no_end() -> None:
+    """The user's own machine takes as long as it takes."""

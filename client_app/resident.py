@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 
 from client_app.state import load_state, save_state
-from fedssl.config import read_client
 from fedssl.datasets.base import load_federated
+from fedssl.errors import Refused
 from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
 from fedssl.messages import ClientUpdate, TrainPlan
@@ -33,27 +34,50 @@ class Resident:
         self.device = set_up(settings.machine)
         pictures = load_federated(settings.data)
         self.images = settled(pictures.images, self.device)
-        self.parts = split(settings.partition, pictures)
+        self.parts = None if settings.partition is None else split(settings.partition, pictures)
         self.half: ClientHalf = settings.strategy.make().client
         self.method = build(settings.model).to(self.device)
+        if self.method.uses_labels and settings.partition is None:
+            raise Refused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = pictures.labels if self.method.uses_labels else None
         self.labels = None if labels is None else labels.to(self.device)
         self.training = LocalTraining.prepare(settings.training, self.method)
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
 
-    def train(self, plan: TrainPlan, partition_id: int, state_folder: Path) -> ClientUpdate:
-        """One client's part in a round."""
+    def train(
+        self,
+        plan: TrainPlan,
+        client: int,
+        state_folder: Path,
+        *,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> ClientUpdate:
+        """One client's part in a round.
+
+        Parameters
+        ----------
+        plan : TrainPlan
+        client : int
+            Its partition, or another number that stands for it in the seeds if it has all pictures.
+        state_folder : Path
+            For what it keeps.
+        before_step : callable
+            See `fedssl.training.train`.
+        """
         start = time.perf_counter()
         with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
+            private = set(plan.up or ()) - set(travelling_names(self.method))
+            if private:
+                raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
             state = load_state(state_folder, before=plan.round, like=self.method.tensors)
             arrived = plan.layers
             plan = self._with_held(plan, state, state_folder / "frozen")
             load_layers(self.method, plan.shared)
-            place = (self.settings.seed, "train", plan.round, partition_id)
+            place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
             begun_with = self.half.load(self.method, plan, state)
-            result = self._train(plan, partition_id, torch_generator(*place))
+            result = self._train(plan, self._rows(client), torch_generator(*place), before_step)
             self.method.end_round()
             kept = self.half.keep(self.method, plan, start=begun_with, state=state)
             if kept:
@@ -64,7 +88,7 @@ class Resident:
             return ClientUpdate(
                 layers=self.half.send(self.method, plan),
                 gathered=copied_layers(self.method, self.method.gathered),
-                partition_id=partition_id,
+                partition_id=client,
                 num_examples=result.num_examples,
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
@@ -75,7 +99,7 @@ class Resident:
 
         Raises
         ------
-        ValueError
+        Refused
             A layer of the model is then still missing.
         """
         if plan.frozen:
@@ -83,13 +107,20 @@ class Resident:
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
-            raise ValueError(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
+            raise Refused(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         return plan
 
-    def _train(self, plan: TrainPlan, partition_id: int, generator: torch.Generator) -> TrainResult:
-        own = torch.from_numpy(np.asarray(self.parts[partition_id]))
+    def _rows(self, client: int) -> torch.Tensor:
+        """Where the client's pictures are."""
+        return (
+            torch.arange(len(self.images)) if self.parts is None else torch.from_numpy(np.asarray(self.parts[client]))
+        )
+
+    def _train(
+        self, plan: TrainPlan, own: torch.Tensor, generator: torch.Generator, before_step: Callable[[], None]
+    ) -> TrainResult:
         if len(own) < self.method.smallest_batch:
-            raise ValueError(
+            raise Refused(
                 f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} pictures, "
                 f"and the client has {len(own)}"
             )
@@ -101,13 +132,14 @@ class Resident:
             training=self.training,
             generator=generator,
             labels=self.labels,
+            before_step=before_step,
         )
         if self.training.epochs and not math.isfinite(result.loss):
-            raise ValueError(f"training diverged: the loss is {result.loss}; what it kept from before stays")
+            raise Refused(f"training diverged: the loss is {result.loss}; what it kept from before stays")
         return result
 
 
 @functools.lru_cache(maxsize=1)
-def resident(settings: str) -> Resident:
-    """The resident client of this process for what `fedssl.config.read_client` reads."""
-    return Resident(read_client(settings))
+def resident(settings: ClientSettings) -> Resident:
+    """The resident client of this process for these settings."""
+    return Resident(settings)

@@ -48,11 +48,11 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """The checked nodes of the configuration, without interpolations, and the choice in every group."""
     words = with_folders(words)
     defaults = check_names(words)
-    config, choices = _compose(words)
-    values = dict(_flatten(config))
-    for key, default in _flatten(defaults):
+    config, choices = compose_nodes(words)
+    values = dict(flatten(config))
+    for key, default in flatten(defaults):
         if key in values:  # a word may delete a key: ~key
-            _check_type(key, values[key], default)
+            check_type(key, values[key], default)
     check(config)
     add_import_path(words)
     check_targets(config)
@@ -90,8 +90,8 @@ def check_names(words: Sequence[str]) -> DictConfig:
             check_choices(override, group=group, choices=known_groups[group])
             if not override.is_sweep_override():
                 chosen.append(str(override.input_line))
-    defaults = _compose(chosen)[0]
-    known = [key for key, _ in _flatten(defaults, inner=True)]
+    defaults = compose_nodes(chosen)[0]
+    known = [key for key, _ in flatten(defaults, inner=True)]
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
     for override in parsed:
         key = override.key_or_group
@@ -131,12 +131,12 @@ def check(config: DictConfig) -> None:
 
 def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:
     """Keys whose values differ between two configurations, with both values."""
-    left, right = dict(_flatten(one)), dict(_flatten(other))
+    left, right = dict(flatten(one)), dict(flatten(other))
     keys = dict.fromkeys([*left, *right])
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def _compose(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+def compose_nodes(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """The resolved nodes, and the choice in every group; the same ones again are not composed again."""
     changeable = any("${" in word or word.startswith(f"{SEARCH}=") for word in words)
     config, choices = _composed.__wrapped__(tuple(words)) if changeable else _composed(tuple(words))
@@ -160,19 +160,19 @@ def _composed(words: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     return config, {str(group): str(name) for group, name in choices.items() if group in names and name}
 
 
-def _flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
+def flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values; with ``inner`` also the keys of nested nodes."""
     for key in node:
         value, name = node[key], prefix + str(key)
         if isinstance(value, DictConfig):
             if inner:
                 yield name, value
-            yield from _flatten(value, f"{name}.", inner=inner)
+            yield from flatten(value, f"{name}.", inner=inner)
         else:
             yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def _check_type(key: str, value: Any, default: Any) -> None:
+def check_type(key: str, value: Any, default: Any) -> None:
     """A value must have the type of its default; whole numbers serve as fractions, and null defaults take anything."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
     allowed = (int, float) if isinstance(default, float) else (type(default),)

@@ -1,5 +1,6 @@
 """Settings as typed values, made once for everybody who takes them, and kept by a run as one resolved YAML."""
 
+import functools
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,17 @@ from fedssl.settings import (
     ScheduleSettings,
     Settings,
     TrainingSettings,
+    UpdateLimits,
 )
 from fedssl.untrusted import damaged
-from fedssl.words import parse, quote
+from fedssl.words import check_run_id, parse, quote
 
 log = logging.getLogger("fedssl")
 
+DEVICES = "devices.json"  # in the run folder: which device has which number
 _LISTED = 8  # settings that an error names
 
-# What a client must know; engine, evaluation and tracking are no concern of it.
+# What a simulated client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
     *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
@@ -78,6 +81,8 @@ def load_run(words: Sequence[str]) -> Settings:
     if saved is None or saved_words is None:
         raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
     own, words = ("resume", "output_dir", "run_id"), with_folders(words)
+    # How many devices there are they say themselves.
+    counted = ("num_clients", "clients_per_round") if (folder / DEVICES).exists() else ()
     said = {word.partition("=")[0] for word in words}
     check_words([word for word in saved_words if word.partition("=")[0] not in said], folder / "overrides.yaml")
     newest = {word.partition("=")[0]: word for word in [*saved_words, *words]}
@@ -92,7 +97,7 @@ def load_run(words: Sequence[str]) -> Settings:
     changed = {
         key: values
         for key, values in differences(saved, config).items()
-        if key not in own and not {key, key.split(".")[0]} & MAY_CHANGE
+        if key not in (*own, *counted) and not {key, key.split(".")[0]} & MAY_CHANGE
     }
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_LISTED])
@@ -174,21 +179,35 @@ def save_run(recording: RecordingSettings, folder: Path) -> None:
     write_text(folder / "config.yaml", recording.text)
 
 
+@functools.lru_cache(maxsize=4)
 def read_client(text: str) -> ClientSettings:
-    """What a client must know of a run, from `Settings.client_text`."""
+    """What a simulated client must know of a run, from `Settings.client_text`.
+
+    The text names classes and paths, and whoever reads it does what it says: it is for clients on the user's machine.
+    """
     config = OmegaConf.create(text)
     assert isinstance(config, DictConfig)
+    return client_settings(config, states=Path(config.output_dir) / "clients", partition=_partition(config))
+
+
+def client_settings(config: DictConfig, *, states: Path, partition: PartitionSettings | None) -> ClientSettings:
+    """What a client must know of a run, from resolved nodes."""
+    model, training, strategy = learning_of(config)
     return ClientSettings(
         seed=config.seed,
-        run_id=config.run_id,
-        folder=Path(config.output_dir),
+        states=states,
         data=read_data(config.dataset),
-        partition=_partition(config),
-        model=_model(config),
-        training=_training(config),
-        strategy=_component(config.strategy, without=("metrics",)),
+        partition=partition,
+        model=model,
+        training=training,
+        strategy=strategy,
         machine=_machine(config),
     )
+
+
+def learning_of(config: DictConfig) -> tuple[ModelSettings, TrainingSettings, Component]:
+    """What is trained, how, and by which strategy."""
+    return _model(config), _training(config), _component(config.strategy, without=("metrics",))
 
 
 def read_data(node: DictConfig) -> DataSettings:
@@ -213,6 +232,8 @@ def read_data(node: DictConfig) -> DataSettings:
 def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence[str], resumed: int | None) -> Settings:
     if config.run_id is None:
         config.run_id = f"r{uuid.uuid4().hex[:11]}"  # the letter keeps YAML from taking 12e4 or 1234 for a number
+    config.run_id = str(config.run_id)
+    check_run_id(config.run_id)
     return Settings(
         seed=config.seed,
         num_clients=config.num_clients,
@@ -230,6 +251,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             metrics=tuple(config.strategy.get("metrics", ())),
         ),
         calibration=_calibration(config),
+        updates=UpdateLimits(**config.updates),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
             protocol=_component(config.evaluation),

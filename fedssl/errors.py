@@ -1,4 +1,4 @@
-"""The two exceptions whose messages are written for the user."""
+"""The exceptions whose messages are written for people."""
 
 
 class InputError(ValueError):
@@ -12,4 +12,11 @@ class RunFailed(RuntimeError):
     """Run that could not be finished; the message is the reason.
 
     The command line prints it without a traceback and exits with status 1.
+    """
+
+
+class Refused(InputError):
+    """What a device does not do for a server: one sentence, which goes back to the server as it is.
+
+    It is made of what the server said and of the device's limits, and has nothing else of the device in it.
     """

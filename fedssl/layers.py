@@ -33,8 +33,9 @@ TILE = 512 * ROW
 
 _NUMBERS_PER_THREAD = 1 << 20
 _SMALLEST_SQUARE = 1e-30
-# No trained layer comes near; sums and squares of larger ones would leave the range of float32.
-_LARGEST_SQUARE = 1e30
+_SHORTEST_WAY = 1e-3  # of two vectors of length 1; squares that are exact to 1e-7 tell no shorter one apart
+# No trained layer comes near; products of larger ones would leave the range of float32 after few layers.
+_LARGEST_SQUARE = 1e20
 
 
 def is_weight(name: str, array: np.ndarray) -> bool:
@@ -79,6 +80,9 @@ class Cosines:
     mean : float or None
         Mean cosine of the weights, each counted by how many numbers it holds. Weights that are all zero in what the
         client started from (fresh biases) point nowhere and are left out; None: there are no others.
+    moved : tuple of float
+        How far the weights and the running statistics, each as one vector, are from where they started, as a multiple
+        of the length of that start. Shorter ways than 1e-3 are not told apart.
     """
 
     weights: dict[str, float]
@@ -86,6 +90,7 @@ class Cosines:
     model: float
     offender: str | None
     mean: float | None = None
+    moved: tuple[float, float] = (0.0, 0.0)
 
     @property
     def finite(self) -> bool:
@@ -176,6 +181,7 @@ class GlobalLayers:
     def _cosines(self, measured: dict[str, tuple[float, float]]) -> Cosines:
         weights, buffers = {}, {}
         model_wg = model_ww = model_gg = 0.0
+        buffers_way = buffers_gg = 0.0
         total, numbers = 0.0, 0
         for name, (wg, ww) in measured.items():
             gg = self._squares[name]
@@ -187,13 +193,22 @@ class GlobalLayers:
                     total, numbers = total + size * weights[name], numbers + size
             else:
                 buffers[name] = cosine(wg, ww, gg)
+                buffers_way, buffers_gg = buffers_way + ww - 2 * wg + gg, buffers_gg + gg
         return Cosines(
             weights=weights,
             buffers=buffers,
             model=cosine(model_wg, model_ww, model_gg),
             offender=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
             mean=total / numbers if numbers else None,
+            moved=(_relative(model_ww - 2 * model_wg + model_gg, model_gg), _relative(buffers_way, buffers_gg)),
         )
+
+
+def _relative(square: float, of: float) -> float:
+    """The length of a vector, by its square, as a multiple of another's; by float32 products no better than to 1e-3."""
+    if not math.isfinite(square):
+        return math.inf
+    return max(math.sqrt(max(square, 0.0) / of), _SHORTEST_WAY) if of else _SHORTEST_WAY if square <= 0 else math.inf
 
 
 def _products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:

@@ -1,5 +1,8 @@
 """What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows Flower's records and their keys.
 
+What comes over a network is bytes until it is proven to be what it should be: arrays are read without a copy from
+``.npy`` bytes whose header fits their length, and records or metrics that nobody asked for are refused.
+
 An `Array` here is a view of a live NumPy array. In one process it is handed over as it is; Ray pickles it out-of-band,
 i.e. through shared memory; only a network deployment asks for its ``data`` and so pays for the ``.npy`` bytes that a
 stock Flower peer reads.
@@ -7,6 +10,8 @@ stock Flower peer reads.
 
 import functools
 import io
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,9 +19,11 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedssl.errors import InputError
 from fedssl.layers import Layers
 
 ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
+ANSWERS, WHO = "answers", "who"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -61,8 +68,42 @@ def to_record(layers: Layers) -> ArrayRecord:
 
 
 def from_record(record: ArrayRecord) -> Layers:
-    """Layers of a Flower record; shares memory with records made by `to_record`."""
-    return {name: array.numpy() for name, array in record.items()}
+    """Layers of a Flower record, which share its memory; those that came over a network cannot be written to.
+
+    Raises
+    ------
+    ValueError
+        An array is not what `read_array` reads.
+    """
+    return {
+        name: array.numpy() if type(array) is Array else read_array(array.data, name=name)
+        for name, array in record.items()
+    }
+
+
+def read_array(data: bytes, *, name: str) -> np.ndarray:
+    """An array of numbers in ``.npy`` bytes, which keep its memory: nothing is taken that did not arrive.
+
+    Raises
+    ------
+    ValueError
+        The bytes are something else, or more or fewer than their header says.
+    """
+    file = io.BytesIO(data)
+    try:
+        read_header = _HEADERS[np.lib.format.read_magic(file)]
+        shape, fortran, dtype = read_header(file)
+    except Exception as error:  # NumPy raises what Python's tokenizer does, too
+        raise ValueError(f"array {name} is not in NumPy's format") from error
+    if dtype.kind not in "fiub" or any(length < 0 for length in shape):
+        raise ValueError(f"array {name} holds {dtype} of shape {shape} instead of numbers")
+    held, announced = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
+    if held != announced:
+        raise ValueError(f"array {name} has {held} bytes, but {announced} by its shape {shape}")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +119,7 @@ class TrainPlan:
     shared : Layers
         What the server half of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
-        What `fedssl.config.read_client` reads.
+        What `fedssl.config.read_client` reads, for simulated clients, or `fedssl.task.compose_task`, for devices.
     metrics : tuple of str
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
     keep_from : int
@@ -171,6 +212,8 @@ class ClientUpdate:
         Mean loss of the last local epoch.
     seconds : float, optional
         Time the client took for the round.
+    answers : tuple of int and str, optional
+        Round and code of the plan that it answers.
     """
 
     layers: Layers
@@ -179,12 +222,20 @@ class ClientUpdate:
     num_examples: int | None = None
     train_loss: float | None = None
     seconds: float | None = None
+    answers: tuple[int, str] | None = None
 
-    def to_content(self, metrics: Sequence[str]) -> RecordDict:
-        """The reply, with only the named metrics in it."""
+    def to_content(self, plan: TrainPlan) -> RecordDict:
+        """The reply to a plan, with only the metrics in it that the plan asks for."""
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
-        record = MetricRecord({name: value for name in metrics if (value := values[name]) is not None})
-        return RecordDict({ARRAYS: to_record(self.layers), GATHERED: to_record(self.gathered), METRICS: record})
+        record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
+        return RecordDict(
+            {
+                ARRAYS: to_record(self.layers),
+                GATHERED: to_record(self.gathered),
+                METRICS: record,
+                ANSWERS: ConfigRecord({"round": plan.round, "code": plan.code}),
+            }
+        )
 
     @classmethod
     def from_content(cls, content: RecordDict, partition_id: int) -> "ClientUpdate":
@@ -195,14 +246,20 @@ class ClientUpdate:
         KeyError
             A record is missing.
         ValueError
-            A metric is no number, or a count is none.
+            There is a record or a metric that no update has, an array is damaged, a metric is no number, or a count is
+            none.
         """
+        unknown = content.keys() - {ARRAYS, GATHERED, METRICS, ANSWERS}
+        if unknown:
+            raise ValueError(f"record {min(unknown)} was not asked for")
         values: dict[str, float] = {}
         for name, value in content.metric_records[METRICS].items():
-            if name in CLIENT_METRICS:
-                if not isinstance(value, int | float):
-                    raise ValueError(f"metric {name} is {value} instead of a number")
-                values[name] = value
+            if name not in CLIENT_METRICS:
+                raise ValueError(f"metric {name} was not asked for")
+            if not isinstance(value, int | float):
+                raise ValueError(f"metric {name} is {value} instead of a number")
+            values[name] = value
+        answers = content.config_records[ANSWERS]
         examples = values.get(NUM_EXAMPLES)
         if examples is not None and not abs(examples) < 2**53:
             raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is no count")
@@ -213,6 +270,7 @@ class ClientUpdate:
             num_examples=None if examples is None else int(examples),
             train_loss=values.get(TRAIN_LOSS),
             seconds=values.get(SECONDS),
+            answers=(int(_number(answers["round"])), str(answers["code"])),
         )
 
 
@@ -226,16 +284,63 @@ def content_bytes(content: RecordDict, *layers: Layers) -> int:
     return arrays + metrics + sum(record.count_bytes() for record in content.config_records.values())
 
 
-def who_reply(message: Message, partition_id: int, num_partitions: int) -> Message:
-    """A client's answer to the query which partition it holds."""
-    record = MetricRecord({"partition-id": partition_id, "num-partitions": num_partitions})
-    return Message(RecordDict({METRICS: record}), reply_to=message)
+@dataclass(frozen=True, kw_only=True)
+class Who:
+    """What a node says it is.
+
+    Attributes
+    ----------
+    partition : int or None
+        The partition that it holds; of a device its place in the order of the clients, None: it has none.
+    partitions : int or None
+        How many there are; None: it is a device.
+    name : str
+        Of a device.
+    """
+
+    partition: int | None
+    partitions: int | None = None
+    name: str = ""
 
 
-def read_who(message: Message) -> tuple[int, int]:
-    """Partition id and number of partitions from a client's answer."""
-    record = message.content.metric_records[METRICS]
-    return int(_number(record["partition-id"])), int(_number(record["num-partitions"]))
+def who_reply(message: Message, who: Who) -> Message:
+    """A client's answer to the query what it is."""
+    if who.partitions is None:
+        record = ConfigRecord({"name": who.name})
+        if who.partition is not None:
+            record["partition-id"] = who.partition
+        return Message(RecordDict({WHO: record}), reply_to=message)
+    assert who.partition is not None
+    metrics = MetricRecord({"partition-id": who.partition, "num-partitions": who.partitions})
+    return Message(RecordDict({METRICS: metrics}), reply_to=message)
+
+
+def read_who(message: Message) -> Who:
+    """What a node answered.
+
+    Raises
+    ------
+    KeyError, ValueError
+        It answered something else.
+    """
+    if WHO not in message.content.config_records:
+        record = message.content.metric_records[METRICS]
+        return Who(partition=_whole(record["partition-id"]), partitions=_whole(record["num-partitions"]))
+    about = message.content.config_records[WHO]
+    name = about["name"]
+    if not isinstance(name, str):
+        raise ValueError(f"{type(name).__name__} instead of a name")
+    check_device_name(name)
+    return Who(partition=_whole(about["partition-id"]) if "partition-id" in about else None, name=name)
+
+
+def check_device_name(name: str) -> None:
+    """Refuse, by an `InputError`, what cannot be a device's name: it is shown to people and names a folder."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}", name):
+        raise InputError(
+            f"client-name={name[:60]!r} is no name of a device; use 1 to 40 letters, digits, _, - and ., beginning "
+            "with a letter, a digit or _"
+        )
 
 
 def _to_text(names: Sequence[str]) -> str:
@@ -252,3 +357,11 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"{value} instead of a number")
     return value
+
+
+def _whole(value: object) -> int:
+    """A value of a record as the number that counts something."""
+    number = _number(value)
+    if not (isinstance(number, int) and 0 <= number < 2**31) or isinstance(number, bool):
+        raise ValueError(f"{number} instead of a whole number")
+    return number

@@ -55,14 +55,14 @@ def from_arguments(arguments: Sequence[str]) -> list[str]:
     if place is not None:
         folders += [str(folder) for folder in search_folders([others.pop(place)])]
     place = next((number for number, argument in enumerate(others) if "=" in argument and argument[0] != "-"), 0)
-    return [*others[:place], _word([_existing(folder) for folder in folders]), *others[place:]]
+    return [*others[:place], search_word([_existing(folder) for folder in folders]), *others[place:]]
 
 
 def with_folders(words: Sequence[str]) -> list[str]:
     """Return the words, with the user's folders as absolute paths; raises `InputError` for a missing folder."""
     folders = search_folders(words)
     others = [word for word in words if not _is_word(word, SEARCH)]
-    return [_word(folders), *others] if folders else others
+    return [search_word(folders), *others] if folders else others
 
 
 def search_folders(words: Sequence[str]) -> list[Path]:
@@ -199,5 +199,6 @@ def _is_word(argument: str, key: str) -> bool:
     return argument.partition("=")[0] == key
 
 
-def _word(folders: Sequence[Path]) -> str:
+def search_word(folders: Sequence[Path]) -> str:
+    """The word that names the user's folders."""
     return f"{SEARCH}=[{','.join(quote(f'file://{folder}') for folder in dict.fromkeys(folders))}]"

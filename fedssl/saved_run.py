@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.errors import InputError
 from fedssl.untrusted import damaged, plain, printable, read_yaml
-from fedssl.words import groups, parse
+from fedssl.words import check_run_id, groups, parse
 
 # Where decoded pictures are written, and the cluster that runs the clients' code.
 _PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address"}
@@ -88,8 +88,10 @@ def read_settings(file: Path) -> DictConfig | None:
     kinds = {"seed": int, "rounds": int, "run_id": str, "dataset": DictConfig}
     if not all(key in saved and isinstance(saved[key], kind) for key, kind in kinds.items()):
         raise damaged(file, "it does not hold the settings of a run")
-    if not re.fullmatch(r"\w[-.\w]{0,63}", saved.run_id):
-        raise damaged(file, "run_id is no word of letters and digits")
+    try:
+        check_run_id(saved.run_id)
+    except InputError as error:
+        raise damaged(file, str(error)) from error
     _check_dataset(saved.dataset, file)
     OmegaConf.set_struct(saved, True)
     return saved

@@ -1,10 +1,12 @@
-"""Long waits that say what they are for."""
+"""What is said to people: long waits tell what they are for, and words of others are fit to be shown."""
 
 import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from fedssl import untrusted
 
 log = logging.getLogger("fedssl")
 
@@ -27,3 +29,8 @@ def saying(what: str) -> Iterator[None]:
     finally:
         left.set()
         thread.join()
+
+
+def printable(text: str | None, *, most: int = 300) -> str:
+    """Text of somebody else's, as much of it as fits a line, and nothing that a terminal would obey."""
+    return untrusted.printable((text or "")[:most])

@@ -191,6 +191,35 @@ class AlgorithmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateLimits:
+    """What a server takes from clients.
+
+    Attributes
+    ----------
+    norm_factor : float or None
+        How many times as far as the median of a round an update may move, at least 1; None: any. With a number all
+        updates of a round are kept in memory until the last is there.
+    max_examples : int or None
+        How many pictures a client may say that it has, at least 1; None: any number.
+
+    Raises
+    ------
+    InputError
+        One of them is not such a number.
+    """
+
+    norm_factor: float | None = None
+    max_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        factor, examples = self.norm_factor, self.max_examples
+        if factor is not None and (type(factor) not in (int, float) or not factor >= 1):
+            raise InputError(f"updates.norm_factor={factor} must be a number of at least 1, or null for any update")
+        if examples is not None and (type(examples) is not int or examples < 1):
+            raise InputError(f"updates.max_examples={examples} must be a whole number of at least 1, or null for any")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
     """Training on the server itself.
 
@@ -288,16 +317,16 @@ class ClientSettings:
     Attributes
     ----------
     seed : int
-    run_id : str
-    folder : Path
-        Of the run, on the machine of the server.
+    states : Path
+        Where the run's clients keep what they keep, each in a folder of its own.
+    partition : PartitionSettings or None
+        None: all pictures are this client's.
     """
 
     seed: int
-    run_id: str
-    folder: Path
+    states: Path
     data: DataSettings
-    partition: PartitionSettings
+    partition: PartitionSettings | None
     model: ModelSettings
     training: TrainingSettings
     strategy: Component
@@ -316,7 +345,7 @@ class Settings:
     lr_schedule : Component
         A function of `fedssl.schedule.lr`, without its last arguments.
     client_text : str
-        What `fedssl.config.read_client` makes `ClientSettings` of.
+        What `fedssl.config.read_client` makes `ClientSettings` of, for simulated clients.
     """
 
     seed: int
@@ -331,6 +360,7 @@ class Settings:
     training: TrainingSettings
     algorithm: AlgorithmSettings
     calibration: CalibrationSettings | None
+    updates: UpdateLimits
     evaluation: EvaluationSettings
     machine: MachineSettings
     engine: EngineSettings

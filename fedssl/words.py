@@ -72,6 +72,14 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
         raise InputError(f"{group}=glob({idle[0]}) finds nothing, and nothing in subfolders; name some of {listed}")
 
 
+def check_run_id(name: object) -> None:
+    """Refuse, by an `InputError`, what cannot name a run wherever its clients keep their states."""
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)):
+        raise InputError(
+            f"run_id={str(name)[:80]!r} is no name of a run; use 1 to 64 letters, digits, _ and -, or leave it out"
+        )
+
+
 def refuse_renamed(word: str) -> None:
     """Say what a word of an earlier version is now, by an `InputError`; other words pass."""
     if word in RENAMED:

@@ -25,6 +25,7 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
 from fedssl.words import parse, quote
+from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
 from server_app.federation import Federation
 from server_app.log import logging_to, writing
@@ -51,7 +52,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = load_run(words)
     if not SAYS_HOW_MANY & {word.key_or_group for word in parse(words)}:
         size = federation_size(grid, timeout=settings.client_timeout)
-        if size != settings.num_clients:
+        if size not in (None, settings.num_clients):
             words = [f"num_clients={size}", *words]
             settings = load_run(words)
             log.warning("num_clients=%d, as many as the federation has nodes", size)
@@ -60,7 +61,7 @@ def main(grid: Grid, context: Context) -> None:
     recorder = Recorder(settings.recording, rounds=settings.rounds)
     with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder):
         try:
-            results, models = run(grid, settings, recorder)
+            results, models, unjudged = run(grid, settings, recorder)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
@@ -70,13 +71,13 @@ def main(grid: Grid, context: Context) -> None:
                     recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results, models=models)
-        table = format_table(results) if results else f"nothing was evaluated: {lacking(settings.data)}"
+        table = format_table(results) if results else f"nothing was evaluated: {unjudged}"
         log.info("%s\nresults are in %s", table, recorder.folder)
 
 
-def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:
-    """All rounds from the last checkpoint on; returns what `finish` does."""
-    prepared = prepare(grid, settings)
+def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged, str | None]:
+    """All rounds from the last checkpoint on; returns what `finish` does, and why nothing is evaluated, if so."""
+    prepared = prepare(grid, settings, known=recorder.devices())
     settings = prepared.settings
     resumed = settings.recording.resumed
     if resumed not in (None, settings.rounds) and len(prepared.federation.phases) > 1:
@@ -95,10 +96,11 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
                 knows=federation.strategy.server.knows,
             )
         )
-    recorder.begin(settings.recording, prepared.pictures, prepared.parts)
+    recorder.begin(settings.recording, prepared.held, prepared.numbers)
+    pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
-        "%d clients, %d pictures, %d rounds; %d bytes of layers per client and direction; output in %s",
-        *(settings.num_clients, len(prepared.pictures.images), settings.rounds),
+        "%d clients, %s, %d rounds; %d bytes of layers per client and direction; output in %s",
+        *(settings.num_clients, pictures, settings.rounds),
         *(sum(array.nbytes for array in travelling_layers(prepared.method).values()), recorder.folder),
     )
     log.info(
@@ -106,11 +108,11 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
         settings.algorithm.strategy.name,
         ", ".join(prepared.federation.reported(state.round + 1)) or "nothing",
     )
-    problem = lacking(settings.data)
+    problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
     state = rounds(grid, prepared, state, recorder, last=settings.rounds)
-    return finish(prepared, state, settings, recorder)
+    return (*finish(prepared, state, settings, recorder), problem)
 
 
 def rounds(grid: Grid, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int) -> ServerState:
@@ -151,7 +153,7 @@ def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder:
         for name, layers in models.items():
             load_layers(method, layers)
             recorder.encoder(name, method, settings)
-    recorder.figures(prepared.pictures, prepared.parts)
+    recorder.figures(prepared.held)
     if not baselines:  # there are no labelled pictures
         return {}, {}
     federated = over_models(list(judged.values()))

@@ -1,6 +1,6 @@
 """What is the same in all rounds of a run: who takes part, the algorithm, the phases, and what the server adds."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -13,6 +13,7 @@ from fedssl.model_layers import copied_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
+from fedssl.settings import UpdateLimits
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
 from strategies.state import Model
@@ -39,8 +40,8 @@ class Federation:
         They cover all rounds.
     initial : callable
         Makes the untrained layers, from which a model begins that does not exist yet.
-    nodes : tuple of int
-        Node ids in the order of partition ids.
+    nodes : mapping of int to int
+        Node ids by the numbers of the clients, which are partition ids in a simulation.
     seed, clients_per_round : int
     timeout : float
         Seconds without a reply after which a round goes on without the clients that are missing.
@@ -52,6 +53,8 @@ class Federation:
     lr_factor : callable
         Maps a round to the factor of the clients' learning rate.
     calibration : Calibration or None
+    limits : UpdateLimits
+        What is taken from clients.
 
     Raises
     ------
@@ -63,7 +66,7 @@ class Federation:
     method: SSLMethod
     phases: Sequence[Phase]
     initial: Callable[[], Layers]
-    nodes: tuple[int, ...]
+    nodes: Mapping[int, int]
     seed: int
     clients_per_round: int
     timeout: float
@@ -73,6 +76,7 @@ class Federation:
     server_optimizer: ServerOptimizer = field(default_factory=Assign)
     lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibration | None = None
+    limits: UpdateLimits = field(default_factory=UpdateLimits)
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)
@@ -110,6 +114,12 @@ class Federation:
             return model
         return replace(model, layers=self.calibration(round, model.layers))
 
+    def sample(self, round: int) -> list[int]:
+        """Numbers of the clients that train in a round, ascending."""
+        numbers = sorted(self.nodes)
+        places = sample_clients(self.seed, round, num_clients=len(numbers), clients_per_round=self.clients_per_round)
+        return [numbers[place] for place in places]
+
     def reported(self, round: int) -> tuple[str, ...]:
         """Metrics that clients report in a round."""
         return tuple(dict.fromkeys([*self.strategy.server.rule(round).needs, *self.metrics]))
@@ -123,6 +133,6 @@ def check_metrics(metrics: Iterable[str]) -> None:
 
 
 def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int) -> list[int]:
-    """Partition ids that train in a round, ascending: a pure function of seed and round, whatever the node ids are."""
+    """Which of the clients train in a round, by place, ascending: a pure function of seed and round."""
     chosen = numpy_generator(seed, "clients", round).choice(num_clients, size=clients_per_round, replace=False)
     return sorted(int(client) for client in chosen)

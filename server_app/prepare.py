@@ -1,7 +1,7 @@
 """What a run works with, built from the settings and found usable before any round."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +21,16 @@ from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
 from fedssl.settings import Settings
+from fedssl.task import task_of
 from fedssl.training import LocalTraining
 from server_app.calibration import Calibration
 from server_app.costs import Costs
+from server_app.devices import say, with_devices
 from server_app.evaluator import Evaluator
 from server_app.federation import Federation
+from server_app.held import Held
 from server_app.monitor import Monitor
-from server_app.nodes import find_nodes
+from server_app.nodes import find_clients
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
 
@@ -44,10 +47,10 @@ class Prepared:
         Those of the run, with what only the pictures could tell.
     federation : Federation
     lr_schedule : LRSchedule
-    pictures : Pictures
-        Of all clients together.
-    parts : list of ndarray
-        The pictures of each client.
+    numbers : mapping of str to int
+        Of devices, by name; empty in a simulation.
+    held : Held or None
+        None: the pictures are on the devices.
     evaluator : Evaluator
     monitor : Monitor or None
         None: health is not looked at.
@@ -58,8 +61,8 @@ class Prepared:
     settings: Settings
     federation: Federation
     lr_schedule: LRSchedule
-    pictures: Pictures
-    parts: list[np.ndarray]
+    numbers: Mapping[str, int]
+    held: Held | None
     evaluator: Evaluator
     monitor: Monitor | None
     costs: Costs | None
@@ -70,27 +73,36 @@ class Prepared:
         return self.federation.method
 
 
-def prepare(grid: Grid, settings: Settings) -> Prepared:
-    """Build all parts.
+def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None = None) -> Prepared:
+    """Build all parts; ``known`` are the numbers that devices of the run have from before.
 
     Raises
     ------
     InputError
         Settings do not fit each other, the data or the federation.
     """
-    device, data = set_up(settings.machine), settings.data
+    device = set_up(settings.machine)
+    clients = find_clients(grid, settings.num_clients, timeout=settings.client_timeout, known=known)
+    task = task_of(settings).text() if clients.numbers else None
+    if task:
+        settings = with_devices(settings, clients)
+        say(settings, clients)
+    data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build(settings.model).to(device)
     check_batch(settings, method)
     evaluator.check(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method)
     method.encoder.check_pictures((data.channels, data.size, data.size))
-    nodes = find_nodes(grid, settings.num_clients, timeout=settings.client_timeout)
-    pictures = federated_pictures(settings, method)
-    if pictures.labels is None:
-        settings = partition_without_labels(settings)
-    parts = split(settings.partition, pictures)
-    check_clients(parts, method)
+    held = None
+    if task:
+        check_devices(method)
+    else:
+        pictures = federated_pictures(settings, method)
+        if pictures.labels is None:
+            settings = partition_without_labels(settings)
+        held = Held(pictures, split(settings.partition, pictures))
+        check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
     federation = Federation(
@@ -98,27 +110,27 @@ def prepare(grid: Grid, settings: Settings) -> Prepared:
         method=method,
         phases=lr_schedule.phases,
         initial=lambda: travelling_layers(build(settings.model)),
-        nodes=tuple(nodes),
+        nodes=clients.nodes,
         seed=settings.seed,
         clients_per_round=settings.clients_per_round,
         timeout=settings.client_timeout,
-        settings=settings.client_text,
+        settings=task or settings.client_text,
         code=code_fingerprint(),
         metrics=settings.algorithm.metrics,
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
+        limits=settings.updates,
     )
-    measured = settings.evaluation.resources
     return Prepared(
         settings=settings,
         federation=federation,
         lr_schedule=lr_schedule,
-        pictures=pictures,
-        parts=parts,
+        numbers=clients.numbers,
+        held=held,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
-        costs=Costs(method, training, pictures=pictures, parts=parts, device=device) if measured else None,
+        costs=make_costs(settings, method, training, held, device),
     )
 
 
@@ -147,6 +159,12 @@ def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
             "partition.min_size or fewer clients avoid it",
             *(type(method).__name__, smallest, ", ".join(few)),
         )
+
+
+def check_devices(method: SSLMethod) -> None:
+    """Refuse, by an `InputError`, a method that devices cannot be asked for."""
+    if method.uses_labels:
+        raise InputError(f"{type(method).__name__} needs labels, and devices agree on no classes; set another method")
 
 
 def make_algorithm(settings: Settings, method: SSLMethod) -> tuple[FedSSLStrategy, ServerOptimizer]:
@@ -188,6 +206,15 @@ def make_calibration(
         device=device,
         seed=settings.seed,
     )
+
+
+def make_costs(
+    settings: Settings, method: SSLMethod, training: LocalTraining, held: Held | None, device: torch.device
+) -> Costs | None:
+    """What measures the costs; None: it is turned off, or nobody knows the clients' pictures."""
+    if held is None or not settings.evaluation.resources:
+        return None
+    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device)
 
 
 def make_monitor(

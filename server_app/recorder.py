@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.config import save_run
-from fedssl.datasets.base import Pictures
+from fedssl.config import DEVICES, save_run
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
@@ -33,7 +32,9 @@ from fedssl.report.curves import draw_curves
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
 from fedssl.settings import RecordingSettings, Settings
+from fedssl.untrusted import damaged, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
+from server_app.held import Held
 from server_app.log import DISK_ERRORS
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.progress import Progress
@@ -48,7 +49,7 @@ LINES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 
 # What a run writes, beside encoders, checkpoints and figures.
 FILES = (
-    *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", "partition.csv", "summary.json"),
+    *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
     *LINES,
     "representations.npz",
 )
@@ -116,14 +117,35 @@ class Recorder:
                 raise InputError(f"{self.folder} is in use by another run; wait for its end or stop it") from error
             yield
 
-    def begin(self, settings: RecordingSettings, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
+    def devices(self) -> dict[str, int]:
+        """Numbers of the devices by name, as they were written before; empty if there were none.
+
+        Raises
+        ------
+        InputError
+            The file is damaged.
+        """
+        file = self.folder / DEVICES
+        found = read_yaml(file, dict) or {}
+        numbers = list(found.values())
+        if not all(isinstance(name, str) and type(number) is int and number >= 0 for name, number in found.items()):
+            raise damaged(file, "it does not give every name a number")
+        if len(set(numbers)) < len(numbers):
+            raise damaged(file, "two names have the same number")
+        return found
+
+    def begin(self, settings: RecordingSettings, held: Held | None, numbers: Mapping[str, int]) -> None:
         """Make the folder that of this run: all settings have been found usable, and it is known who holds what.
 
         ``settings`` are those that the pictures have led to, in the place of those it was made with.
         """
         self._settings = settings
         save_run(self._settings, self.folder)
-        write_table(self.folder / "partition.csv", parts, pictures.labels, pictures.classes)
+        if numbers:
+            write_text(self.folder / DEVICES, json.dumps(numbers, indent=2) + "\n")
+        if held:
+            pictures = held.pictures
+            write_table(self.folder / "partition.csv", held.parts, pictures.labels, pictures.classes)
 
     def restore(self, expected: Expected | None = None) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
@@ -221,9 +243,11 @@ class Recorder:
             },
         )
 
-    def figures(self, pictures: Pictures, parts: Sequence[np.ndarray]) -> None:
-        """Draw who holds what, and the curves of the rounds."""
-        draw(self.folder / "figures" / "partition.png", parts, pictures.labels, pictures.classes)
+    def figures(self, held: Held | None) -> None:
+        """Draw who holds what, if that is known, and the curves of the rounds."""
+        if held:
+            pictures = held.pictures
+            draw(self.folder / "figures" / "partition.png", held.parts, pictures.labels, pictures.classes)
         draw_curves(self.folder)
 
     def summary(

@@ -86,8 +86,10 @@ def in_order(
             drop(client, "no reply in time")
 
 
-def read_update(reply: Message, client: int) -> ClientUpdate:
-    """The update in a reply; raises `BadUpdate`."""
+def read_update(reply: Message, client: int, *, sent_to: int) -> ClientUpdate:
+    """The update in the reply of a client to what was sent to its node; raises `BadUpdate`."""
+    if reply.metadata.src_node_id != sent_to:
+        raise BadUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
     try:
         return ClientUpdate.from_content(reply.content, client)
     except KeyError as missing:
@@ -97,7 +99,13 @@ def read_update(reply: Message, client: int) -> ClientUpdate:
 
 
 def check_update(
-    update: ClientUpdate, *, sent: GlobalLayers, gathered: GlobalLayers, needs: Collection[str]
+    update: ClientUpdate,
+    *,
+    sent: GlobalLayers,
+    gathered: GlobalLayers,
+    needs: Collection[str],
+    plan: tuple[int, str],
+    max_examples: int | None = None,
 ) -> Cosines:
     """The cosines of an update with what its client started from.
 
@@ -109,18 +117,26 @@ def check_update(
         What its part for the method's server half must be like.
     needs : collection of str
         Metrics that it must have.
+    plan : tuple of int and str
+        Round and code of the plan that it must answer.
+    max_examples : int, optional
+        More pictures no client can have.
 
     Raises
     ------
     BadUpdate
-        A layer is missing, of another form or not finite, or a metric is missing or impossible.
+        It answers another plan, a layer is missing, of another form or not finite, or a metric is missing or
+        impossible.
     """
+    for what, answered, sent_out in zip(("round", "code"), update.answers or (None, None), plan, strict=True):
+        if answered != sent_out:
+            raise BadUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
     try:
         sent.check(update.layers)
         gathered.check(update.gathered)
     except InputError as problem:
         raise BadUpdate(str(problem)) from problem
-    _check_metrics(update, needs)
+    _check_metrics(update, needs, max_examples=max_examples)
     cosines = sent.compare(update.layers)
     for offender in (cosines.offender, gathered.compare(update.gathered).offender):
         if offender is not None:
@@ -131,11 +147,13 @@ def check_update(
     return cosines
 
 
-def _check_metrics(update: ClientUpdate, needs: Collection[str]) -> None:
+def _check_metrics(update: ClientUpdate, needs: Collection[str], *, max_examples: int | None) -> None:
     for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
         if name in needs and value is None:
             raise BadUpdate(f"metric {name} is missing")
     if update.num_examples is not None and update.num_examples <= 0:
         raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
+    if max_examples is not None and (update.num_examples or 0) > max_examples:
+        raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is more than updates.max_examples={max_examples}")
     if TRAIN_LOSS in needs and not math.isfinite(update.train_loss or 0.0):
         raise BadUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")

@@ -8,7 +8,7 @@ client is checked and measured against the model that it started from.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flwr.app import Message, RecordDict
@@ -18,7 +18,8 @@ from fedssl.errors import RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan, content_bytes
 from fedssl.schedule.phases import phase_at
-from server_app.federation import Federation, sample_clients
+from server_app.federation import Federation
+from server_app.plausible import implausible
 from server_app.replies import BadUpdate, check_update, in_order, read_update, receive
 from server_app.report import ClientRow, RoundReport
 from strategies.base import Rule
@@ -47,6 +48,15 @@ class _Aggregation:
     rule: Rule
     received: dict[int, tuple[str, ...]] = field(default_factory=dict)
     gathered: list[Layers] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Usable:
+    """An update that passed its checks, how it compares to its start, and what it took to send."""
+
+    update: ClientUpdate
+    cosines: Cosines
+    bytes_up: int
 
 
 def run_round(
@@ -85,12 +95,7 @@ class Round:
         self.number = state.round + 1
         self._phase = phase_at(federation.phases, self.number)
         server = federation.strategy.server
-        clients = sample_clients(
-            federation.seed,
-            self.number,
-            num_clients=len(federation.nodes),
-            clients_per_round=federation.clients_per_round,
-        )
+        clients = federation.sample(self.number)
         self._start_of = {client: server.start_of(state, self.number, client) for client in clients}
         self._into = {client: dict.fromkeys(server.into(state, self.number, client)) for client in clients}
         targets = dict.fromkeys(name for names in self._into.values() for name in names)
@@ -115,9 +120,12 @@ class Round:
         for name, aggregation in self._aggregations.items():
             aggregation.rule.start(self._starts[name].sent)
         clients = {self._federation.nodes[client]: client for client in self._start_of}
-        for client, reply in in_order(replies, sent=self.messages, clients=clients, drop=self._drop):
-            self._fold(client, reply, observe)
-            del reply
+        usable = self._usable(in_order(replies, sent=self.messages, clients=clients, drop=self._drop))
+        if self._federation.limits.norm_factor is not None:
+            usable = self._plausible(list(usable), factor=self._federation.limits.norm_factor)
+        for one in usable:
+            self._fold(one, observe)
+            del one  # a streamed update is a whole model: let it go before the next one is made
         if not self._report.clients:
             raise RunFailed(self._nothing_usable())
         fed = {name: self._aggregate(name) for name, one in self._aggregations.items() if one.received}
@@ -195,31 +203,55 @@ class Round:
 
     # --- replies ---
 
-    def _fold(self, client: int, reply: Message, observe: Observe | None) -> None:
-        start = self._starts[self._start_of[client]]
-        try:
-            update = read_update(reply, client)
-            cosines = check_update(update, sent=start.sent, gathered=self._federation.gathered, needs=self._needs)
-        except BadUpdate as reason:
-            self._drop(client, str(reason))
-            return
+    def _usable(self, replies: Iterable[tuple[int, Message]]) -> Iterator[_Usable]:
+        """The updates that pass their checks; the others are dropped."""
+        federation = self._federation
+        for client, reply in replies:
+            start = self._starts[self._start_of[client]]
+            try:
+                update = read_update(reply, client, sent_to=federation.nodes[client])
+                cosines = check_update(
+                    update,
+                    sent=start.sent,
+                    gathered=federation.gathered,
+                    needs=self._needs,
+                    plan=(self.number, federation.code),
+                    max_examples=federation.limits.max_examples,
+                )
+            except BadUpdate as reason:
+                self._drop(client, str(reason))
+                continue
+            bytes_up = content_bytes(reply.content, update.layers, update.gathered)
+            del reply
+            yield _Usable(update, cosines, bytes_up)
+            del update
+
+    def _plausible(self, usable: Sequence[_Usable], *, factor: float) -> Iterator[_Usable]:
+        found = implausible({one.update.partition_id: one.cosines.moved for one in usable}, factor=factor)
+        for client, reason in found.items():
+            self._drop(client, reason)
+        return (one for one in usable if one.update.partition_id not in found)
+
+    def _fold(self, one: _Usable, observe: Observe | None) -> None:
+        update, client = one.update, one.update.partition_id
         for name in self._into[client]:
             aggregation = self._aggregations[name]
-            aggregation.rule.add(update, cosines)
+            aggregation.rule.add(update, one.cosines)
             aggregation.received[client] = self._received[client]
             aggregation.gathered.append(update.gathered)
         if observe is not None:
-            observe(client, {**start.frozen, **update.layers})
-        self._report.clients.append(self._row(update, cosines, reply))
+            observe(client, {**self._starts[self._start_of[client]].frozen, **update.layers})
+        self._report.clients.append(self._row(one))
 
-    def _row(self, update: ClientUpdate, cosines: Cosines, reply: Message) -> ClientRow:
+    def _row(self, one: _Usable) -> ClientRow:
+        update, cosines = one.update, one.cosines
         return ClientRow(
             round=self.number,
             client=update.partition_id,
             model=self._start_of[update.partition_id],
             loss=_finite(update.train_loss),  # NaN without a local epoch
             seconds=_finite(update.seconds),
-            bytes_up=content_bytes(reply.content, update.layers, update.gathered),
+            bytes_up=one.bytes_up,
             bytes_down=self._bytes_down[update.partition_id],
             examples=update.num_examples,
             cosine=cosines.weights,

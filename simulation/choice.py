@@ -2,11 +2,12 @@
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from fedssl.datasets.base import load_federated
+from fedssl.machine.memory import available_memory, gigabytes, peak_memory
 from fedssl.machine.process import set_up
 from fedssl.machine.threads import available_cores
 from fedssl.methods.build import build
@@ -14,16 +15,26 @@ from fedssl.seeding import torch_generator
 from fedssl.settings import Settings
 from fedssl.training import LocalTraining, number_of_batches, train
 
-RAY_STARTS_IN = 20.0  # seconds, with an actor for each of two cores
+RAY_STARTS_IN = 10.0  # seconds that starting and ending it take, with an actor for each of two cores
 LONG = 1.0  # seconds after which a step has been measured well enough
 
 
-def choose_engine(settings: Settings) -> tuple[str, str]:
-    """The engine for a run, and why.
+@dataclass(frozen=True)
+class Choice:
+    """An engine, how many clients are to run at a time on it, and why."""
+
+    engine: str
+    at_a_time: int
+    why: str
+
+
+def choose_engine(settings: Settings) -> Choice:
+    """The engine for a run.
 
     On GPUs it is Ray if there are several, and clients for them. On CPUs as many clients run at a time as the cores
-    have place for, with their threads each, and as take part in a round; if there are two or more, a training step is
-    measured, and Ray is taken if it saves more time than it needs to start.
+    have place for, with their threads each, as take part in a round, and as have place in memory, where each needs as
+    much as this process once it has trained a step; if these are two or more, Ray is taken if it saves more time, by
+    how long that step took, than it needs to start.
 
     Raises
     ------
@@ -31,18 +42,23 @@ def choose_engine(settings: Settings) -> tuple[str, str]:
         The pictures or the method cannot be used.
     """
     if os.name != "posix":
-        return "local", "Ray needs Linux or macOS"
+        return Choice("local", 1, "Ray needs Linux or macOS")
     gpus = torch.cuda.device_count() if settings.machine.device != "cpu" else 0
     if gpus:
-        several = gpus > 1 and settings.clients_per_round > 1
-        return ("ray" if several else "local"), f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
+        engine = "ray" if gpus > 1 and settings.clients_per_round > 1 else "local"
+        why = f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
+        return Choice(engine, settings.clients_per_round, why)
     at_a_time = min(available_cores() // settings.machine.threads, settings.clients_per_round)
     if at_a_time < 2:
-        return "local", "no two clients have place at a time"
+        return Choice("local", 1, "no two clients have place at a time")
     training = number_of_steps(settings) * seconds_per_step(settings)
-    saved = training * (1 - 1 / at_a_time)
-    why = f"about {training:.0f} s of training, {at_a_time} clients at a time"
-    return ("ray" if saved > RAY_STARTS_IN else "local"), why
+    free, each = available_memory(), peak_memory()
+    fit = at_a_time if free is None else max(min(free // each, at_a_time), 1)
+    why = f"about {training:.0f} s of training, clients at a time: {fit}"
+    if fit < at_a_time:
+        why += f", since each takes {gigabytes(each)} of memory"
+    saved = training * (1 - 1 / fit)
+    return Choice("ray" if saved > RAY_STARTS_IN else "local", fit, why)
 
 
 def number_of_steps(settings: Settings) -> int:

@@ -95,19 +95,20 @@ def run(words: Sequence[str]) -> None:
         path = one.reader.values.get("path")
         if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
             overrides.append(f"{key}.path={quote(path)}")
-    engine = settings.engine.name
+    engine, at_a_time = settings.engine.name, settings.clients_per_round
     if engine == "auto":
         from simulation.choice import choose_engine
 
-        engine, why = choose_engine(settings)
-        print(f"engine={engine}: {why}", flush=True)
+        choice = choose_engine(settings)
+        engine, at_a_time = choice.engine, choice.at_a_time
+        print(f"engine={engine}: {choice.why}", flush=True)
     if engine == "ray":
         from simulation.ray_grid import run_ray
 
         run_ray(
             overrides,
             num_clients=settings.num_clients,
-            clients_at_a_time=settings.clients_per_round,
+            clients_at_a_time=at_a_time,
             folder=folder,
             engine=settings.engine,
             machine=settings.machine,

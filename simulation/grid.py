@@ -17,6 +17,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from client_app.simulated import MARK, Simulation
+
 log = logging.getLogger("fedssl")
 
 RUN_ID, SERVER_NODE = 1, 1
@@ -73,7 +75,8 @@ def context_of(node: int, *, num_clients: int) -> Context:
     return Context(
         run_id=RUN_ID,
         node_id=node,
-        node_config={"partition-id": partition, "num-partitions": num_clients},
+        # Flower's type of a value leaves out what no command line can write, which is what the mark is.
+        node_config={"partition-id": partition, "num-partitions": num_clients, MARK: Simulation()},  # type: ignore[dict-item]
         state=RecordDict(),
         run_config={},
     )

@@ -1,5 +1,6 @@
 """How much memory there is for a process."""
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,14 @@ def available_memory() -> int | None:
     with suppress(OSError, ValueError):  # there is none, or its limit is "max"
         found.append(int(_LIMIT.read_text(encoding="ascii")))
     return min(found, default=None)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had in memory so far; needs Linux or macOS."""
+    import resource  # here: Windows has none
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def gigabytes(number: int) -> str:

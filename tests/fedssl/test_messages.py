@@ -1,18 +1,25 @@
+import io
 import pickle
+import tracemalloc
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedssl.messages import (
     Array,
     ClientUpdate,
     TrainPlan,
+    Who,
     content_bytes,
     from_record,
+    read_array,
     read_who,
     to_record,
     who_reply,
@@ -80,31 +87,122 @@ def test_what_belongs_to_the_servers_half_of_a_method_is_apart_from_the_layers()
     assert same(plan.shared, CENTROIDS)
     assert same(plan.layers, LAYERS)
     update = ClientUpdate(layers=LAYERS, gathered=CENTROIDS, partition_id=4)
-    back = ClientUpdate.from_content(update.to_content(()), 4)
+    back = ClientUpdate.from_content(update.to_content(PLAN), 4)
     assert same(back.gathered, CENTROIDS)
     assert same(back.layers, LAYERS)
-    assert content_bytes(update.to_content(()), update.layers, update.gathered) == 12 * 4 + 8 + 9 * 4
+    content = update.to_content(PLAN)
+    assert content_bytes(content, update.layers, update.gathered) == content_bytes(content, update.layers) + 9 * 4
 
 
 @pytest.mark.parametrize("metrics", [(), ("seconds",), ("num-examples", "train-loss", "seconds")])
 def test_update_carries_only_the_declared_metrics(metrics):
     update = ClientUpdate(layers=LAYERS, partition_id=4, num_examples=10, train_loss=0.5, seconds=1.5)
-    content = update.to_content(metrics)
+    content = update.to_content(replace(PLAN, metrics=metrics))
     assert set(content.metric_records["metrics"]) == set(metrics)
-    assert set(content) == {"arrays", "gathered", "metrics"}
+    assert set(content) == {"arrays", "gathered", "metrics", "answers"}
     back = ClientUpdate.from_content(content, 4)
+    assert back.answers == (3, "0123456789abcdef")
     assert back.num_examples == (10 if "num-examples" in metrics else None)
     assert back.train_loss == (0.5 if "train-loss" in metrics else None)
 
 
 def test_bytes_of_a_message():
-    # 12 float32 values and one int64 counter; the update without metrics has nothing else.
+    # 12 float32 values and one int64 counter; beside them, without metrics, the round and the code that are answered.
     update = ClientUpdate(layers=LAYERS, partition_id=0)
-    assert content_bytes(update.to_content(()), update.layers) == 12 * 4 + 8
-    assert content_bytes(update.to_content(()), update.layers) < content_bytes(PLAN.to_content(), PLAN.layers)
+    content = update.to_content(replace(PLAN, metrics=()))
+    answers = content.config_records["answers"].count_bytes()
+    assert content_bytes(content, update.layers) == 12 * 4 + 8 + answers
+    assert answers < 64
+    assert content_bytes(content, update.layers) < content_bytes(PLAN.to_content(), PLAN.layers)
+
+
+def npy(array, **changed):
+    """The bytes of an array, with parts of its header changed."""
+    file = io.BytesIO()
+    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    np.lib.format.write_array_header_1_0(file, header | changed)
+    return file.getvalue() + array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
+        np.arange(24, dtype=np.float16).reshape(2, 3, 4).transpose(2, 0, 1),
+        np.array(7, dtype=np.int64),
+        np.zeros((0, 3), dtype=bool),
+    ],
+)
+def test_arrays_are_read_where_they_lie(array):
+    data = Array(array).data
+    back = read_array(data, name="w")
+    assert back.dtype == array.dtype
+    assert np.array_equal(back, array)
+    assert not back.size or np.may_share_memory(back, np.frombuffer(data, np.uint8))
+    assert not back.flags.writeable
+
+
+def zipped():
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(3))
+    return file.getvalue()
+
+
+ONE = np.arange(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (zipped(), "array w is not in NumPy's format"),  # an archive, which numpy.load takes
+        (b"", "array w is not in NumPy's format"),
+        (b"\x93NUMPY\x01\x00\xff\xff{" + b"(" * 70000, "array w is not in NumPy's format"),
+        (b"\x93NUMPY\x09\x00" + npy(ONE)[8:], "array w is not in NumPy's format"),
+        (npy(ONE)[:-1], r"array w has 15 bytes, but 16 by its shape \(4,\)"),
+        (npy(ONE) + b"x", r"array w has 17 bytes, but 16 by its shape \(4,\)"),
+        (npy(ONE, shape=(10**12,)), "array w has 16 bytes, but 4000000000000 by its shape"),
+        (npy(ONE, shape=(-2, -2)), r"array w holds float32 of shape \(-2, -2\) instead of numbers"),
+        (npy(ONE, descr="|O"), "array w holds object"),
+        (npy(ONE, descr="<c8"), "array w holds complex64"),
+        (npy(ONE, descr="|S4"), "instead of numbers"),
+        (npy(ONE, descr=[("a", "<f4")]), "instead of numbers"),
+    ],
+)
+def test_bytes_that_are_no_array_are_refused_before_anything_is_taken(data, reason):
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=reason):
+        read_array(data, name="w")
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
+
+
+@given(st.binary(max_size=200), st.integers(0, 200))
+def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, place):
+    data = npy(ONE)
+    for mixed in (noise, data[:place] + noise + data[place + len(noise) :]):
+        with suppress(ValueError):
+            array = read_array(mixed, name="w")
+            assert array.nbytes < len(mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "reason"),
+    [
+        ("extra", ConfigRecord({"a": 1}), "record extra was not asked for"),
+        ("metrics", MetricRecord({"pictures": 3}), "metric pictures was not asked for"),
+        ("answers", ConfigRecord({"round": "one", "code": "x"}), "one instead of a number"),
+    ],
+)
+def test_what_nobody_asked_for_is_refused(name, record, reason):
+    content = ClientUpdate(layers=LAYERS, partition_id=4).to_content(PLAN)
+    content[name] = record
+    with pytest.raises(ValueError, match=reason):
+        ClientUpdate.from_content(content, 4)
 
 
 def test_who_query():
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
     query = Message(RecordDict(), 2, "query.who")
-    assert read_who(who_reply(query, 3, 10)) == (3, 10)
+    for who in (Who(partition=3, partitions=10), Who(partition=None, name="roof"), Who(partition=0, name="garden-2")):
+        assert read_who(who_reply(query, who)) == who

@@ -66,7 +66,7 @@ def test_settings_of_the_wrong_kind_are_refused(file, old, new, reason):
 def test_a_run_id_is_no_path(file, run_id):
     text = compose(["seed=3", "run_id=abc"]).recording.text
     file.write_text(text.replace("run_id: abc", f"run_id: '{run_id}'"))
-    with pytest.raises(InputError, match="run_id is no word of letters and digits"):
+    with pytest.raises(InputError, match="is no name of a run"):
         read_settings(file)
 
 

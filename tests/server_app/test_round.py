@@ -3,16 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError, RunFailed
+from fedssl.layers import GlobalLayers
 from fedssl.messages import ClientUpdate, TrainPlan, content_bytes
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import travelling_layers
 from fedssl.schedule.phases import end_to_end
+from fedssl.settings import UpdateLimits
 from server_app.federation import Federation, sample_clients
 from server_app.replies import receive
 from server_app.round import Round
@@ -26,6 +28,9 @@ LAYERS = {
     "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),
     "encoder.bn.running_mean": np.array([0.5], dtype=np.float32),
 }
+
+
+ANSWERS = ConfigRecord({"round": 1, "code": "x"})
 
 
 def good(layers, partition):
@@ -84,7 +89,7 @@ def make_grid(behaviours, received=None):
         update = ClientUpdate(
             layers=layers, partition_id=partition, num_examples=10 + partition, train_loss=1.0, seconds=0.5
         )
-        content = update.to_content(plan.metrics)
+        content = update.to_content(plan)
         if received is not None:
             received.append(content)
         return Message(content, reply_to=message)
@@ -92,9 +97,9 @@ def make_grid(behaviours, received=None):
     return LocalGrid(app, num_clients=len(behaviours))
 
 
-def configure(strategy, grid, *, clients_per_round=None, metrics=()):
+def configure(strategy, grid, *, clients_per_round=None, metrics=(), **limits):
     """The first round, whose messages are not sent yet."""
-    method, nodes = Small(), tuple(grid.get_node_ids())
+    method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
     federation = Federation(
         strategy=strategy,
         method=method,
@@ -107,6 +112,7 @@ def configure(strategy, grid, *, clients_per_round=None, metrics=()):
         settings="{}",
         code="x",
         metrics=tuple(metrics),
+        limits=UpdateLimits(**limits),
     )
     return Round(federation, ServerState())
 
@@ -117,10 +123,10 @@ def end(configured, replies):
     return state.models[GLOBAL].layers, report
 
 
-def run_round(strategy, behaviours, *, received=None, metrics=()):
+def run_round(strategy, behaviours, *, received=None, metrics=(), **limits):
     """The new global layers and the report of a round of clients that behave in these ways."""
     grid = make_grid(behaviours, received)
-    configured = configure(strategy, grid, metrics=metrics)
+    configured = configure(strategy, grid, metrics=metrics, **limits)
     return end(configured, receive(grid, configured.messages, timeout=60))
 
 
@@ -215,7 +221,7 @@ def test_only_what_is_declared_travels_up(strategy, metrics, declared):
     for content in received:
         assert set(content["metrics"]) == declared
         assert set(content["arrays"]) == set(LAYERS)
-        assert set(content) == {"arrays", "gathered", "metrics"}
+        assert set(content) == {"arrays", "gathered", "metrics", "answers"}
         assert not content["gathered"]  # the method has no server half
 
 
@@ -236,7 +242,8 @@ def test_rows_of_a_round():
     assert second.cosine == {"encoder.weight": pytest.approx(14 / (3 * np.sqrt(22)))}
     assert (first.model_cosine, first.layer_cosine) == (pytest.approx(1.0), pytest.approx(1.0))
     assert second.model_cosine == second.layer_cosine == pytest.approx(14 / (3 * np.sqrt(22)))
-    assert (first.loss, first.examples, first.bytes_up) == (None, None, 16)
+    assert (first.loss, first.examples) == (None, None)
+    assert first.bytes_up == second.bytes_up > 16
     assert first.bytes_down > 16
 
 
@@ -268,8 +275,9 @@ def test_messages_go_to_the_nodes_of_the_chosen_partitions():
 def test_a_reply_that_is_no_update_is_dropped():
     for records, absent in (
         ({"arrays": ArrayRecord()}, "metrics"),
-        ({"arrays": ArrayRecord(), "metrics": MetricRecord()}, "gathered"),
-        ({"metrics": MetricRecord(), "gathered": ArrayRecord()}, "arrays"),
+        ({"arrays": ArrayRecord(), "metrics": MetricRecord()}, "answers"),
+        ({"arrays": ArrayRecord(), "metrics": MetricRecord(), "answers": ANSWERS}, "gathered"),
+        ({"metrics": MetricRecord(), "gathered": ArrayRecord(), "answers": ANSWERS}, "arrays"),
     ):
         configured, replies = played(FedAvg(), [good, good])
         replies[1].content = RecordDict(records)
@@ -316,3 +324,88 @@ def test_another_dtype_is_dropped():
 
     _, report = run_round(LDAWA(), [good, double])
     assert report.dropped == {1: "layer encoder.weight has dtype float64 instead of float32"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"round": 4, "code": "x"}, "it answers round 4 instead of round 1"),
+        ({"round": 1, "code": "older"}, "it answers code older instead of code x"),
+    ],
+)
+def test_an_answer_to_another_plan_is_dropped(answers, reason):
+    configured, replies = played(FedAvg(), [good, good])
+    replies[1].content["answers"] = ConfigRecord(answers)
+    _, report = end(configured, replies)
+    assert report.dropped == {1: reason}
+
+
+def test_a_reply_to_what_another_node_was_sent_is_dropped():
+    configured, replies = played(FedAvg(), [good, good])
+    one, two = (reply.metadata.src_node_id for reply in replies)
+    replies[1].metadata.__dict__["_src_node_id"] = one
+    _, report = end(configured, replies)
+    assert report.dropped == {1: f"node {one} replied to what was sent to node {two}"}
+
+
+def test_more_pictures_than_a_client_may_have():
+    behaviours = [good, good]  # with 10 and 11 pictures
+    assert not run_round(FedAvg(), behaviours, max_examples=11)[1].dropped
+    _, report = run_round(FedAvg(), behaviours, max_examples=10)
+    assert report.dropped == {1: "num-examples=11 is more than updates.max_examples=10"}
+
+
+def near(layers, partition):
+    """Honest: a step of a tenth of the layers' length, each client in a direction of its own."""
+    step = np.roll([0.3, 0.0, 0.0], partition)
+    return {"encoder.weight": (layers["encoder.weight"] + step).astype(np.float32), **statistics_of(layers, 0.55)}
+
+
+def statistics_of(layers, value):
+    return {"encoder.bn.running_mean": np.array([value], dtype=np.float32)}
+
+
+def times(factor):
+    def attack(layers, partition):
+        return {name: (array * factor).astype(np.float32) for name, array in near(layers, partition).items()}
+
+    return attack
+
+
+def huge_statistics(layers, partition):
+    return {**near(layers, partition), **statistics_of(layers, 1e9)}
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, LDAWA, MDAWA])
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        # Honest clients move by 0.3 / 3 = 0.1 of the layers' length; 1000 times the layers is about 1000 / 0.1.
+        (times(1000.0), r"weights moved 1.0\d?e\+04 times"),
+        (times(-1000.0), r"weights moved 1.0\d?e\+04 times"),
+        (times(-1.0), r"weights moved 20.\d? times"),  # |-(w + s) - w| is about 2 |w|
+        (huge_statistics, "running statistics moved 2e"),  # (1e9 - 0.5) / 0.5 over (0.55 - 0.5) / 0.5
+    ],
+)
+def test_an_update_that_is_not_plausible_is_dropped(strategy, attack, reason):
+    result, report = run_round(strategy(), [near, near, attack, near], norm_factor=10)
+    assert list(report.dropped) == [2]
+    assert pytest.raises(AssertionError, match=reason).matches(AssertionError(report.dropped[2]))
+    # What is left is what the honest clients make of it, to the bit.
+    configured, replies = played(strategy(), [near, near, near, near])
+    expected, _ = end(configured, [replies[0], replies[1], replies[3]])
+    assert all(np.array_equal(expected[name], result[name]) for name in expected)
+    # Without the limit the attack is taken.
+    assert not run_round(strategy(), [near, near, attack, near])[1].dropped
+
+
+def test_clients_that_move_alike_or_not_at_all_are_plausible():
+    assert not run_round(LDAWA(), [near, near, near], norm_factor=1.5)[1].dropped
+    assert not run_round(LDAWA(), [lambda layers, partition: layers] * 3, norm_factor=1)[1].dropped
+
+
+def test_how_far_layers_moved():
+    """(1, 2, 2) has length 3 and moves by (0.3, 0, 0); 0.5 moves to 0.55. The smallest way told is a thousandth."""
+    sent = GlobalLayers(LAYERS)
+    assert sent.compare(near(LAYERS, 0)).moved == pytest.approx((0.1, 0.1), rel=1e-5)
+    assert sent.compare(LAYERS).moved == (0.001, 0.001)

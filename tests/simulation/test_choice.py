@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from fedssl.config import compose
+from fedssl.machine.memory import peak_memory
 from simulation import choice
-from simulation.choice import choose_engine, number_of_steps, seconds_per_step
+from simulation.choice import Choice, choose_engine, number_of_steps, seconds_per_step
 from simulation.cli import run
 
 WORDS = ["num_clients=4", "clients_per_round=3", "rounds=5", "local_epochs=2", "dataset.limit=400", "batch_size=50"]
@@ -22,17 +24,45 @@ def test_steps_by_hand():
     ("cores", "threads", "step", "expected"),
     [
         # 60 steps of 1 s; a client more at a time saves 60 (1 - 1/n) s.
-        (2, 1, 1.0, ("ray", "about 60 s of training, 2 clients at a time")),
-        (2, 1, 0.6, ("local", "about 36 s of training, 2 clients at a time")),  # saves 18 s
-        (16, 1, 0.6, ("ray", "about 36 s of training, 3 clients at a time")),  # saves 24 s
-        (2, 2, 100.0, ("local", "no two clients have place at a time")),
-        (1, 1, 100.0, ("local", "no two clients have place at a time")),
+        (2, 1, 1.0, Choice("ray", 2, "about 60 s of training, clients at a time: 2")),
+        (2, 1, 0.3, Choice("local", 2, "about 18 s of training, clients at a time: 2")),  # saves 9 s
+        (16, 1, 0.3, Choice("ray", 3, "about 18 s of training, clients at a time: 3")),  # saves 12 s
+        (2, 2, 100.0, Choice("local", 1, "no two clients have place at a time")),
+        (1, 1, 100.0, Choice("local", 1, "no two clients have place at a time")),
     ],
 )
 def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, step, expected):
     monkeypatch.setattr(choice, "available_cores", lambda: cores)
     monkeypatch.setattr(choice, "seconds_per_step", lambda settings: step)
     assert choose_engine(compose([*WORDS, f"threads={threads}", "device=cpu"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        (
+            2_500_000_000,
+            Choice("ray", 2, "about 60 s of training, clients at a time: 2, since each takes 1.0 GB of memory"),
+        ),
+        (
+            500_000_000,
+            Choice("local", 1, "about 60 s of training, clients at a time: 1, since each takes 1.0 GB of memory"),
+        ),
+        (None, Choice("ray", 3, "about 60 s of training, clients at a time: 3")),
+    ],
+)
+def test_no_more_at_a_time_than_memory_has_place_for(monkeypatch, free, expected):
+    for name, value in {"available_cores": 16, "available_memory": free, "peak_memory": 1_000_000_000}.items():
+        monkeypatch.setattr(choice, name, lambda value=value: value)
+    monkeypatch.setattr(choice, "seconds_per_step", lambda settings: 1.0)
+    assert choose_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
+
+
+def test_the_memory_of_this_process():
+    before = peak_memory()
+    taken = np.ones(before, np.uint8)  # written, so that it is really there
+    assert 2 * before <= peak_memory() + 100_000_000
+    assert taken.all()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +76,7 @@ def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, ste
 )
 def test_several_gpus_are_used(monkeypatch, gpus, words, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert choose_engine(compose([*WORDS, *words]))[0] == expected
+    assert choose_engine(compose([*WORDS, *words])).engine == expected
 
 
 def test_a_step_is_measured():

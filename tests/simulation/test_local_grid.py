@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import InputError
-from server_app.nodes import find_nodes
+from server_app.nodes import find_clients
 from server_app.replies import receive
 from simulation.local_grid import LocalGrid
 
@@ -34,7 +34,7 @@ def adding_app(*, fails=()):
 
     @app.query("who")
     def who(message, context):
-        record = MetricRecord({name: int(value) for name, value in context.node_config.items()})
+        record = MetricRecord({name: context.node_config[name] for name in ("partition-id", "num-partitions")})
         return Message(RecordDict({"metrics": record}), reply_to=message)
 
     return app
@@ -80,13 +80,13 @@ def test_too_few_nodes(monkeypatch):
     with pytest.raises(
         InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
     ):
-        find_nodes(grid, 10, timeout=60)
+        find_clients(grid, 10, timeout=60)
 
 
 def test_nodes_come_in_the_order_of_their_partitions():
     grid = LocalGrid(adding_app(), num_clients=4)
-    nodes = find_nodes(grid, 4, timeout=60)
-    assert [grid._contexts[node].node_config["partition-id"] for node in nodes] == [0, 1, 2, 3]
+    nodes = find_clients(grid, 4, timeout=60).nodes
+    assert [grid._contexts[node].node_config["partition-id"] for node in nodes.values()] == [0, 1, 2, 3]
 
 
 def test_a_reply_takes_no_longer_in_a_large_federation():

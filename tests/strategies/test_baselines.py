@@ -24,7 +24,7 @@ from strategies.state import GLOBAL
 from tests.federation import Federation, model_of
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
-QUICK = [*FEDERATION, "evaluate_every=0", "final_evaluation=none"]
+QUICK = [*FEDERATION, "evaluate_every=0", "final_evaluation=none", "engine=local"]  # which takes no trial step
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]  # its stages hand on weights
 
 

@@ -1,0 +1,200 @@
+"""A device: what its own configuration says, and the settings that it makes of a server's task.
+
+The SuperNode's ``--node-config`` has these keys, of which only the first is needed:
+
+================  ====================================================================================================
+``data-path``     the folder of its pictures, with or without subfolders of classes, as ``dataset=image_folder`` reads
+``client-name``   the name under which the server knows it; without one that of the host
+``state-path``    where it keeps what it keeps between rounds; without one ``fedssl`` in the user's data folder
+``limits``        a file of limits, see `client_app.limits`
+``config-dir``    a folder of settings beside ``conf/``, whose classes it lets a server choose
+``threads``       CPU threads
+``device``        ``auto``, ``cpu`` or ``cuda``
+``partition-id``  its place in the order of the clients and in the seeds, in place of its name
+================  ====================================================================================================
+
+No message changes any of them.
+"""
+
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from client_app.limits import Limits, check_settings, read_limits
+from fedssl.config import client_settings
+from fedssl.datasets.image_folder import SUFFIXES
+from fedssl.errors import InputError, Refused
+from fedssl.files import write_text
+from fedssl.machine.threads import default_threads
+from fedssl.messages import Who, check_device_name
+from fedssl.plugins import add_import_path, check_targets, search_folders, search_word
+from fedssl.saying import printable
+from fedssl.settings import ClientSettings
+from fedssl.task import compose_task
+from fedssl.untrusted import read_text
+
+log = logging.getLogger("fedssl")
+
+DEVICES = ("auto", "cpu", "cuda")
+KEYS = ("data-path", "client-name", "state-path", "limits", "config-dir", "threads", "device", "partition-id")
+ALSO = ("num-partitions",)  # what Flower's templates set for a simulation; a device does not need it
+
+Value = bool | float | int | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device by its configuration.
+
+    Attributes
+    ----------
+    pictures, states : Path
+        The folder of its pictures; the folder below which it writes.
+    name : str
+    partition : int or None
+    folders : tuple of Path
+        Of settings beside ``conf/``.
+    threads : int or None
+        None: by the size of the pictures.
+    device : {"auto", "cpu", "cuda"}
+    limits : Limits
+    """
+
+    pictures: Path
+    states: Path
+    name: str
+    partition: int | None = None
+    folders: tuple[Path, ...] = ()
+    threads: int | None = None
+    device: str = "auto"
+    limits: Limits = field(default_factory=Limits)
+
+    @classmethod
+    def read(cls, node_config: Mapping[str, Value]) -> "Device":
+        """The device of a node's configuration; raises `InputError`."""
+        unknown = sorted(node_config.keys() - {*KEYS, *ALSO})
+        if unknown:
+            raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(KEYS)}")
+        if not node_config.get("data-path"):
+            raise InputError(
+                "this SuperNode does not say where its pictures are; start it with --node-config 'data-path=\"FOLDER\"'"
+            )
+        partition = _number(node_config, "partition-id", least=0)
+        name = str(node_config.get("client-name", "")) or _host(partition)
+        check_device_name(name)
+        device = str(node_config.get("device", "auto"))
+        if device not in DEVICES:
+            raise InputError(f"device={device} is unknown; choose one of {', '.join(DEVICES)}")
+        limits, folder = node_config.get("limits"), node_config.get("config-dir")
+        states = node_config.get("state-path")
+        return cls(
+            pictures=_path(node_config["data-path"]),
+            states=_path(states) if states else _data_home() / "fedssl",
+            name=name,
+            partition=partition,
+            folders=tuple(search_folders([search_word([_path(folder)])])) if folder else (),
+            threads=_number(node_config, "threads", least=1),
+            device=device,
+            limits=read_limits(_path(limits)) if limits else Limits(),
+        )
+
+    @property
+    def number(self) -> int:
+        """Its place in the derivation of seeds; a name gives a number that no partition has."""
+        named = int.from_bytes(f"device {self.name}".encode(), "little")
+        return named if self.partition is None else self.partition
+
+    @property
+    def who(self) -> Who:
+        """What it answers when it is asked."""
+        return Who(partition=self.partition, name=self.name)
+
+    def settings(self, text: str) -> ClientSettings:
+        """What the device makes of a task, within its limits.
+
+        Raises
+        ------
+        Refused
+            It does not do that.
+        InputError
+            Its own configuration is at fault.
+        """
+        config = compose_task(text, self.folders)
+        self._set_own(config)
+        run = self.states / str(config.run_id)
+        settings = client_settings(config, states=run, partition=None)
+        if self.folders:
+            add_import_path([search_word(self.folders)])
+        check_targets(config)
+        check_settings(settings, self.limits, pictures=self._count())
+        _remember(run, text)
+        return settings
+
+    def _set_own(self, config: DictConfig) -> None:
+        """Set what is about the machine and the pictures."""
+        config.device = self.device
+        config.threads = min(self.threads or default_threads(config.dataset.size), self.limits.threads)
+        config.dataset.path = str(self.pictures)
+        config.dataset.splits = {"federated": "train", "train": None, "test": None}
+        config.dataset.test_fraction = 0.0
+        config.dataset.cache = str(self.states / "pictures")
+
+    def _count(self) -> int:
+        """How many pictures there are."""
+        if not self.pictures.is_dir():
+            raise InputError(f"data-path={self.pictures} is not a folder; name the folder of the device's pictures")
+        return sum(1 for file in self.pictures.rglob("*") if file.suffix.lower() in SUFFIXES)
+
+
+def told(error: Exception) -> str:
+    """What a server is told of an error: nothing of the device but its limits.
+
+    A sentence that could have a path in it stays on the device, and so does whatever another error says.
+    """
+    text = str(error)
+    if not isinstance(error, Refused) and (not isinstance(error, InputError) or re.search(r"[/\\~]", text)):
+        text = f"{type(error).__name__}; the log of the device says more"
+    return printable(text)
+
+
+def _remember(run: Path, text: str) -> None:
+    """Bind the run's states to its task: no other task, under the same name of a run, comes to them."""
+    task = json.loads(text)
+    task["values"].pop("rounds")  # a run may go on for longer
+    new, file = json.dumps(task, sort_keys=True), run / "task.json"
+    before = read_text(file)
+    if before is None:
+        run.mkdir(parents=True, exist_ok=True)
+        write_text(file, new)
+    elif before != new:
+        raise Refused(f"run_id={run.name} is another run here, with other settings; settings of a run do not change")
+
+
+def _path(value: Value) -> Path:
+    return Path(str(value)).expanduser().absolute()
+
+
+def _data_home() -> Path:
+    return Path(os.environ.get("XDG_DATA_HOME") or Path("~/.local/share").expanduser())
+
+
+def _host(partition: int | None) -> str:
+    """The name of the host, as far as it can name a device."""
+    host = re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).lstrip("-.")[:30] or "device"
+    return host if partition is None else f"{host}-{partition}"
+
+
+def _number(node_config: Mapping[str, Value], key: str, *, least: int) -> int | None:
+    value = node_config.get(key)
+    if value is None:
+        return None
+    if type(value) is not int or not least <= value < 2**31:
+        raise InputError(f"{key}={value} of the node's configuration must be a whole number of at least {least}")
+    return value

@@ -1,0 +1,163 @@
+"""What a device allows a server: limits of its own, checked before anything is built, allocated or read.
+
+The file that the node's configuration names with ``limits`` may set any of them, for example::
+
+    memory: 2.0 # GB, of what a message brings, of the pictures, and of a training step as far as it can be told before
+    epochs: 20 # local epochs of a round
+    batch: 256 # pictures of a step
+    size: 128 # height and width of a picture, in pixels
+    threads: 2
+    minutes: 15 # of training, per round
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+from torch import Tensor, nn
+
+from fedssl.errors import InputError, Refused
+from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.messages import TrainPlan
+from fedssl.methods.build import build
+from fedssl.settings import ClientSettings
+from fedssl.untrusted import read_yaml
+
+_UNKNOWN_MEMORY = 2.0  # GB, where the system does not tell how much there is
+_SHARE = 0.75  # of what is available
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits, see the module; memory None: three quarters of what is available."""
+
+    memory: float | None = None
+    epochs: int = 100
+    batch: int = 1024
+    size: int = 512
+    threads: int = 64
+    minutes: float = 60.0
+
+    def bytes(self) -> int:
+        """The memory that may be used."""
+        if self.memory is not None:
+            return int(self.memory * 1e9)
+        available = available_memory()
+        return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
+
+    def clock(self) -> Callable[[], None]:
+        """What raises `Refused` once the time for a round is up."""
+        end = time.monotonic() + 60 * self.minutes
+
+        def check() -> None:
+            if time.monotonic() > end:
+                raise Refused(
+                    f"training takes longer than the {self.minutes:g} minutes of a round that this device allows; "
+                    "lower local_epochs"
+                )
+
+        return check
+
+
+def read_limits(file: Path) -> Limits:
+    """Read the file of a device's limits; raises `InputError`."""
+    found = read_yaml(file, dict)
+    if found is None:
+        raise InputError(f"limits={file} is not there; name a file with {', '.join(_names())}, or leave limits out")
+    for key, value in found.items():
+        if key not in _names():
+            raise InputError(f"{file} has {key}, which is no limit; known are {', '.join(_names())}")
+        whole = key in ("epochs", "batch", "size", "threads")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf:
+            raise InputError(f"{file} has {key}: {value}; give a {'whole ' if whole else ''}number above 0")
+    return Limits(**found)
+
+
+def check_message(content: RecordDict, limits: Limits) -> None:
+    """Refuse more than may be in memory; raises `Refused`."""
+    brought = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    _check("the message brings", brought, limits)
+
+
+def check_plan(plan: TrainPlan) -> None:
+    """Refuse numbers of a plan that mean nothing; raises `Refused`."""
+    ranges: dict[str, tuple[float, float, float]] = {
+        "round": (plan.round, 1, 10**6),
+        "keep-from": (plan.keep_from, 0, plan.round),
+        "lr-factor": (plan.lr_factor, 0, 1000),
+        "depth": (1 if plan.depth is None else plan.depth, 1, 256),
+        "frozen": (plan.frozen, 0, plan.depth or 0),
+        "depth-dropout": (plan.depth_dropout, 0, 1),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value <= high:
+            raise Refused(f"{name}={value} of the plan is not from {low} to {high:g}")
+
+
+def check_settings(settings: ClientSettings, limits: Limits, *, pictures: int) -> None:
+    """Refuse training beyond the limits; raises `Refused`.
+
+    ``pictures`` is how many the device has.
+    """
+    training, data = settings.training, settings.data
+    asked: dict[str, tuple[Any, float]] = {
+        "local_epochs": (training.epochs, limits.epochs),
+        "batch_size": (training.batch_size, limits.batch),
+        "dataset.size": (data.size, limits.size),
+    }
+    for name, (value, most) in asked.items():
+        if value > most:
+            raise Refused(f"{name}={value} but this device allows {most:g} at most")
+    for part in (training.augmentation, settings.model.encoder):  # both are told what pictures are like
+        for name, value in (("size", data.size), ("channels", data.channels)):
+            if part.values.get(name, value) != value:
+                raise Refused(f"{part.name} is for {name}={part.values[name]} but the pictures have {value}")
+    _check("the pictures take", pictures * data.channels * data.size**2, limits)
+    _check("a training step takes about", step_bytes(settings), limits)
+
+
+def step_bytes(settings: ClientSettings) -> int:
+    """Memory of a training step, roughly: nothing is computed, and nothing allocated.
+
+    Weights with gradients and two moments of an optimiser, two views of a batch, and what every module of the encoder
+    puts out for them.
+    """
+    data, batch = settings.data, settings.training.batch_size
+    held = 0
+
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal held
+        held += output.nbytes if isinstance(output, Tensor) else 0
+
+    try:
+        with torch.device("meta"):
+            method = build(settings.model)
+            for module in method.encoder.modules():
+                if not list(module.children()):
+                    module.register_forward_hook(count)
+            method.encoder(torch.empty(2, data.channels, data.size, data.size))
+    except InputError:
+        raise
+    except Exception as error:  # whatever an encoder or a method of the user's own does
+        raise Refused(
+            f"the memory of {settings.model.encoder.name} cannot be told before ({type(error).__name__})"
+        ) from error
+    weights = sum(tensor.nbytes for tensor in method.tensors.values())
+    trained = sum(method.tensors[name].nbytes for name in method.trainable)
+    views = 2 * batch * data.channels * data.size**2 * 4
+    return weights + 3 * trained + views + batch * held
+
+
+def _check(what: str, needed: int, limits: Limits) -> None:
+    allowed = limits.bytes()
+    if needed > allowed:
+        raise Refused(f"{what} {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}")
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(Limits)]

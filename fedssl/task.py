@@ -1,0 +1,189 @@
+"""A task: what a server may ask of a device, in names of choices and plain values.
+
+The device composes its settings from its own ``conf/`` with these choices, and then sets the values: a task says which
+of the device's classes are used and with which numbers, never which code. What is about the machine and its pictures
+is in no task. It travels as JSON.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedssl.composition import check, check_type, compose_nodes, flatten
+from fedssl.config import learning_of, read_data
+from fedssl.datasets.base import check as check_pictures
+from fedssl.errors import InputError, Refused
+from fedssl.plugins import search_folders, search_word
+from fedssl.settings import Settings
+from fedssl.words import check_run_id, groups, nearest
+
+GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
+PLAIN = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
+PICTURES = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std"))  # what a model must know of them
+NEEDED = ("run_id", "seed", "rounds", "dataset.size")
+
+LONGEST_TEXT, LONGEST_LIST, LONGEST_WORD, DEEPEST = 65_536, 4096, 64, 4
+# Largest whole numbers by the last part of a key: what costs time before its memory can be told, and what may be more.
+LARGEST = {"depth": 256, "layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
+LARGEST_ELSEWHERE = 2**16
+
+
+@dataclass(frozen=True)
+class Task:
+    """Names and plain values.
+
+    Attributes
+    ----------
+    choices : mapping of str to str
+        The choice in each of `GROUPS`.
+    values : mapping
+        Values by dotted key: numbers, true, false, null, words, and lists and mappings of these.
+    """
+
+    choices: Mapping[str, str]
+    values: Mapping[str, Any]
+
+    def text(self) -> str:
+        """The task as it travels."""
+        return json.dumps({"choices": self.choices, "values": self.values}, sort_keys=True)
+
+
+def task_of(settings: Settings) -> Task:
+    """The task of a run, for devices.
+
+    Raises
+    ------
+    InputError
+        The run has what no task can say, such as a setting that is in no file of ``conf/``.
+    """
+    config = OmegaConf.create(settings.recording.text)
+    assert isinstance(config, DictConfig)
+    values = {key: value for key, value in flatten(config) if _says(key)}
+    task = Task({group: settings.recording.choices[group] for group in GROUPS}, values)
+    own = search_folders(settings.recording.words)
+    try:
+        composed = compose_task(task.text(), own)
+    except Refused as error:
+        raise InputError(f"devices would refuse this run: {error}") from error
+    if learning_of(composed) != learning_of(config):
+        raise InputError(
+            "devices take choices and plain values only, which do not give these settings: a _target_ was changed or a "
+            "part taken away; put such settings into a file of a folder that devices have as well (--config-dir)"
+        )
+    return task
+
+
+def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
+    """The device's own settings, with the choices and values of a task.
+
+    Parameters
+    ----------
+    text : str
+        As `Task.text` gives it.
+    folders : sequence of Path
+        Of the device's own settings beside ``conf/``.
+
+    Raises
+    ------
+    Refused
+        It is no task, or names what is not there or has another type.
+    """
+    task = _read(text)
+    _check_choices(task.choices, groups(folders))
+    words = [*([search_word(folders)] if folders else []), "dataset=image_folder"]
+    config, _ = compose_nodes([*words, *(f"{group}={task.choices[group]}" for group in GROUPS)])
+    defaults = {key: value for key, value in flatten(config) if _says(key)}
+    for key, value in task.values.items():
+        if key not in defaults:
+            raise Refused(f"there is no setting {key!r} that a server may set{nearest(key, defaults)}")
+        check_plain(key, value)
+        try:
+            check_type(key, value, defaults[key])
+        except InputError as error:
+            raise Refused(str(error)) from error
+        OmegaConf.update(config, key, value, merge=False)
+    missing = [key for key in NEEDED if key not in task.values]
+    if missing:
+        raise Refused(f"the task does not say {missing[0]}")
+    _check_ranges(config)
+    return config
+
+
+def check_plain(key: str, value: Any, *, depth: int = 0) -> None:
+    """Refuse what is no plain value, or a very large one; raises `Refused`."""
+    inner: Mapping[str, Any] = {}
+    if isinstance(value, Mapping):
+        inner = value
+        odd = [name for name in inner if name.startswith("_") or not name.isidentifier()]
+        if odd:
+            raise Refused(f"{key} has the key {odd[0]!r}, which is no name of a setting")
+    elif isinstance(value, list):
+        inner = {str(number): one for number, one in enumerate(value)}
+    else:
+        _check_single(key, value)
+    if len(inner) > LONGEST_LIST or depth > DEEPEST:
+        raise Refused(f"{key} is longer than {LONGEST_LIST} values, or nested more than {DEEPEST} deep")
+    for name, one in inner.items():
+        check_plain(f"{key}.{name}", one, depth=depth + 1)
+
+
+def _check_single(key: str, value: Any) -> None:
+    if isinstance(value, str):
+        if len(value) > LONGEST_WORD or not value.isprintable() or "${" in value or value == "???":
+            raise Refused(f"{key} is not a plain word of at most {LONGEST_WORD} characters")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise Refused(f"{key} is {value}, which is no number")
+    elif isinstance(value, int):  # true and false too
+        largest = LARGEST.get(key.rpartition(".")[2], LARGEST_ELSEWHERE)
+        if abs(value) > largest:
+            raise Refused(f"{key} is beyond {largest}, the largest whole number that it may be")
+
+
+def _says(key: str) -> bool:
+    """Whether a task may have this key."""
+    first, *others = key.split(".")
+    if any(part.startswith("_") for part in others) or key == "strategy.metrics":
+        return False
+    return (first in GROUPS and bool(others)) or key in PLAIN or key in PICTURES
+
+
+def _read(text: str) -> Task:
+    if len(text) > LONGEST_TEXT:
+        raise Refused(f"the task is longer than {LONGEST_TEXT} characters")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(
+            "the task is no JSON; a device takes choices and plain values, and no settings in full"
+        ) from error
+    if not isinstance(found, dict) or found.keys() != {"choices", "values"}:
+        raise Refused("the task is not of choices and values")
+    if not all(isinstance(part, dict) for part in found.values()):
+        raise Refused("the task's choices and values must each be a mapping")
+    return Task(found["choices"], found["values"])
+
+
+def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
+    if choices.keys() != set(GROUPS):
+        raise Refused(f"the task must choose in {', '.join(GROUPS)}, and in nothing else")
+    for group, name in choices.items():
+        if name not in known[group]:
+            raise Refused(f"{group}={name} is no choice of this device{nearest(str(name), known[group])}")
+
+
+def _check_ranges(config: DictConfig) -> None:
+    numbers = [*config.dataset.mean, *config.dataset.std]
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
+        raise Refused("dataset.mean and dataset.std must be lists of numbers")
+    try:
+        check_run_id(config.run_id)
+        check(config)
+        check_pictures(read_data(config.dataset))
+    except InputError as error:
+        raise Refused(str(error)) from error

@@ -1,0 +1,85 @@
+"""A run with devices: what of its settings the devices decide, and what a server without pictures does without."""
+
+import logging
+from dataclasses import replace
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedssl.errors import InputError
+from fedssl.settings import DataSettings, Settings
+from fedssl.words import parse
+from server_app.nodes import Clients
+
+log = logging.getLogger("fedssl")
+
+# Why nothing is evaluated.
+NO_PICTURES = (
+    "the server has no pictures, so that health and costs are not measured either; name a labelled set of its own with "
+    "dataset=NAME dataset.path=PLACE"
+)
+
+
+def with_devices(settings: Settings, clients: Clients) -> Settings:
+    """The settings of a run whose clients are these devices.
+
+    There are as many clients as devices that are there, and all take part in a round unless ``clients_per_round`` says
+    how many. The data set is the server's own, for evaluation; if none was chosen there is none.
+
+    Raises
+    ------
+    InputError
+        Fewer devices are there than are to train in a round, or calibration has no pictures.
+    """
+    number, said = len(clients.nodes), _said(settings)
+    of_all = "clients_per_round" not in said and settings.clients_per_round == settings.num_clients
+    per_round = number if of_all else settings.clients_per_round
+    if per_round > number:
+        raise InputError(
+            f"clients_per_round={per_round} but {number} devices are there; lower clients_per_round, or set "
+            f"num_clients={per_round} to wait for so many"
+        )
+    if settings.calibration is not None and not settings.calibration.own:
+        raise InputError(
+            f"calibration.at={settings.calibration.at} takes a share of the clients' pictures, which are on the "
+            "devices; name a data set of the server's with +dataset@calibration.dataset=NAME"
+        )
+    text = OmegaConf.create(settings.recording.text)
+    assert isinstance(text, DictConfig)
+    text.num_clients, text.clients_per_round = number, per_round
+    data = own_data(settings)
+    measured = settings.evaluation.health_pictures if data.train else 0
+    return replace(
+        settings,
+        num_clients=number,
+        clients_per_round=per_round,
+        data=data,
+        evaluation=replace(settings.evaluation, health_pictures=measured, resources=False),
+        recording=replace(settings.recording, text=OmegaConf.to_yaml(text)),
+    )
+
+
+def own_data(settings: Settings) -> DataSettings:
+    """The server's labelled pictures; without splits if no data set was chosen, or one without a place."""
+    data = settings.data
+    keys = data.reader.values
+    if "dataset" not in _said(settings) or (keys.get("path", "") is None and not keys.get("hub")):
+        return replace(data, federated=None, train=None, test=None)
+    return replace(data, federated=data.train)  # what clients would share is not needed
+
+
+def say(settings: Settings, clients: Clients) -> None:
+    """Tell people which devices there are, and what is not measured."""
+    known = {number: name for name, number in clients.numbers.items()}
+    data = settings.data
+    log.info(
+        "devices: %s; they train on their own pictures, brought to %d x %d pixels in %d channels",
+        ", ".join(f"{number} {known[number]}" for number in sorted(clients.nodes)),
+        *(data.size, data.size, data.channels),
+    )
+    if data.train is not None:
+        log.info("costs are not measured: how many pictures devices have is not known")
+
+
+def _said(settings: Settings) -> set[str]:
+    """Keys that the user's words have."""
+    return {override.key_or_group for override in parse(settings.recording.words)}

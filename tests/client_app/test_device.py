@@ -1,0 +1,303 @@
+"""A device obeys nobody: whatever a server sends, it does what its own configuration allows, or says why not."""
+
+import copy
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, RecordDict
+
+from client_app import limits as limits_module
+from client_app.device import Device, told
+from client_app.limits import Limits, read_limits
+from client_app.simulated import MARK, is_simulated
+from fedssl.config import compose
+from fedssl.errors import InputError, Refused
+from fedssl.messages import PLAN, ClientUpdate, Who, read_who
+from server_app import nodes
+from server_app.prepare import prepare
+from server_app.round import Round
+from simulation.grid import context_of
+from strategies.state import ServerState
+from tests.devices import Devices, ask, context, pictures
+
+WORDS = [
+    "rounds=3",
+    "local_epochs=1",
+    "encoder.width=4",
+    "dataset=image_folder",
+    "dataset.size=8",
+    "dataset.channels=1",
+]
+WORDS += ["dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedbn", "run_id=mine", "batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """The content of a genuine message to a device."""
+    folder = tmp_path_factory.mktemp("server")
+    device = context(data_path=pictures(folder / "pictures", 6), state_path=folder / "states", client_name="a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "NODE_WAIT", 0.0)
+        prepared = prepare(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
+    return Round(prepared.federation, ServerState()).messages[0].content
+
+
+@pytest.fixture
+def node(tmp_path):
+    """What the node of a device is configured with."""
+    pictures(tmp_path / "pictures", 6)
+    return {"data_path": tmp_path / "pictures", "state_path": tmp_path / "states", "client_name": "a"}
+
+
+def changed(plan, **values):
+    """The content with other entries of the plan; _ stands for - in their names."""
+    content = copy.deepcopy(plan)
+    content.config_records[PLAN].update({key.replace("_", "-"): value for key, value in values.items()})
+    return content
+
+
+def with_task(plan, *, choices=None, **values):
+    """The content with another task."""
+    task = json.loads(str(plan.config_records[PLAN]["settings"]))
+    task["values"] |= {key.replace("__", "."): value for key, value in values.items()}
+    task["choices"] |= choices or {}
+    return changed(plan, settings=json.dumps(task))
+
+
+def refusal(content, node):
+    """What the device answers, which must be fit to be sent."""
+    reply = ask(content, context(**node))
+    assert reply.has_error()
+    reason = reply.error.reason
+    assert len(reason) <= 300
+    assert reason.isprintable()
+    assert not any(str(part) in reason for part in (node.get("data_path", "/"), node.get("state_path", "/")))
+    return reason
+
+
+def everything_below(folder):
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+
+
+def test_a_genuine_plan_is_trained(plan, node, tmp_path):
+    before = everything_below(tmp_path)
+    reply = ask(plan, context(**node))
+    assert not reply.has_error(), reply.error.reason
+    update = ClientUpdate.from_content(reply.content, 0)
+    assert update.num_examples == 6
+    new = [name for name in everything_below(tmp_path) if name not in before]
+    assert new == [
+        "states",
+        "states/mine",
+        "states/mine/a",
+        "states/mine/a/round-000001.state",
+        "states/mine/task.json",
+    ]
+
+
+FULL = "seed: 0\nrun_id: x\naugmentation:\n  _target_: numpy.testing.runstring\n"
+ATTEMPTS = {
+    "settings in full": (lambda plan: changed(plan, settings=FULL), "the task is no JSON"),
+    "a class": (
+        lambda plan: with_task(plan, augmentation___target_="numpy.testing.runstring"),
+        "no setting 'augmentation._target_'",
+    ),
+    "a data set": (
+        lambda plan: with_task(plan, dataset___target_="hydra.utils.instantiate"),
+        "no setting 'dataset._ta",
+    ),
+    "a class in a value": (lambda plan: with_task(plan, clip_norm={"_target_": "antigravity.x"}), "the key '_target_'"),
+    "an interpolation": (lambda plan: with_task(plan, encoder__width="${oc.env:HOME}"), "encoder.width is not a plain"),
+    "a path": (lambda plan: with_task(plan, dataset__path="/"), "no setting 'dataset.path'"),
+    "an output folder": (lambda plan: with_task(plan, output_dir="/tmp/evil"), "no setting 'output_dir'"),
+    "a run outside": (lambda plan: with_task(plan, run_id="../../evil"), "is no name of a run"),
+    "an absolute run": (lambda plan: with_task(plan, run_id="/tmp/evil"), "is no name of a run"),
+    "threads": (lambda plan: with_task(plan, threads=10**6), "no setting 'threads'"),
+    "a choice": (lambda plan: with_task(plan, choices={"encoder": "evil"}), "encoder=evil is no choice of this device"),
+    "a group": (lambda plan: with_task(plan, choices={"dataset": "digits"}), "the task must choose in"),
+    "a batch of nothing": (lambda plan: with_task(plan, batch_size=0), "batch_size=0 but it must be at least 2"),
+    "a large batch": (lambda plan: with_task(plan, batch_size=2048), "batch_size=2048 but this device allows 1024"),
+    "many epochs": (lambda plan: with_task(plan, local_epochs=101), "local_epochs=101 but this device allows 100"),
+    "large pictures": (lambda plan: with_task(plan, dataset__size=10**6), "dataset.size is beyond 65536"),
+    "larger pictures": (lambda plan: with_task(plan, dataset__size=513), "dataset.size=513 but this device allows 512"),
+    "large views": (
+        lambda plan: with_task(plan, augmentation__size=60_000),
+        "Augmentation is for size=60000 but the pictures have 8",
+    ),
+    "a large model": (lambda plan: with_task(plan, encoder__width=60_000), "a training step takes about"),
+    "large heads": (
+        lambda plan: with_task(plan, method__projector__hidden=65_536, method__projector__layers=256),
+        "a training step takes about",
+    ),
+    "other code": (lambda plan: changed(plan, code="evil"), "the client runs other code"),
+    "a round that never was": (lambda plan: changed(plan, round=-1), "round=-1 of the plan is not from 1"),
+    "no end of rounds": (lambda plan: changed(plan, round=10**9), "round=1000000000 of the plan"),
+    "keep nothing": (lambda plan: changed(plan, keep_from=7), "keep-from=7 of the plan is not from 0 to 1"),
+    "no number": (lambda plan: changed(plan, lr_factor=float("nan")), "lr-factor=nan of the plan"),
+    "a depth": (lambda plan: changed(plan, depth=10**6), "depth=1000000 of the plan is not from 1 to 256"),
+    "frozen beyond": (lambda plan: changed(plan, depth=1, frozen=2), "frozen=2 of the plan is not from 0 to 1"),
+    "what is private": (lambda plan: changed(plan, up="\nencoder.nothing"), "layer 'encoder.nothing' was asked for"),
+    "no plan": (lambda plan: RecordDict(), "KeyError; the log of the device says more"),
+}
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_what_a_hostile_server_sends_is_refused_in_a_sentence(name, plan, node, tmp_path, monkeypatch):
+    make, sentence = ATTEMPTS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    before, modules = everything_below(tmp_path), set(sys.modules)
+    assert sentence in refusal(make(plan), node)
+    written = [file for file in everything_below(tmp_path) if file not in before]
+    assert all(file.startswith("states") and not file.endswith(".state") for file in written)
+    assert not {"antigravity", "numpy.testing"} & (set(sys.modules) - modules)
+
+
+def test_another_runs_states_are_never_read_or_dropped(plan, node, tmp_path):
+    assert not ask(plan, context(**node)).has_error()
+    kept = tmp_path / "states" / "mine" / "a" / "round-000001.state"
+    before = kept.read_bytes()
+    # The same run under other settings, which would send up what FedBN keeps.
+    reason = refusal(changed(with_task(plan, choices={"strategy": "fedavg"}), round=2, keep_from=2), node)
+    assert reason == "run_id=mine is another run here, with other settings; settings of a run do not change"
+    assert not ask(changed(with_task(plan, run_id="other"), round=3, keep_from=3), context(**node)).has_error()
+    assert kept.read_bytes() == before
+    assert not ask(changed(with_task(plan, rounds=9), round=2), context(**node)).has_error()  # it may go on for longer
+
+
+LIMITS = {
+    "epochs: 2": ({"local_epochs": 3}, "local_epochs=3 but this device allows 2 at most"),
+    "batch: 4": ({}, "batch_size=8 but this device allows 4 at most"),
+    "size: 7": ({}, "dataset.size=8 but this device allows 7 at most"),
+    "memory: 0.0001": ({}, "the message brings 0.3 MB of memory but this device allows 0.1 MB"),
+    "memory: 0.002": ({"method__projector__hidden": 2048}, "a training step takes about"),
+    "minutes: 1.0e-9": ({}, "training takes longer than the 1e-09 minutes of a round that this device allows"),
+}
+
+
+@pytest.mark.parametrize("text", LIMITS)
+def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
+    values, sentence = LIMITS[text]
+    (tmp_path / "limits.yaml").write_text(text)
+    assert sentence in refusal(with_task(plan, **values), node | {"limits": tmp_path / "limits.yaml"})
+
+
+def test_pictures_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits_module, "step_bytes", lambda settings: 0)
+    (tmp_path / "limits.yaml").write_text("memory: 0.001\n")
+    bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
+    reason = refusal(bigger, node | {"limits": tmp_path / "limits.yaml"})
+    assert reason == "the pictures take 1.6 MB of memory but this device allows 1.0 MB"  # 6 x 512 x 512
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("epoch: 3", "has epoch, which is no limit; known are memory, epochs, batch, size, threads, minutes"),
+        ("epochs: many", "has epochs: many; give a whole number above 0"),
+        ("epochs: 1.5", "has epochs: 1.5; give a whole number above 0"),
+        ("memory: .inf", "has memory: inf; give a number above 0"),
+        ("memory: true", "has memory: True; give a number above 0"),
+        ("- epochs", "it holds a list instead of a dict"),
+    ],
+)
+def test_limits_that_are_none(text, sentence, tmp_path):
+    (tmp_path / "limits.yaml").write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        read_limits(tmp_path / "limits.yaml")
+
+
+def test_limits_by_default():
+    assert 0 < Limits().bytes() < 10**13
+    assert Limits(memory=1.5).bytes() == 1_500_000_000
+    clock = Limits(minutes=0.001).clock()
+    clock()
+    time.sleep(0.07)
+    with pytest.raises(Refused, match="takes longer than the 0.001 minutes"):
+        clock()
+
+
+# --- the node's configuration ---
+
+
+def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
+    (tmp_path / "limits.yaml").write_text("threads: 2")
+    task = str(plan.config_records[PLAN]["settings"])
+    config = context(**node, limits=tmp_path / "limits.yaml", threads=3, device="cpu").node_config
+    settings = Device.read(config).settings(task)
+    assert (settings.machine.threads, settings.machine.device) == (2, "cpu")
+    assert settings.data.reader.values["path"] == str(tmp_path / "pictures")
+    assert settings.data.reader.values["cache"] == str(tmp_path / "states" / "pictures")
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({}, "this SuperNode does not say where its pictures are; start it with --node-config 'data-path=\"FOLDER\"'"),
+        ({"partition-id": 0, "num-partitions": 2}, "this SuperNode does not say where its pictures are"),
+        ({MARK: True, "partition-id": 0, "num-partitions": 2}, "the node's configuration has simulation; known are"),
+        ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
+        ({"data-path": "x", "client-name": "../x"}, "InputError; the log of the device says more"),
+        ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is no name of a device"),
+        (
+            {"data-path": "x", "threads": 0},
+            "threads=0 of the node's configuration must be a whole number of at least 1",
+        ),
+        ({"data-path": "x", "device": "tpu"}, "device=tpu is unknown; choose one of auto, cpu, cuda"),
+        ({"data-path": "x", "limits": "/nowhere"}, "InputError; the log of the device says more"),
+    ],
+)
+def test_a_node_that_is_configured_wrongly_says_so(config, sentence, plan):
+    device = Context(run_id=1, node_id=2, node_config=config, state=RecordDict(), run_config={})
+    for kind, content in (("query.who", RecordDict()), ("train", plan)):
+        assert sentence in ask(content, device, kind).error.reason
+
+
+def test_who_a_device_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.node", lambda: "-Büro 2.lan")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert Device.read({"data-path": "x"}).states == tmp_path / "fedssl"
+    for config, who in (
+        ({}, Who(partition=None, name="B-ro-2.lan")),
+        ({"partition_id": 4}, Who(partition=4, name="B-ro-2.lan-4")),
+        ({"client_name": "roof", "partition_id": 4}, Who(partition=4, name="roof")),
+    ):
+        assert read_who(ask(RecordDict(), context(data_path="x", **config), "query.who")) == who
+    assert Device.read({"data-path": "x", "partition-id": 4}).number == 4
+    assert Device.read({"data-path": "x", "client-name": "a"}).number > 2**31
+
+
+def test_what_is_a_simulation():
+    assert is_simulated(context_of(2, num_clients=3).node_config)
+    for config in ({}, {"partition-id": 0, "num-partitions": 2}, {MARK: True}, {MARK: "Simulation()"}):
+        assert not is_simulated(config)
+
+
+def test_what_is_told_of_an_error():
+    assert told(InputError("no /home/anna/pictures here")) == "InputError; the log of the device says more"
+    assert told(ValueError("secret")) == "ValueError; the log of the device says more"
+    assert told(Refused("method=fedu/byol\x1b[2J\n" + "x" * 500)) == "method=fedu/byol [2J " + "x" * 279
+
+
+def test_pictures_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
+    bad = node | {"data_path": tmp_path / "nowhere"}
+    assert refusal(plan, bad) == "InputError; the log of the device says more"
+    assert f"data-path={tmp_path / 'nowhere'} is not a folder" in caplog.text
+
+
+def test_layers_that_are_not_the_models(plan, node):
+    content = copy.deepcopy(plan)
+    content["arrays"] = ArrayRecord([np.zeros(3)])
+    assert refusal(content, node).startswith("the plan lacks 32 layers of the model")
+
+
+def test_labels_are_nothing_that_devices_agree_on(plan, node):
+    task = json.loads(str(plan.config_records[PLAN]["settings"]))
+    task["values"] = {key: value for key, value in task["values"].items() if not key.startswith("method.")}
+    task["values"]["method.num_classes"] = 3
+    task["choices"]["method"] = "supervised"
+    reason = refusal(changed(plan, settings=json.dumps(task)), node)
+    assert reason == "Supervised needs labels, and devices agree on no classes"

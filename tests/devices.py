@@ -1,0 +1,42 @@
+"""Devices in this process: nodes with a configuration of their own and nothing of a simulation, and their pictures."""
+
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from PIL import Image
+
+from client_app.app import app as client_app
+from simulation.grid import RUN_ID, identify
+from simulation.local_grid import LocalGrid
+
+
+def pictures(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> Path:
+    """A folder of random grey pictures; returns it."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    for place in range(number):
+        Image.fromarray(random.integers(256, size=(size, size), dtype=np.uint8)).save(folder / f"{place:02}.png")
+    return folder
+
+
+def context(**node_config) -> Context:
+    """Of a node with this configuration; _ stands for - in its keys."""
+    config = {
+        key.replace("_", "-"): str(value) if isinstance(value, Path) else value for key, value in node_config.items()
+    }
+    return Context(run_id=RUN_ID, node_id=2, node_config=config, state=RecordDict(), run_config={})
+
+
+def ask(content: RecordDict, device: Context, kind: str = "train") -> Message:
+    """What the real ClientApp answers on a device."""
+    identify()
+    return client_app(Message(content, 2, kind), device)
+
+
+class Devices(LocalGrid):
+    """The local engine's grid, whose nodes are devices with these configurations."""
+
+    def __init__(self, *contexts: Context) -> None:
+        super().__init__(client_app, num_clients=len(contexts))
+        self._contexts = dict(zip(self.get_node_ids(), contexts, strict=True))

@@ -1,0 +1,131 @@
+"""A task gives the settings that the full text gives, whatever is chosen, and takes nothing that is not plain."""
+
+import json
+
+import pytest
+
+from fedssl.config import compose, learning_of, read_client
+from fedssl.errors import InputError, Refused
+from fedssl.task import compose_task, task_of
+from fedssl.words import CONF
+
+EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+MIXED = [
+    ["strategy=fedprox", "regularizer.weight=1", "method=fedu2/byol", "optimizer=adam", "optimizer.fused=true"],
+    ["strategy=l_dawa_fedu", "method=original/moco_v3_resnet", "encoder=resnet18", "clip_norm=3", "precision=bf16"],
+    ["schedule=layer_wise", "schedule.rounds_per_stage=left_skewed", "rounds=6", "regularizer=alignment"],
+    ["encoder=vit_tiny", "encoder.depth=2", "augmentation=byol", "method=orchestra", "method.target=copy"],
+    ["method=byol", "method.predictor.out=64", "method.projector.out=64", "channels_last=false", "seed=123456789012"],
+    ["augmentation.views=[{flip: 1.0}, {crop_scale: [0.5, 1.0], pad: 2}]", "dataset.mean=[0,0.1,1]", "dataset.size=48"],
+]
+WORDS = [*([f"experiment={name}"] for name in EXPERIMENTS), *MIXED]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_a_task_gives_the_settings_that_the_full_text_gives(words):
+    data = [] if any(word.startswith("experiment") for word in words) else ["dataset=cifar10"]
+    settings = compose([*words, *data, "output_dir=/runs/1"])
+    full = read_client(settings.client_text)
+    composed = compose_task(task_of(settings).text())
+    assert learning_of(composed) == (full.model, full.training, full.strategy)
+    assert composed.seed == full.seed
+    assert (composed.dataset.channels, composed.dataset.size) == (full.data.channels, full.data.size)
+    assert (tuple(composed.dataset.mean), tuple(composed.dataset.std)) == (full.data.mean, full.data.std)
+
+
+def test_a_task_says_nothing_of_the_machine_or_the_pictures():
+    text = task_of(compose(["dataset=cifar10", "dataset.path=/secret", "output_dir=/runs/1", "threads=3"])).text()
+    assert not any(word in text for word in ("secret", "/runs", "threads", "_target_", "hub", "cuda", "cache"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["+optimizer.nesterov=true"], "devices would refuse this run: there is no setting 'optimizer.nesterov'"),
+        (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
+        (["method.projector=null"], "devices would refuse this run: there is no setting 'method.projector'"),
+    ],
+)
+def test_what_devices_cannot_be_told_is_refused_by_the_server(words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        task_of(compose(words))
+
+
+NOT_PLAIN = [
+    ("encoder.width", "${oc.env:HOME}", "encoder.width is not a plain word"),
+    ("encoder.width", "wide", "encoder.width=wide is not a whole number"),
+    ("encoder.width", 1.5, "encoder.width=1.5 is not a whole number"),
+    ("encoder.width", True, "encoder.width=True is not a whole number"),
+    ("encoder.width", 2**20, "encoder.width is beyond 65536"),
+    ("method.projector.layers", 1000, "method.projector.layers is beyond 256"),
+    ("optimizer.lr", float("inf"), "optimizer.lr is inf, which is no number"),
+    ("clip_norm", "${x}", "clip_norm is not a plain word"),
+    ("clip_norm", {"_target_": "os.mkdir"}, "clip_norm has the key '_target_'"),
+    ("optimizer.fused", {"_target_": "os.mkdir"}, "optimizer.fused has the key '_target_'"),
+    (
+        "augmentation.views",
+        [{"flip": {"_target_": "os.mkdir"}}, {}],
+        "augmentation.views.0.flip has the key '_target_'",
+    ),
+    ("augmentation.views", [[[[[[1]]]]]], "nested more than 4 deep"),
+    ("augmentation.views", [0] * 5000, "augmentation.views is longer than 4096 values"),
+    ("dataset.mean", ["a", "b", "c"], "dataset.mean and dataset.std must be lists of numbers"),
+    ("dataset.std", [0, 1, 1], "must be above 0 in every channel"),
+    ("dataset.channels", 4, "dataset.channels=4 gives wrong channels"),
+    ("dataset.path", "/etc", "there is no setting 'dataset.path' that a server may set"),
+    ("dataset._target_", "os.mkdir", "there is no setting 'dataset._target_'"),
+    ("augmentation._target_", "os.mkdir", "there is no setting 'augmentation._target_'"),
+    ("method.projector._partial_", False, "there is no setting 'method.projector._partial_'"),
+    ("threads", 10**6, "there is no setting 'threads'"),
+    ("device", "cuda", "there is no setting 'device'"),
+    ("output_dir", "/tmp/x", "there is no setting 'output_dir'"),
+    ("encoder", {"_target_": "os.mkdir"}, "there is no setting 'encoder'"),
+    ("run_id", "../x", "run_id='../x' is no name of a run"),
+    ("run_id", 5, "run_id='5' is no name of a run"),
+    ("batch_size", 0, "batch_size=0 but it must be at least 2"),
+    ("local_epochs", -1, "local_epochs=-1 but it must be at least 0"),
+    ("rounds", 10**7, "rounds is beyond 1000000"),
+    ("seed", -1, "seed=-1 but it must be at least 0"),
+    ("precision", "fp8", "precision=fp8 is not valid"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), NOT_PLAIN)
+def test_what_is_not_plain_is_refused(key, value, sentence):
+    task = json.loads(task_of(compose(["dataset=cifar10"])).text())
+    task["values"][key] = value
+    with pytest.raises(Refused, match=sentence):
+        compose_task(json.dumps(task))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("seed: 0\nencoder:\n  _target_: os.mkdir\n", "the task is no JSON"),
+        ("[" * 50_000, "the task is no JSON"),
+        ("1" * 10_000, "the task is no JSON"),
+        ("[]", "not of choices and values"),
+        ('{"choices": {}, "values": []}', "must each be a mapping"),
+        ('{"choices": {}, "values": {}}', "the task must choose in augmentation, encoder, .* and in nothing else"),
+        (" " * 70_000, "longer than 65536 characters"),
+    ],
+)
+def test_what_is_no_task(text, sentence):
+    with pytest.raises(Refused, match=sentence):
+        compose_task(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["nosuch", "../../method/simclr", "simclr.yaml", ["simclr"], None, "simclr optimizer=adam"]
+)
+def test_a_choice_that_the_device_does_not_have(name):
+    task = json.loads(task_of(compose([])).text())
+    task["choices"]["method"] = name
+    with pytest.raises(Refused, match="is no choice of this device"):
+        compose_task(json.dumps(task))
+
+
+@pytest.mark.parametrize("run_id", ["../x", "/tmp/x", "a.b", "'a b'", "x" * 65])
+def test_the_name_of_a_run_can_be_a_folder_anywhere(run_id):
+    with pytest.raises(InputError, match="is no name of a run; use 1 to 64 letters, digits, _ and -"):
+        compose([f"run_id={run_id}"])

@@ -1,0 +1,228 @@
+"""Runs with devices: their pictures, their names and numbers, and what a server without pictures does without."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from omegaconf import OmegaConf
+
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.messages import Who
+from server_app import nodes
+from server_app.checkpoint import latest_checkpoint
+from server_app.nodes import Clients, find_clients
+from server_app.prepare import prepare
+from simulation.cli import run as simulate
+from simulation.grid import run_server
+from simulation.local_grid import LocalGrid
+from tests.devices import Devices, context, pictures
+
+FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
+SMALL = [
+    *FORM,
+    "local_epochs=1",
+    "encoder.width=4",
+    "threads=1",
+    "batch_size=8",
+    "device=cpu",
+    "measure_resources=false",
+]
+SMALL += ["evaluation=none", "final_evaluation=none", "health_pictures=0"]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(nodes, "NODE_WAIT", 0.0)
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Folders of pictures of three owners, of whom each has another number."""
+    return [pictures(tmp_path / "pictures" / name, 9 + place, seed=place) for place, name in enumerate("abc")]
+
+
+def devices(places, tmp_path, **others):
+    return [
+        context(data_path=place, state_path=tmp_path / "states", client_name=place.name, **others) for place in places
+    ]
+
+
+def layers(folder):
+    return latest_checkpoint(folder / "checkpoints").models["global"].layers
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "words", [["strategy=l_dawa_fedu", "method=byol"], ["strategy=fedbn", "schedule=layer_wise", "rounds=4"]]
+)
+def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(words, places, tmp_path):
+    words = [*SMALL, "rounds=2", "seed=3", *words]
+    simulated = [f"dataset.path={tmp_path / 'pictures'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
+    simulate([*words, *simulated, f"output_dir={tmp_path / 'simulation'}"])
+    table = (tmp_path / "simulation" / "partition.csv").read_text().splitlines()[1:]
+    sizes = [int(line.split(",")[1]) for line in table]  # by which the owner of a partition is known
+    by_partition = sorted(range(3), key=lambda place: sizes.index(9 + place))
+    made = [
+        context(data_path=places[place], state_path=tmp_path / "states", client_name=f"d{place}", partition_id=number)
+        for number, place in enumerate(by_partition)
+    ]
+    run_server(Devices(*reversed(made)), [*words, f"output_dir={tmp_path / 'devices'}"])
+    one, other = layers(tmp_path / "simulation"), layers(tmp_path / "devices")
+    assert list(one) == list(other)
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    rows, others = (lines(tmp_path / name / "clients.jsonl") for name in ("simulation", "devices"))
+    for row in (*rows, *others):
+        del row["seconds"], row["bytes_down"]  # the message with a task is shorter
+    assert rows == others
+    assert json.loads((tmp_path / "devices" / "devices.json").read_text()) == {
+        f"d{place}": number for number, place in enumerate(by_partition)
+    }
+
+
+def test_without_pictures_the_server_says_what_it_does_without(places, tmp_path, capsys):
+    words = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
+    run_server(Devices(*devices(places, tmp_path)), words)
+    said = capsys.readouterr().out
+    assert "devices: 0 a, 1 b, 2 c; they train on their own pictures, brought to 8 x 8 pixels in 1 channels" in said
+    assert "nothing will be evaluated: the server has no pictures, so that health and costs are not measured" in said
+    config = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    assert (config.num_clients, config.clients_per_round) == (3, 3)
+    assert (tmp_path / "run" / "encoder.pt").is_file()
+    assert not (tmp_path / "run" / "partition.csv").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsys):
+    words = ["dataset=digits", "dataset.limit=80", "local_epochs=1", "encoder.width=4", "rounds=1", "evaluate_every=1"]
+    words += ["final_evaluation=knn", "health_pictures=20"]
+    run_server(Devices(*devices(places, tmp_path)), [*words, f"output_dir={tmp_path / 'run'}"])
+    said = capsys.readouterr().out
+    assert "costs are not measured" in said
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert set(line["evaluation"]) == {"knn"}
+    assert len(lines(tmp_path / "run" / "health.jsonl")) == 4
+
+
+def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
+    folder, made = tmp_path / "run", devices(places, tmp_path)
+    words = [*SMALL, "strategy=fedu", "method=byol"]
+    run_server(Devices(made[1], made[2]), [*words, "rounds=1", f"output_dir={folder}"])
+    # One has gone, and one has come whose name sorts before all others.
+    run_server(Devices(made[0], made[2]), [f"resume={folder}", "rounds=2"])
+    assert json.loads((folder / "devices.json").read_text()) == {"b": 0, "c": 1, "a": 2}
+    assert [row["client"] for row in lines(folder / "clients.jsonl")] == [0, 1, 1, 2]
+    assert len(list((tmp_path / "states").glob("*/*/round-*.state"))) == 4
+
+
+def test_so_many_devices_as_are_asked_for_train(places, tmp_path):
+    words = [*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(InputError, match="clients_per_round=4 but 3 devices are there; lower clients_per_round"):
+        run_server(Devices(*devices(places, tmp_path)), [*words, "clients_per_round=4"])
+    shutil.rmtree(tmp_path / "run")
+    run_server(Devices(*devices(places, tmp_path)), [*words, "clients_per_round=2"])
+    assert len(lines(tmp_path / "run" / "clients.jsonl")) == 2
+
+
+def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
+    good, bad = devices(places[:2], tmp_path)
+    del bad.node_config["data-path"]
+    found = find_clients(Devices(good, bad), 2, timeout=60)
+    assert found == Clients(nodes={0: 2}, numbers={"a": 0})
+    assert "node 3 takes no part: this SuperNode does not say where its pictures are" in caplog.text
+    with pytest.raises(InputError, match="a client cannot start: this SuperNode does not say where its pictures are"):
+        find_clients(Devices(bad), 1, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("others", "sentence"),
+    [
+        ([{"client_name": "a"}, {"client_name": "a"}], "2 devices have client-name=a; give each another one"),
+        (
+            [{"client_name": "a", "partition_id": 1}, {"client_name": "b", "partition_id": 1}],
+            "2 devices have partition-id=1; give each another one",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_told_apart(others, sentence):
+    with pytest.raises(InputError, match=sentence):
+        find_clients(Devices(*(context(data_path="x", **one) for one in others)), 2, timeout=60)
+
+
+def answering(*records):
+    """A grid whose nodes answer the query who they are with these records."""
+    app, waiting = ClientApp(), list(records)
+
+    @app.query("who")
+    def who(message, context):
+        return Message(RecordDict(waiting.pop(0)), reply_to=message)
+
+    return LocalGrid(app, num_clients=len(records))
+
+
+SIMULATED = {"metrics": MetricRecord({"partition-id": 0, "num-partitions": 1})}
+DEVICE = {"who": ConfigRecord({"name": "a"})}
+
+
+def test_devices_and_simulated_clients_do_not_mix():
+    with pytest.raises(InputError, match="1 nodes are devices and 1 are simulated clients"):
+        find_clients(answering(SIMULATED, DEVICE), 2, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"who": ConfigRecord({})},
+        {"who": ConfigRecord({"name": "\x1b[2J"})},
+        {"who": ConfigRecord({"name": "x" * 10**6})},
+        {"who": ConfigRecord({"name": 3})},
+        {"who": ConfigRecord({"name": "a", "partition-id": -1})},
+        {"who": ConfigRecord({"name": "a", "partition-id": float("nan")})},
+        {"metrics": MetricRecord({"partition-id": [1, 2], "num-partitions": 1})},
+        {"metrics": MetricRecord({"partition-id": float("inf"), "num-partitions": 1})},
+    ],
+)
+def test_a_node_that_answers_nonsense_takes_no_part(answer, caplog):
+    assert find_clients(answering(answer, DEVICE), 2, timeout=60).nodes == {0: 3}
+    [record] = caplog.records
+    assert record.getMessage().isprintable()
+    assert len(record.getMessage()) < 350
+
+
+def test_numbers_are_given_in_the_order_of_places_and_names():
+    grid = answering(
+        *({"who": ConfigRecord(one)} for one in ({"name": "b"}, {"name": "a"}, {"name": "z", "partition-id": 0}))
+    )
+    found = find_clients(grid, 3, timeout=60)
+    assert found.numbers == {"z": 0, "a": 1, "b": 2}
+    assert found.nodes == {0: 4, 1: 3, 2: 2}
+    assert Who(partition=None, name="b").partitions is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["method=supervised", "method.num_classes=2"], "Supervised needs labels, and devices agree on no classes"),
+        (["calibration=auxiliary"], "takes a share of the clients' pictures, which are on the devices"),
+        (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
+    ],
+)
+def test_what_is_not_possible_with_devices_is_refused_before_any_round(words, sentence, places, tmp_path):
+    with pytest.raises(InputError, match=sentence):
+        prepare(Devices(*devices(places, tmp_path)), compose([*SMALL, *words, f"output_dir={tmp_path}"]))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{a: 1, b: 1}", "{a: -1}", "{a: x}", "{1: 1}", "a: [\xff"])
+def test_a_damaged_file_of_numbers_is_named(text, places, tmp_path):
+    folder, made = tmp_path / "run", devices(places, tmp_path)
+    run_server(Devices(*made[:1]), [*SMALL, "rounds=1", f"output_dir={folder}"])
+    (folder / "devices.json").write_text(text)
+    with pytest.raises(InputError, match=r"devices.json cannot be used \("):
+        run_server(Devices(*made[:1]), [f"resume={folder}", "rounds=2"])
