@@ -218,7 +218,7 @@ def _is_encoder(content: dict[str, Any]) -> bool:
     return (
         content["format"] == FORMAT
         and all(isinstance(content[key], dict) for key in ("encoder", "metadata", "weights"))
-        and all(isinstance(settings.get(key), int) for key in ("channels", "size"))
+        and all(isinstance(settings.get(key), int) and 0 < settings[key] <= 4096 for key in ("channels", "size"))
         and all(isinstance(values, list) and len(values) == settings["channels"] for values in statistics)
         and all(isinstance(value, float) and math.isfinite(value) for values in statistics for value in values)
         and min(content["std"]) > 0
