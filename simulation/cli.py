@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -80,7 +81,8 @@ def job(hydra_settings: DictConfig) -> None:
         if sweep:
             print(f"[job {len(JOBS)}] failed: {printable(error)}", flush=True)
             if not held_a_run:
-                _note(folder, words, status="failed", reason=str(error))
+                with suppress(OSError):  # the disk may be full
+                    _note(folder, words, status="failed", reason=str(error))
 
 
 def run(words: Sequence[str]) -> None:
@@ -144,7 +146,10 @@ def print_table(folders: Sequence[Path]) -> None:
     from fedssl.report.accuracy_table import sweep_table
 
     table = sweep_table(folders)
-    table.write(folders[0].parent)
+    try:
+        table.write(folders[0].parent)
+    except OSError as error:
+        raise RunFailed(f"{folders[0].parent} cannot be written ({error.strerror}); make room there") from error
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
 
 
