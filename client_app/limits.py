@@ -22,11 +22,11 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedssl.errors import InputError, Refused
-from fedssl.files import read_yaml
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.messages import TrainPlan
 from fedssl.methods.build import build
 from fedssl.settings import ClientSettings
+from fedssl.untrusted import read_yaml
 
 _UNKNOWN_MEMORY = 2.0  # GB, where the system does not tell how much there is
 _SHARE = 0.75  # of what is available

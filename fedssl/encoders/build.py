@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 
+_DEEPEST = 1000  # a file of others says how deep its encoder is, and every block takes time to be made
+
 
 class ConvSmall(Encoder):
     """Blocks of 3x3 convolution, normalisation and ReLU, then the mean over all positions.
@@ -219,6 +221,8 @@ def _check_transformer(channels: int, size: int, *, patch: int, depth: int, widt
             f"encoder.patch={patch}, depth={depth}, width={width} and heads={heads} of vit_tiny must be at least 1; "
             "the defaults are 4, 12, 192 and 3"
         )
+    if depth > _DEEPEST:
+        raise InputError(f"encoder.depth={depth} but vit_tiny has at most {_DEEPEST} blocks; the default is 12")
     if size % patch:
         fitting = [divisor for divisor in range(1, size) if size % divisor == 0]
         raise InputError(
