@@ -13,7 +13,7 @@ from fedssl.model_layers import copied_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
-from fedssl.settings import UpdateLimits
+from fedssl.settings import EXACT, UpdateLimits
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
 from strategies.state import Model
@@ -55,6 +55,8 @@ class Federation:
     calibration : Calibration or None
     limits : UpdateLimits
         What is taken from clients.
+    transport : str
+        How layers travel, see `fedssl.transport`.
 
     Raises
     ------
@@ -77,6 +79,7 @@ class Federation:
     lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibration | None = None
     limits: UpdateLimits = field(default_factory=UpdateLimits)
+    transport: str = EXACT
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)

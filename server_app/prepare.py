@@ -121,6 +121,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
         limits=settings.updates,
+        transport=settings.transport,
     )
     return Prepared(
         settings=settings,

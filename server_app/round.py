@@ -16,7 +16,8 @@ from flwr.serverapp import Grid
 
 from fedssl.errors import RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import ClientUpdate, TrainPlan, content_bytes
+from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.records import content_bytes
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
 from server_app.plausible import implausible
@@ -157,6 +158,7 @@ class Round:
             metrics=federation.reported(self.number),
             keep_from=keep_from,
             code=federation.code,
+            transport=federation.transport,
             lr_factor=federation.lr_factor(self.number),
         )
         contents: dict[tuple[str, tuple[str, ...]], RecordDict] = {}  # clients that receive the same share a record
@@ -172,7 +174,7 @@ class Round:
                     replace(plan, layers=layers, shared=start.model.shared, up=start.up), start
                 ).to_content()
             content = contents[name, down]
-            self._bytes_down[client] = content_bytes(content, layers, start.model.shared)
+            self._bytes_down[client] = content_bytes(content)
             yield Message(content, federation.nodes[client], "train", group_id=str(self.number))
 
     def _in_phase(self, plan: TrainPlan, start: _Start) -> TrainPlan:
@@ -208,8 +210,14 @@ class Round:
         federation = self._federation
         for client, reply in replies:
             start = self._starts[self._start_of[client]]
+            # A shortened layer comes back as what training changed. Added to the model as the server has it, it loses
+            # nothing to what the way down has rounded, and compares with it as if nothing had been rounded.
+            sent = start.sent.layers
+            received = {layer: sent[layer] for layer in self._received[client] if layer in sent}
             try:
-                update = read_update(reply, client, sent_to=federation.nodes[client])
+                update = read_update(
+                    reply, client, sent_to=federation.nodes[client], transport=federation.transport, start=received
+                )
                 cosines = check_update(
                     update,
                     sent=start.sent,
@@ -221,7 +229,7 @@ class Round:
             except BadUpdate as reason:
                 self._drop(client, str(reason))
                 continue
-            bytes_up = content_bytes(reply.content, update.layers, update.gathered)
+            bytes_up = content_bytes(reply.content)
             del reply
             yield _Usable(update, cosines, bytes_up)
             del update
