@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.layers import Layers
 from fedssl.settings import EXACT
-from fedssl.transport import TABLE, entries_of, layout, pack, table_text, unpack
+from fedssl.transport import TABLE, Entry, layout, pack, table_text, unpack
 
 CHUNK = 5 * 2**20  # bytes of an array that Flower sends at once
 ENVELOPE = 160  # bytes that Flower writes about a message: from whom, to whom, when, in reply to what
@@ -65,7 +65,7 @@ class LayerRecord(ArrayRecord):
     def __init__(self, layers: Layers) -> None:
         super().__init__()
         for name, array in layers.items():
-            self[name] = Array(array)
+            super().__setitem__(name, Array(array))
 
     @property
     def children(self) -> dict[str, object]:  # type: ignore[override]  # what Flower calls an InflatableObject
@@ -158,22 +158,27 @@ def content_bytes(content: RecordDict) -> int:
     total = ENVELOPE + _refers(content, "RecordDict")
     total += sum(len(record.deflate()) for record in content.metric_records.values())
     total += sum(len(record.deflate()) for record in content.config_records.values())
-    return total + sum(_record_bytes(record) for record in content.array_records.values())
+    return total + sum(record_bytes(record) for record in content.array_records.values())
 
 
-def _record_bytes(record: ArrayRecord) -> int:
-    if type(record) is not LayerRecord:
-        arrays = {name: (array.dtype, array.shape, _npy_bytes(array)) for name, array in record.items()}
-    elif not record:
-        arrays = {}
-    else:
-        entries = entries_of(from_record(record))
-        flats = layout(entries, EXACT) | {TABLE: (np.dtype(np.uint8), len(table_text(entries, EXACT)))}
-        arrays = {
-            name: (str(dtype), (length,), _header_bytes(dtype, (length,)) + length * dtype.itemsize)
-            for name, (dtype, length) in flats.items()
-        }
-    return _refers(arrays, "ArrayRecord") + sum(_array_bytes(*about) for about in arrays.values())
+def record_bytes(record: ArrayRecord) -> int:
+    """Bytes of a record with all its arrays as Flower sends them."""
+    if type(record) is LayerRecord and record:
+        return _packed_bytes(tuple((name, array.dtype, array.shape) for name, array in record.items()))
+    parts = sum(_array_bytes(array.dtype, array.shape, _npy_bytes(array)) for array in record.values())
+    return _refers(record, "ArrayRecord") + parts
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_bytes(lines: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
+    """Bytes of a `LayerRecord` of these layers once it is packed; the same in every round."""
+    entries = [Entry(*line) for line in lines]
+    flats = {**layout(entries, EXACT), TABLE: (np.dtype(np.uint8), len(table_text(entries, EXACT)))}
+    parts = sum(
+        _array_bytes(str(dtype), (length,), _header_bytes(dtype, (length,)) + length * dtype.itemsize)
+        for dtype, length in flats.values()
+    )
+    return _refers(flats, "ArrayRecord") + parts
 
 
 def _npy_bytes(array: FlowerArray) -> int:

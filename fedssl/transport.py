@@ -83,6 +83,13 @@ def check_transport(transport: object) -> str:
     return str(transport)
 
 
+def travels_as(transport: str) -> str:
+    """What becomes of layers, in words for people."""
+    if transport == EXACT:
+        return f"{transport}, exactly"
+    return f"{transport}: kernels and matrices, up as differences to what came down; all others exactly"
+
+
 def entries_of(layers: Layers) -> list[Entry]:
     """The table of these layers."""
     return [Entry(name, array.dtype.name, array.shape) for name, array in layers.items()]
