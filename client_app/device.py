@@ -143,7 +143,7 @@ class Device:
         config.dataset.path = str(self.pictures)
         config.dataset.splits = {"federated": "train", "train": None, "test": None}
         config.dataset.test_fraction = 0.0
-        config.dataset.cache = str(self.states / "pictures")
+        config.dataset.cache = str(self.states / ".pictures")
 
     def _count(self) -> int:
         """How many pictures there are."""
@@ -167,7 +167,7 @@ def _remember(run: Path, text: str) -> None:
     """Bind the run's states to its task: no other task, under the same name of a run, comes to them."""
     task = json.loads(text)
     task["values"].pop("rounds")  # a run may go on for longer
-    new, file = json.dumps(task, sort_keys=True), run / "task.json"
+    new, file = json.dumps(task, sort_keys=True), run / ".task.json"
     before = read_text(file)
     if before is None:
         run.mkdir(parents=True, exist_ok=True)

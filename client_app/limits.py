@@ -118,16 +118,16 @@ def check_settings(settings: ClientSettings, limits: Limits, *, pictures: int) -
             if part.values.get(name, value) != value:
                 raise Refused(f"{part.name} is for {name}={part.values[name]} but the pictures have {value}")
     _check("the pictures take", pictures * data.channels * data.size**2, limits)
-    _check("a training step takes about", step_bytes(settings), limits)
+    _check("a training step takes about", step_bytes(settings, pictures=pictures), limits)
 
 
-def step_bytes(settings: ClientSettings) -> int:
+def step_bytes(settings: ClientSettings, *, pictures: int) -> int:
     """Memory of a training step, roughly: nothing is computed, and nothing allocated.
 
-    Weights with gradients and two moments of an optimiser, two views of a batch, and what every module of the encoder
-    puts out for them.
+    Weights with gradients and two moments of an optimiser; two views of a batch, and the matrices that make them along
+    both axes (crop and blur); and what every module of the encoder puts out for them.
     """
-    data, batch = settings.data, settings.training.batch_size
+    data, batch = settings.data, min(settings.training.batch_size, pictures)
     held = 0
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -149,7 +149,7 @@ def step_bytes(settings: ClientSettings) -> int:
         ) from error
     weights = sum(tensor.nbytes for tensor in method.tensors.values())
     trained = sum(method.tensors[name].nbytes for name in method.trainable)
-    views = 2 * batch * data.channels * data.size**2 * 4
+    views = 2 * batch * (data.channels + 4) * data.size**2 * 4
     return weights + 3 * trained + views + batch * held
 
 

@@ -30,7 +30,7 @@ from fedssl.settings import (
     ScheduleSettings,
     Settings,
     TrainingSettings,
-    UpdateLimits,
+    UpdateSettings,
 )
 from fedssl.words import check_run_id, parse, quote
 
@@ -246,7 +246,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             metrics=tuple(config.strategy.get("metrics", ())),
         ),
         calibration=_calibration(config),
-        updates=UpdateLimits(**config.updates),
+        updates=UpdateSettings(**config.updates),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
             protocol=_component(config.evaluation),

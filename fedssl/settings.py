@@ -1,6 +1,7 @@
 """The settings of a run as values: what each collaborator takes, and no more. `fedssl.config` makes them, once."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -194,11 +195,21 @@ class AlgorithmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateLimits:
-    """What a server takes from clients.
+class UpdateSettings:
+    """What a server takes from clients, and how long it waits for it.
 
     Attributes
     ----------
+    min_updates : int
+        How many a round needs.
+    repeats : int
+        How often a round with fewer is repeated, with other clients, before the run stops.
+    extra_clients : int
+        How many more clients than ``clients_per_round`` are asked; the first ``clients_per_round`` to reply count.
+    deadline : float or None
+        Seconds after which a round goes on without those that are missing; None: as long as replies come.
+    buffered : bool
+        Whether a round ends with ``min_updates``, and late ones count in the next, the less the older they are.
     norm_factor : float or None
         How many times as far as the median of a round an update may move, at least 1; None: any. With a number all
         updates of a round are kept in memory until the last is there.
@@ -208,18 +219,27 @@ class UpdateLimits:
     Raises
     ------
     InputError
-        One of them is not such a number.
+        One of them is not such a value.
     """
 
+    min_updates: int = 1
+    repeats: int = 0
+    extra_clients: int = 0
+    deadline: float | None = None
+    buffered: bool = False
     norm_factor: float | None = None
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
-        factor, examples = self.norm_factor, self.max_examples
-        if factor is not None and (type(factor) not in (int, float) or not factor >= 1):
-            raise InputError(f"updates.norm_factor={factor} must be a number of at least 1, or null for any update")
-        if examples is not None and (type(examples) is not int or examples < 1):
-            raise InputError(f"updates.max_examples={examples} must be a whole number of at least 1, or null for any")
+        for name, least in {"min_updates": 1, "repeats": 0, "extra_clients": 0, "max_examples": 1}.items():
+            value = getattr(self, name)
+            if (name, value) != ("max_examples", None) and (type(value) is not int or value < least):
+                raise InputError(f"updates.{name}={value} must be a whole number of at least {least}")
+        for name, low in {"deadline": 0, "norm_factor": 1}.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) not in (int, float) or not low <= value < math.inf or not value):
+                range = f"of at least {low}" if low else "above 0"
+                raise InputError(f"updates.{name}={value} must be a number {range}, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +386,7 @@ class Settings:
     training: TrainingSettings
     algorithm: AlgorithmSettings
     calibration: CalibrationSettings | None
-    updates: UpdateLimits
+    updates: UpdateSettings
     evaluation: EvaluationSettings
     machine: MachineSettings
     engine: EngineSettings

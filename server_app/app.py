@@ -6,6 +6,7 @@ The run config has the words of the command line, see `server_app.run_config`.
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -25,13 +26,14 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
 from fedssl.words import parse, quote
+from server_app.attempts import run_round
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
 from server_app.federation import Federation
 from server_app.nodes import federation_size
+from server_app.post import Post
 from server_app.prepare import Prepared, prepare
 from server_app.recorder import Recorder, logging_to
-from server_app.round import run_round
 from server_app.run_config import words_of
 from strategies.state import ServerState
 
@@ -83,7 +85,8 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
             "were, or start a new run"
         )
     state = ServerState() if resumed is None else recorder.restore()
-    recorder.begin(settings.recording, prepared.held, prepared.numbers)
+    recorder.begin(settings.recording, prepared.held)
+    recorder.register(prepared.roll.clients.numbers)
     pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
         "%d clients, %s, %d rounds; %d bytes of layers per client and direction; output in %s",
@@ -98,20 +101,26 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
     problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    state = rounds(grid, prepared, state, recorder, last=settings.rounds)
+    state = rounds(Post(grid, keep=settings.updates.buffered), prepared, state, recorder, last=settings.rounds)
     return (*finish(prepared, state, settings, recorder), problem)
 
 
-def rounds(grid: Grid, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int) -> ServerState:
+def rounds(post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int) -> ServerState:
     """All rounds after ``state`` up to the last one, recorded; returns the state after it."""
     method, evaluator, monitor = prepared.method, prepared.evaluator, prepared.monitor
+
+    def present() -> Federation:
+        clients = prepared.roll.call(prepared.federation.updates.min_updates)
+        recorder.register(clients.numbers)
+        return replace(prepared.federation, nodes=clients.nodes)
+
     while state.round < last:
         start, number = time.monotonic(), state.round + 1
         phase, due = prepared.lr_schedule.phase(number), evaluator.due(number)
         with at_stage(method, depth=phase.depth):
             state, report = run_round(
-                grid,
-                prepared.federation,
+                post,
+                present,
                 state,
                 keep_from=min(numbered_files(recorder.folder / "checkpoints"), default=0),
                 observe=monitor.observe if monitor and due else None,

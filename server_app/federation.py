@@ -1,6 +1,6 @@
 """What is the same in all rounds of a run: who takes part, the algorithm, the phases, and what the server adds."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -13,7 +13,7 @@ from fedssl.model_layers import copied_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
-from fedssl.settings import EXACT, UpdateLimits
+from fedssl.settings import EXACT, UpdateSettings
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
 from strategies.state import Model
@@ -53,8 +53,8 @@ class Federation:
     lr_factor : callable
         Maps a round to the factor of the clients' learning rate.
     calibration : Calibration or None
-    limits : UpdateLimits
-        What is taken from clients.
+    updates : UpdateSettings
+        What is taken from clients, and how long it is waited for.
     transport : str
         How layers travel, see `fedssl.transport`.
 
@@ -78,7 +78,7 @@ class Federation:
     server_optimizer: ServerOptimizer = field(default_factory=Assign)
     lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibration | None = None
-    limits: UpdateLimits = field(default_factory=UpdateLimits)
+    updates: UpdateSettings = field(default_factory=UpdateSettings)
     transport: str = EXACT
 
     def __post_init__(self) -> None:
@@ -117,10 +117,21 @@ class Federation:
             return model
         return replace(model, layers=self.calibration(round, model.layers))
 
-    def sample(self, round: int) -> list[int]:
-        """Numbers of the clients that train in a round, ascending."""
-        numbers = sorted(self.nodes)
-        places = sample_clients(self.seed, round, num_clients=len(numbers), clients_per_round=self.clients_per_round)
+    def sample(self, round: int, *, attempt: int = 0, busy: Collection[int] = ()) -> list[int]:
+        """Numbers of the clients that are asked in a round, ascending.
+
+        Of those that are there as many as are to train in a round, and ``updates.extra_clients`` more; those that are
+        ``busy`` with an older plan count, and are not asked. Another attempt asks others.
+        """
+        numbers = sorted(self.nodes.keys() - busy)
+        wanted = self.clients_per_round + self.updates.extra_clients - len(busy)
+        places = sample_clients(
+            self.seed,
+            round,
+            num_clients=len(numbers),
+            clients_per_round=max(min(wanted, len(numbers)), 0),
+            attempt=attempt,
+        )
         return [numbers[place] for place in places]
 
     def reported(self, round: int) -> tuple[str, ...]:
@@ -135,7 +146,8 @@ def check_metrics(metrics: Iterable[str]) -> None:
         raise InputError(f"strategy.metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
 
 
-def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int) -> list[int]:
-    """Which of the clients train in a round, by place, ascending: a pure function of seed and round."""
-    chosen = numpy_generator(seed, "clients", round).choice(num_clients, size=clients_per_round, replace=False)
+def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int, attempt: int = 0) -> list[int]:
+    """Which of the clients train in a round, by place, ascending: a pure function of seed, round and attempt."""
+    place = ("clients", round, attempt) if attempt else ("clients", round)
+    chosen = numpy_generator(seed, *place).choice(num_clients, size=clients_per_round, replace=False)
     return sorted(int(client) for client in chosen)

@@ -8,12 +8,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RunFailed
 from fedssl.messages import Who, read_who
 from fedssl.saying import printable, saying
 from server_app.replies import receive
@@ -21,6 +21,7 @@ from server_app.replies import receive
 log = logging.getLogger("fedssl")
 
 NODE_WAIT = 10.0  # seconds without a new node before a federation that has some counts as complete
+ANSWER = 60.0  # seconds in which a device that comes later must say who it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,68 @@ def federation_size(grid: Grid, *, timeout: float) -> int | None:
     if wrong:
         raise InputError(f"a client cannot start: {wrong}")
     raise InputError(f"no SuperNode answered within {timeout:.0f} s; see to their processes")
+
+
+class Roll:
+    """Who is there, from round to round: devices come and go, simulated clients stay.
+
+    Parameters
+    ----------
+    grid : Grid
+    clients : Clients
+        Those at the start of the run.
+    timeout : float
+        Seconds to wait for a device that is needed.
+    """
+
+    def __init__(self, grid: Grid, clients: Clients, *, timeout: float) -> None:
+        self._grid, self._timeout = grid, timeout
+        self._asked = set(clients.nodes.values())
+        self.clients = clients
+
+    def call(self, least: int) -> Clients:
+        """The clients that are there; waits until they are at least so many.
+
+        Raises
+        ------
+        RunFailed
+            They are fewer for longer than the timeout.
+        """
+        if not self.clients.numbers:
+            return self.clients
+        last = time.monotonic() + self._timeout
+        with saying(f"fewer devices are there than the {least} that a round needs"):
+            while True:
+                there = list(self._grid.get_node_ids())
+                self._welcome([node for node in there if node not in self._asked])
+                nodes = {number: node for number, node in self.clients.nodes.items() if node in there}
+                if len(nodes) >= least:
+                    return replace(self.clients, nodes=nodes)
+                if time.monotonic() > last:
+                    raise RunFailed(
+                        f"{len(nodes)} devices are there and {least} are needed (updates.min_updates); start their "
+                        "SuperNodes, then resume the run"
+                    )
+                time.sleep(0.2)
+
+    def _welcome(self, new: Sequence[int]) -> None:
+        """Ask new nodes who they are, and give them their numbers."""
+        if not new:
+            return
+        self._asked.update(new)
+        for node, who in _who(self._grid, new, timeout=min(self._timeout, ANSWER)):
+            if not isinstance(who, Who) or who.partitions is not None:
+                log.warning("node %d takes no part: %s", node, who if isinstance(who, str) else "it is no device")
+                continue
+            number = self.clients.numbers.get(who.name, max(self.clients.numbers.values(), default=-1) + 1)
+            former = self.clients.nodes.get(number)
+            if former is not None and former in self._grid.get_node_ids():
+                log.warning("node %d takes no part: node %d has client-name=%s as well", node, former, who.name)
+                continue
+            log.info("device %d %s is there", number, who.name)
+            self.clients = Clients(
+                nodes={**self.clients.nodes, number: node}, numbers={**self.clients.numbers, who.name: number}
+            )
 
 
 def _partitions(nodes: Sequence[int], answers: _Answers, num_clients: int, *, timeout: float) -> dict[int, int]:

@@ -30,7 +30,7 @@ from server_app.evaluator import Evaluator
 from server_app.federation import Federation
 from server_app.held import Held
 from server_app.monitor import Monitor
-from server_app.nodes import find_clients
+from server_app.nodes import Roll, find_clients
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
 
@@ -47,8 +47,8 @@ class Prepared:
         Those of the run, with what only the pictures could tell.
     federation : Federation
     lr_schedule : LRSchedule
-    numbers : mapping of str to int
-        Of devices, by name; empty in a simulation.
+    roll : Roll
+        Who is there.
     held : Held or None
         None: the pictures are on the devices.
     evaluator : Evaluator
@@ -61,7 +61,7 @@ class Prepared:
     settings: Settings
     federation: Federation
     lr_schedule: LRSchedule
-    numbers: Mapping[str, int]
+    roll: Roll
     held: Held | None
     evaluator: Evaluator
     monitor: Monitor | None
@@ -94,6 +94,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
     evaluator.check(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method)
     method.encoder.check_pictures((data.channels, data.size, data.size))
+    check_updates(settings, devices=bool(task))
     held = None
     if task:
         check_devices(method)
@@ -120,14 +121,14 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
-        limits=settings.updates,
+        updates=settings.updates,
         transport=settings.transport,
     )
     return Prepared(
         settings=settings,
         federation=federation,
         lr_schedule=lr_schedule,
-        numbers=clients.numbers,
+        roll=Roll(grid, clients, timeout=settings.client_timeout),
         held=held,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
@@ -160,6 +161,26 @@ def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
             "partition.min_size or fewer clients avoid it",
             *(type(method).__name__, smallest, ", ".join(few)),
         )
+
+
+def check_updates(settings: Settings, *, devices: bool) -> None:
+    """Refuse, by an `InputError`, to wait for what cannot come."""
+    updates, asked, clients = settings.updates, settings.clients_per_round, settings.num_clients
+    if updates.min_updates > asked:
+        raise InputError(
+            f"updates.min_updates={updates.min_updates} but clients_per_round={asked}; lower the one or raise the other"
+        )
+    if not devices and asked + updates.extra_clients > clients:
+        raise InputError(
+            f"updates.extra_clients={updates.extra_clients} but clients_per_round={asked} leaves {clients - asked} of "
+            f"num_clients={clients}; lower one of them"
+        )
+    if updates.buffered and not devices:
+        raise InputError(
+            "updates.buffered=true is for devices: the clients of a simulation are never late; set it false"
+        )
+    if updates.buffered and updates.extra_clients:
+        raise InputError("updates.buffered=true waits for updates.min_updates; set updates.extra_clients=0")
 
 
 def check_devices(method: SSLMethod) -> None:

@@ -74,6 +74,7 @@ class Recorder:
         self._settings, self._rounds = settings, rounds
         self._make_folder()
         self._start = time.monotonic()
+        self._numbers: dict[str, int] = {}
         self._progress = Progress(rounds)
         self._tracker = make_tracker(settings.tracker, self.folder)
 
@@ -128,15 +129,19 @@ class Recorder:
             raise damaged(file, "two names have the same number")
         return found
 
-    def begin(self, settings: RecordingSettings, held: Held | None, numbers: Mapping[str, int]) -> None:
+    def register(self, numbers: Mapping[str, int]) -> None:
+        """Keep the numbers of devices, by name, for when the run is resumed."""
+        if numbers != self._numbers:
+            write_text(self.folder / DEVICES, json.dumps(dict(numbers), indent=2) + "\n")
+            self._numbers = dict(numbers)
+
+    def begin(self, settings: RecordingSettings, held: Held | None) -> None:
         """Make the folder that of this run: all settings have been found usable, and it is known who holds what.
 
         ``settings`` are those that the pictures have led to, in the place of those it was made with.
         """
         self._settings = settings
         save_run(self._settings, self.folder)
-        if numbers:
-            write_text(self.folder / DEVICES, json.dumps(numbers, indent=2) + "\n")
         if held:
             pictures = held.pictures
             write_table(self.folder / "partition.csv", held.parts, pictures.labels, pictures.classes)
@@ -187,6 +192,8 @@ class Recorder:
             "bytes_up": sum(row.bytes_up for row in report.clients),
             "bytes_down": sum(row.bytes_down for row in report.clients),
         }
+        if report.late:
+            line["late"] = len(report.late)
         if cost:
             line["cost"] = dict(cost)
         if report.findings:

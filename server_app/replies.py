@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from flwr.app import Message
@@ -12,8 +11,12 @@ from fedssl.errors import InputError
 from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 from fedssl.settings import EXACT
+from server_app.post import Post
 
 log = logging.getLogger("fedssl")
+
+
+NO_REPLY = "no reply in time"
 
 
 class BadUpdate(ValueError):
@@ -22,23 +25,7 @@ class BadUpdate(ValueError):
 
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
     """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
-    # In the order of sending; the id of a message that could not be sent is empty.
-    pending = dict.fromkeys(filter(None, grid.push_messages(messages)))
-    deadline = time.monotonic() + timeout
-    pause = 0.005
-    while pending and time.monotonic() < deadline:
-        replies = list(grid.pull_messages(pending))
-        if replies:
-            pause = 0.005
-        else:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        while replies:
-            reply = replies.pop()
-            pending.pop(reply.metadata.reply_to_message_id, None)
-            yield reply
-            del reply  # one model each
-            deadline = time.monotonic() + timeout
+    return Post(grid).exchange(messages, timeout=timeout)
 
 
 def in_order(
@@ -70,7 +57,7 @@ def in_order(
         # An error reply that Flower itself makes bears the server's node id, so only the message tells the client.
         client = asked.get(reply.metadata.reply_to_message_id, -1)
         if client not in expected or client in waiting:
-            log.warning("a reply that nobody waits for is ignored")
+            log.warning("a reply of node %d that nobody waits for is ignored", reply.metadata.src_node_id)
         elif reply.has_error():
             expected.remove(client)
             drop(client, f"it failed with {reply.error.reason}")
@@ -84,7 +71,7 @@ def in_order(
         if client in waiting:
             yield client, waiting.pop(client)
         else:
-            drop(client, "no reply in time")
+            drop(client, NO_REPLY)
 
 
 def read_update(

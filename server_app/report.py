@@ -10,7 +10,8 @@ class ClientRow:
 
     ``model`` is the name of the model that the client started from. ``cosine`` has that of every layer with it,
     ``model_cosine`` that of all weights as one vector (L-DAWA, Eq. 2 and Fig. 4), and ``layer_cosine`` the mean over
-    layers, see `fedssl.layers.Cosines`; None: no weights travelled.
+    layers, see `fedssl.layers.Cosines`; None: no weights travelled. ``age`` counts the rounds since the plan that it
+    answers.
     """
 
     round: int
@@ -24,6 +25,7 @@ class ClientRow:
     cosine: dict[str, float]
     model_cosine: float | None
     layer_cosine: float | None
+    age: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class RoundReport:
         A row for each update that was used.
     dropped : dict of int to str
         The reason for each client whose update was not.
+    late : list of int
+        Clients that replied to an older plan, which was not used any more.
     findings : dict
         What the strategy found out, ready for JSON.
     """
@@ -43,4 +47,5 @@ class RoundReport:
     round: int
     clients: list[ClientRow] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
     findings: dict[str, Any] = field(default_factory=dict)

@@ -8,23 +8,25 @@ client is checked and measured against the model that it started from.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from flwr.app import Message, RecordDict
-from flwr.serverapp import Grid
 
-from fedssl.errors import RunFailed
+from fedssl.errors import InputError, RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import ClientUpdate, TrainPlan
-from fedssl.records import content_bytes
+from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.records import content_bytes, from_message
+from fedssl.saying import printable
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
+from server_app.overdue import brought_up
 from server_app.plausible import implausible
-from server_app.replies import BadUpdate, check_update, in_order, read_update, receive
+from server_app.replies import BadUpdate, check_update, in_order, read_update
 from server_app.report import ClientRow, RoundReport
 from strategies.base import Rule
-from strategies.state import Model, ServerState, suffix
+from strategies.state import GLOBAL, Model, ServerState, suffix
 
 log = logging.getLogger("fedssl")
 
@@ -53,24 +55,16 @@ class _Aggregation:
 
 @dataclass(frozen=True)
 class _Usable:
-    """An update that passed its checks, how it compares to its start, and what it took to send."""
+    """An update that passed its checks, how it compares to its start, what it took to send, and its age in rounds."""
 
     update: ClientUpdate
     cosines: Cosines
     bytes_up: int
+    age: int = 0
 
 
-def run_round(
-    grid: Grid,
-    federation: Federation,
-    state: ServerState,
-    *,
-    keep_from: int = 0,
-    observe: Observe | None = None,
-) -> tuple[ServerState, RoundReport]:
-    """The round after ``state``, from sampling to the new state; parameters as in `Round` and `Round.end`."""
-    one = Round(federation, state, keep_from=keep_from)
-    return one.end(receive(grid, one.messages, timeout=federation.timeout), observe=observe)
+class TooFewUpdates(RunFailed):
+    """A round cannot go on with what is usable."""
 
 
 class Round:
@@ -82,6 +76,15 @@ class Round:
     state : ServerState
     keep_from : int
         Oldest round that a resumed run may go back to.
+    attempt : int
+        How often it has been tried before.
+    busy : collection of int
+        Clients that are at work on an older plan and are not asked.
+
+    Raises
+    ------
+    InputError
+        Late updates are to be used, and the algorithm has no use for them.
 
     Attributes
     ----------
@@ -91,15 +94,25 @@ class Round:
         One for each client that trains.
     """
 
-    def __init__(self, federation: Federation, state: ServerState, *, keep_from: int = 0) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        state: ServerState,
+        *,
+        keep_from: int = 0,
+        attempt: int = 0,
+        busy: Collection[int] = (),
+    ) -> None:
         self._federation, self._state = federation, state
         self.number = state.round + 1
         self._phase = phase_at(federation.phases, self.number)
         server = federation.strategy.server
-        clients = federation.sample(self.number)
+        clients = federation.sample(self.number, attempt=attempt, busy=busy)
         self._start_of = {client: server.start_of(state, self.number, client) for client in clients}
         self._into = {client: dict.fromkeys(server.into(state, self.number, client)) for client in clients}
         targets = dict.fromkeys(name for names in self._into.values() for name in names)
+        if federation.updates.buffered:
+            targets[GLOBAL] = None
         untrained = functools.cache(federation.untrained)  # made once, and only if it is needed
         names = dict.fromkeys([*self._start_of.values(), *targets])
         self._starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
@@ -109,29 +122,47 @@ class Round:
         self._bytes_down: dict[int, int] = {}
         self._report = RoundReport(self.number)
         self.messages = list(self._plans(keep_from=keep_from))
+        if federation.updates.buffered:
+            self._check_buffered()
 
-    def end(self, replies: Iterable[Message], *, observe: Observe | None = None) -> tuple[ServerState, RoundReport]:
-        """Fold the replies in as they come, in order of partition ids; bad updates are dropped and reported.
+    def end(
+        self,
+        replies: Iterable[Message],
+        *,
+        late: Sequence[tuple[Message, Message]] = (),
+        observe: Observe | None = None,
+    ) -> tuple[ServerState, RoundReport]:
+        """Fold the replies in as they come, in order of the clients; bad updates are dropped and reported.
+
+        Parameters
+        ----------
+        replies : iterable of Message
+            To `messages`.
+        late : sequence of (Message, Message)
+            Plans of earlier rounds and the replies to them; looked at when all of ``replies`` are there.
+        observe : callable, optional
+            Sees every update that is used.
 
         Raises
         ------
-        RunFailed
-            No update could be used.
+        TooFewUpdates
+            Fewer updates than needed could be used.
         """
         for name, aggregation in self._aggregations.items():
             aggregation.rule.start(self._starts[name].sent)
         clients = {self._federation.nodes[client]: client for client in self._start_of}
-        usable = self._usable(in_order(replies, sent=self.messages, clients=clients, drop=self._drop))
-        if self._federation.limits.norm_factor is not None:
-            usable = self._plausible(list(usable), factor=self._federation.limits.norm_factor)
+        own = self._usable(in_order(replies, sent=self.messages, clients=clients, drop=self._drop))
+        usable: Iterable[_Usable] = chain(own, self._overdue(late))
+        if self._federation.updates.norm_factor is not None:
+            usable = self._plausible(list(usable), factor=self._federation.updates.norm_factor)
         for one in usable:
             self._fold(one, observe)
             del one  # a streamed update is a whole model: let it go before the next one is made
-        if not self._report.clients:
-            raise RunFailed(self._nothing_usable())
+        if len(self._report.clients) < self._federation.updates.min_updates:
+            raise TooFewUpdates(self._too_few())
         fed = {name: self._aggregate(name) for name, one in self._aggregations.items() if one.received}
         took_part = {**self._state.took_part}
-        took_part |= {row.client: (self.number, row.model) for row in self._report.clients}
+        took_part |= {row.client: (self.number - row.age, row.model) for row in self._report.clients}
         for client in self._report.dropped:  # nobody knows what it holds now
             took_part.pop(client, None)
         models = {**self._state.models, **fed}
@@ -203,36 +234,65 @@ class Round:
         held = self._federation.stages.frozen(phase_at(self._federation.phases, last), start.frozen)
         return tuple(name for name in start.frozen if name not in held)
 
+    def _check_buffered(self) -> None:
+        one_model = {*self._start_of.values(), *(name for names in self._into.values() for name in names)} <= {GLOBAL}
+        start = self._starts[GLOBAL]
+        whole = all(received == tuple(start.trained) for received in self._received.values())
+        if not (one_model and whole and start.up is None and len(self._federation.phases) == 1):
+            raise InputError(
+                "updates.buffered=true needs clients that all send and receive the whole model, and the strategy or "
+                "the schedule has others; set updates.buffered=false"
+            )
+
     # --- replies ---
 
     def _usable(self, replies: Iterable[tuple[int, Message]]) -> Iterator[_Usable]:
         """The updates that pass their checks; the others are dropped."""
-        federation = self._federation
         for client, reply in replies:
-            start = self._starts[self._start_of[client]]
-            # A shortened layer comes back as what training changed. Added to the model as the server has it, it loses
-            # nothing to what the way down has rounded, and compares with it as if nothing had been rounded.
-            sent = start.sent.layers
-            received = {layer: sent[layer] for layer in self._received[client] if layer in sent}
-            try:
-                update = read_update(
-                    reply, client, sent_to=federation.nodes[client], transport=federation.transport, start=received
-                )
-                cosines = check_update(
-                    update,
-                    sent=start.sent,
-                    gathered=federation.gathered,
-                    needs=self._needs,
-                    plan=(self.number, federation.code),
-                    max_examples=federation.limits.max_examples,
-                )
-            except BadUpdate as reason:
-                self._drop(client, str(reason))
-                continue
-            bytes_up = content_bytes(reply.content)
+            yield from self._read(client, reply, sent=self._starts[self._start_of[client]].sent, number=self.number)
             del reply
-            yield _Usable(update, cosines, bytes_up)
-            del update
+
+    def _read(self, client: int, reply: Message, *, sent: GlobalLayers, number: int) -> Iterator[_Usable]:
+        """The update in the reply to the plan of a round, if it passes its checks; else the client is dropped."""
+        federation = self._federation
+        # A shortened layer comes back as what training changed. Added to the model as the server has it, it loses
+        # nothing to what the way down has rounded, and compares with it as if nothing had been rounded.
+        received = {layer: sent.layers[layer] for layer in self._received[client] if layer in sent.layers}
+        try:
+            update = read_update(
+                reply, client, sent_to=federation.nodes[client], transport=federation.transport, start=received
+            )
+            cosines = check_update(
+                update,
+                sent=sent,
+                gathered=federation.gathered,
+                needs=self._needs,
+                plan=(number, federation.code),
+                max_examples=federation.updates.max_examples,
+            )
+        except BadUpdate as reason:
+            self._drop(client, str(reason))
+            return
+        yield _Usable(update, cosines, content_bytes(reply.content))
+
+    def _overdue(self, late: Iterable[tuple[Message, Message]]) -> Iterator[_Usable]:
+        """The updates to plans of earlier rounds, as they are for the present model; not used unless asked for."""
+        federation, nodes = self._federation, {node: client for client, node in self._federation.nodes.items()}
+        for plan, reply in sorted(late, key=_age_and_node):
+            client = nodes.get(plan.metadata.dst_node_id)
+            if client is None or reply.has_error() or not federation.updates.buffered:
+                self._report.late.append(plan.metadata.dst_node_id if client is None else client)
+                continue
+            start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
+            begun = from_message(plan.content.array_records[ARRAYS], federation.transport)
+            then = GlobalLayers({name: begun[name] for name in start.sent.layers})
+            self._start_of[client], self._into[client], self._received[client] = GLOBAL, {GLOBAL: None}, tuple(begun)
+            self._bytes_down[client] = content_bytes(plan.content)
+            for one in self._read(client, reply, sent=then, number=number):
+                age = self.number - number
+                layers = brought_up(one.update.layers, begun=then.layers, now=start.sent.layers, age=age)
+                moved = start.sent.compare(layers)
+                yield replace(one, update=replace(one.update, layers=layers), cosines=moved, age=age)
 
     def _plausible(self, usable: Sequence[_Usable], *, factor: float) -> Iterator[_Usable]:
         found = implausible({one.update.partition_id: one.cosines.moved for one in usable}, factor=factor)
@@ -265,18 +325,23 @@ class Round:
             cosine=cosines.weights,
             model_cosine=cosines.model if cosines.weights else None,
             layer_cosine=cosines.mean,
+            age=one.age,
         )
 
     def _drop(self, client: int, reason: str) -> None:
+        reason = printable(reason, most=500)
         self._report.dropped[client] = reason
         log.warning("client %d dropped: %s", client, reason)
 
-    def _nothing_usable(self) -> str:
+    def _too_few(self) -> str:
         clients: dict[str, list[str]] = {}
         for client, reason in self._report.dropped.items():
             clients.setdefault(reason, []).append(str(client))
         reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
-        return f"round {self.number}: none of {len(self._start_of)} clients sent a usable update ({reasons})"
+        used, needed = len(self._report.clients), self._federation.updates.min_updates
+        sent = f"{used or 'none'} of {len(self._start_of)} clients sent a usable update"
+        least = f" and updates.min_updates={needed} are needed" if used else ""
+        return f"round {self.number}: {sent}{least} ({reasons})"
 
     # --- the new state ---
 
@@ -302,6 +367,10 @@ class Round:
             updates=model.updates + 1,
         )
         return federation.calibrated(model, self.number, at="end")
+
+
+def _age_and_node(pair: tuple[Message, Message]) -> tuple[int, int]:
+    return int(pair[0].metadata.group_id), pair[0].metadata.dst_node_id
 
 
 def _finite(value: float | None) -> float | None:

@@ -21,10 +21,9 @@ class LocalGrid(SimulatedGrid):
         self._queue: dict[str, Message] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Queue messages; nothing runs yet."""
-        new = {number(message): message for message in messages}
-        self._queue |= new
-        return list(new)
+        """Queue messages in the place of older ones, which nobody waits for any more; nothing runs yet."""
+        self._queue = {number(message): message for message in messages}
+        return list(self._queue)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the client of the first of these messages that is still queued, and return its reply."""

@@ -7,10 +7,12 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as client_app
 from fedssl.config import compose
 from fedssl.layers import Layers
+from server_app.attempts import run_round
 from server_app.federation import Federation as Rounds
+from server_app.post import Post
 from server_app.prepare import prepare
 from server_app.report import RoundReport
-from server_app.round import run_round
+from server_app.round import Observe
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
 from strategies.state import GLOBAL, Model, ServerState
@@ -49,10 +51,11 @@ class Federation:
     def strategy(self) -> FedSSLStrategy:
         return self.prepared.federation.strategy
 
-    def run(self, rounds: int) -> Layers:
+    def run(self, rounds: int, observe: Observe | None = None) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
-            self.state, self.report = run_round(self.grid, self.prepared.federation, self.state)
+            post, here = Post(self.grid), self.prepared.federation
+            self.state, self.report = run_round(post, lambda here=here: here, self.state, observe=observe)
         return self.layers
 
     @property

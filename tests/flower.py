@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +42,22 @@ class Outcome:
     log: str
 
 
-def flwr_run(app_dir: Path, *options: str) -> Outcome:
+def flwr_run(app_dir: Path, *options: str, devices: Sequence[str] = ()) -> Outcome:
     """``flwr run APP_DIR OPTIONS --stream``, to the end of the run.
 
-    ``flwr run`` itself exits with 0 when the run failed, so the SuperLink is asked how it ended.
+    ``flwr run`` itself exits with 0 when the run failed, so the SuperLink is asked how it ended. ``devices`` are the
+    configurations of the SuperNodes of a deployment; without any it is a simulation.
     """
     with private_place() as place:
         bin_folder = str(Path(sys.executable).parent)
         environment = {**os.environ, **ENVIRONMENT, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
         environment |= {"RAY_TMPDIR": str(place.path), "no_proxy": "127.0.0.1,localhost"}
-        _start_superlink(place, environment)
+        port = _start_superlink(place, environment, [] if devices else ["--simulation"])
+        for device in devices:
+            with (place.path / f"supernode-{free_port()}.log").open("w") as log_file:
+                command = [f"{bin_folder}/flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}"]
+                command += ["--port", str(free_port()), "--node-config", device]
+                place.start(command, environment=environment, stdout=log_file)
         run = place.start(
             [f"{bin_folder}/flwr", "run", str(app_dir.resolve()), "private", "--stream", *options],
             environment=environment,
@@ -67,19 +73,25 @@ def flwr_run(app_dir: Path, *options: str) -> Outcome:
         return Outcome(runs[0]["status"] if runs else "refused", log)
 
 
-def _start_superlink(place: Place, environment: Mapping[str, str]) -> None:
-    """Start a SuperLink on a free port of this machine, write the connection to it, wait until it listens."""
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+def _start_superlink(place: Place, environment: Mapping[str, str], options: Sequence[str]) -> int:
+    """Start a SuperLink, write the connection to it, wait until it listens; returns its port."""
+    port = free_port()
     (place.home / "config.toml").write_text(CONNECTION.format(port=port))
     program = str(Path(sys.executable).with_name("flower-superlink"))
-    command = [program, "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+    command = [program, "--insecure", *options, "--host", "127.0.0.1", "--port", str(port)]
     with (place.path / "superlink.log").open("w") as log:
         superlink = place.start(command, environment=environment, stdout=log)
     while superlink.poll() is None:
         try:
-            return socket.create_connection(("127.0.0.1", port)).close()
+            socket.create_connection(("127.0.0.1", port)).close()
+            return port
         except ConnectionRefusedError:
             time.sleep(0.05)
     raise RuntimeError((place.path / "superlink.log").read_text())

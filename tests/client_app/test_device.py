@@ -89,13 +89,13 @@ def test_a_genuine_plan_is_trained(plan, node, tmp_path):
     update = ClientUpdate.from_content(reply.content, 0)
     assert update.num_examples == 6
     new = [name for name in everything_below(tmp_path) if name not in before]
-    assert new == [
+    assert set(new) == {
         "states",
         "states/mine",
         "states/mine/a",
         "states/mine/a/round-000001.state",
-        "states/mine/task.json",
-    ]
+        "states/mine/.task.json",
+    }
 
 
 FULL = "seed: 0\nrun_id: x\naugmentation:\n  _target_: numpy.testing.runstring\n"
@@ -186,7 +186,7 @@ def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
 
 
 def test_pictures_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits_module, "step_bytes", lambda settings: 0)
+    monkeypatch.setattr(limits_module, "step_bytes", lambda settings, pictures: 0)
     (tmp_path / "limits.yaml").write_text("memory: 0.001\n")
     bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
     reason = refusal(bigger, node | {"limits": tmp_path / "limits.yaml"})
@@ -230,7 +230,7 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
     settings = Device.read(config).settings(task)
     assert (settings.machine.threads, settings.machine.device) == (2, "cpu")
     assert settings.data.reader.values["path"] == str(tmp_path / "pictures")
-    assert settings.data.reader.values["cache"] == str(tmp_path / "states" / "pictures")
+    assert settings.data.reader.values["cache"] == str(tmp_path / "states" / ".pictures")
 
 
 @pytest.mark.parametrize(
@@ -301,3 +301,14 @@ def test_labels_are_nothing_that_devices_agree_on(plan, node):
     task["choices"]["method"] = "supervised"
     reason = refusal(changed(plan, settings=json.dumps(task)), node)
     assert reason == "Supervised needs labels, and devices agree on no classes"
+
+
+def test_a_folder_of_settings_of_the_devices_own(plan, node, tmp_path):
+    mine = tmp_path / "conf" / "encoder" / "mine.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("_target_: fedssl.encoders.conv_small\nchannels: 1\nsize: 8\nwidth: 4\n")
+    asked = with_task(plan, choices={"encoder": "mine"})
+    assert refusal(asked, node).startswith("encoder=mine is no choice of this device")
+    assert not ask(asked, context(**node, config_dir=tmp_path / "conf")).has_error()
+    mine.write_text("_target_: nowhere.encoder\nchannels: 1\nsize: 8\nwidth: 4\n")
+    assert "cannot be imported" in refusal(asked, node | {"config_dir": tmp_path / "conf"})

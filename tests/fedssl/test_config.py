@@ -60,7 +60,7 @@ def test_the_embedded_default():
         (["clip_norm=long"], r"clip_norm=long must be a positive number"),
         (["updates.norm_factor=0.5"], r"updates.norm_factor=0.5 must be a number of at least 1, or null"),
         (["updates.norm_factor=nan"], r"updates.norm_factor=nan must be a number of at least 1, or null"),
-        (["updates.max_examples=0"], r"updates.max_examples=0 must be a whole number of at least 1, or null"),
+        (["updates.max_examples=0"], r"updates.max_examples=0 must be a whole number of at least 1"),
         (["seed=-1"], r"seed=-1 but it must be at least 0"),
         (["~strategy"], r"~strategy takes away a setting that is needed"),
         (["strategy=[", "x"], r"cannot read the command line"),

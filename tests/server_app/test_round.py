@@ -15,7 +15,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import travelling_layers
 from fedssl.records import content_bytes
 from fedssl.schedule.phases import end_to_end
-from fedssl.settings import UpdateLimits
+from fedssl.settings import UpdateSettings
 from server_app.federation import Federation, sample_clients
 from server_app.replies import receive
 from server_app.round import Round
@@ -98,7 +98,7 @@ def make_grid(behaviours, received=None):
     return LocalGrid(app, num_clients=len(behaviours))
 
 
-def configure(strategy, grid, *, clients_per_round=None, metrics=(), **limits):
+def configure(strategy, grid, *, clients_per_round=None, metrics=(), **updates):
     """The first round, whose messages are not sent yet."""
     method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
     federation = Federation(
@@ -113,7 +113,7 @@ def configure(strategy, grid, *, clients_per_round=None, metrics=(), **limits):
         settings="{}",
         code="x",
         metrics=tuple(metrics),
-        limits=UpdateLimits(**limits),
+        updates=UpdateSettings(**updates),
     )
     return Round(federation, ServerState())
 
@@ -124,10 +124,10 @@ def end(configured, replies):
     return state.models[GLOBAL].layers, report
 
 
-def run_round(strategy, behaviours, *, received=None, metrics=(), **limits):
+def run_round(strategy, behaviours, *, received=None, metrics=(), **updates):
     """The new global layers and the report of a round of clients that behave in these ways."""
     grid = make_grid(behaviours, received)
-    configured = configure(strategy, grid, metrics=metrics, **limits)
+    configured = configure(strategy, grid, metrics=metrics, **updates)
     return end(configured, receive(grid, configured.messages, timeout=60))
 
 
@@ -410,3 +410,12 @@ def test_how_far_layers_moved():
     sent = GlobalLayers(LAYERS)
     assert sent.compare(near(LAYERS, 0)).moved == pytest.approx((0.1, 0.1), rel=1e-5)
     assert sent.compare(LAYERS).moved == (0.001, 0.001)
+
+
+def test_what_a_client_says_reaches_no_terminal_as_a_command():
+    def attack(layers, partition):
+        raise ValueError("\x1b[2J\x1b]0;owned\x07" + "x" * 5_000_000)
+
+    _, report = run_round(FedAvg(), [good, attack])
+    assert report.dropped[1].startswith("it failed with ValueError:  [2J ]0;owned xxx")
+    assert len(report.dropped[1]) == 500

@@ -12,9 +12,11 @@ from fedssl.export import load_encoder
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.records import from_record
 from server_app.app import layers_of
+from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
+from server_app.post import Post
 from server_app.replies import receive
-from server_app.round import Round, run_round
+from server_app.round import Round
 from simulation.cli import run
 from strategies.eua import eua
 from strategies.state import GLOBAL, ServerState
@@ -154,7 +156,7 @@ def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
     counted = replace(rounds, initial=lambda: made.append(1) or rounds.initial())
     state = ServerState()
     for _ in range(2):
-        state, _ = run_round(federation.grid, counted, state)
+        state, _ = run_round(Post(federation.grid), lambda: counted, state)
     assert len(state.models) == 5
     assert made == [1]
     assert [model.updates for model in state.models.values()] == [2] * 5

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.busy import busy_machine
+from tests.devices import pictures
 from tests.flower import flwr_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,3 +28,21 @@ def test_without_options_the_federation_says_how_many_clients_there_are(tmp_path
     assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(words)
     clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]
+
+
+@pytest.mark.heavy
+def test_supernodes_train_on_their_own_pictures(tmp_path):
+    nodes = []
+    for seed, name in enumerate(("garden", "roof")):
+        folder = pictures(tmp_path / name, 12, seed=seed)
+        nodes.append(f'data-path="{folder}" client-name="{name}" state-path="{tmp_path}/states"')
+    words = "num_clients=2 dataset.size=8 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5]"
+    words += " encoder.width=4 method=byol"
+    flat = f"dataset='image_folder' num-server-rounds=2 local-epochs=1 output-dir='{tmp_path}/run'"
+    outcome = flwr_run(REPOSITORY, "--run-config", f'{flat} overrides="{words}"', devices=nodes)
+    assert outcome.status == "finished:completed", outcome.log
+    assert "devices: 0 garden, 1 roof" in outcome.log
+    clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
+    assert [json.loads(line)["client"] for line in clients] == [0, 1, 0, 1]
+    kept = sorted(str(file.relative_to(file.parents[1])) for file in (tmp_path / "states").glob("*/*/*.state"))
+    assert kept == [f"{name}/round-00000{round}.state" for name in ("garden", "roof") for round in (1, 2)]

@@ -18,7 +18,6 @@ from fedssl.messages import TrainPlan
 from fedssl.model_layers import kept_names
 from fedssl.records import from_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.round import run_round
 from simulation.cli import run
 from strategies.local_only import LocalOnly
 from strategies.state import GLOBAL
@@ -134,13 +133,7 @@ def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, schedul
     alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
     seen: list[dict[str, np.ndarray]] = []
     for federation in (central, alone):
-        for _ in range(4):
-            federation.state, _ = run_round(
-                federation.grid,
-                federation.prepared.federation,
-                federation.state,
-                observe=lambda client, layers: seen.append(copied(layers)),
-            )
+        federation.run(4, observe=lambda client, layers: seen.append(copied(layers)))
     assert len(seen) == 8
     for one_way, other in zip(seen[:4], seen[4:], strict=True):
         assert one_way.keys() == other.keys()

@@ -20,9 +20,10 @@ from fedssl.model_layers import kept_names, travelling_layers
 from fedssl.records import content_bytes
 from fedssl.schedule.phases import end_to_end
 from server_app import federation as server
+from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.federation import sample_clients
-from server_app.round import run_round
+from server_app.post import Post
 from simulation.local_grid import LocalGrid
 from strategies.base import Circumstances
 from strategies.discrepancy import MeasuredSum
@@ -216,7 +217,7 @@ class Toys:
         return model_of(self.federation, self.state, GLOBAL).layers
 
     def round(self):
-        self.state, self.report = run_round(self.grid, self.federation, self.state)
+        self.state, self.report = run_round(Post(self.grid), lambda: self.federation, self.state)
         return self.layers
 
 

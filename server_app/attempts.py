@@ -1,0 +1,63 @@
+"""A round with the clients that are there, repeated while too few of them send what can be used."""
+
+import logging
+from collections.abc import Callable
+
+from server_app.federation import Federation
+from server_app.post import Post
+from server_app.report import RoundReport
+from server_app.round import Observe, Round, TooFewUpdates
+from strategies.state import ServerState
+
+log = logging.getLogger("fedssl")
+
+
+def run_round(
+    post: Post,
+    present: Callable[[], Federation],
+    state: ServerState,
+    *,
+    keep_from: int = 0,
+    observe: Observe | None = None,
+) -> tuple[ServerState, RoundReport]:
+    """The round after ``state``, from sampling to the new state.
+
+    Parameters
+    ----------
+    post : Post
+        Of the run.
+    present : callable
+        Gives the federation with the clients that are there.
+    state, keep_from, observe
+        As in `Round` and `Round.end`.
+
+    Raises
+    ------
+    TooFewUpdates
+        The last repetition had too few, too.
+    """
+    attempt = 0
+    while True:
+        federation = present()
+        updates = federation.updates
+        post.forget(older=federation.timeout)
+        one = Round(federation, state, keep_from=keep_from, attempt=attempt, busy=_busy(post, federation))
+        enough = updates.min_updates if updates.buffered else None
+        if updates.extra_clients:
+            enough = federation.clients_per_round
+        replies = post.exchange(one.messages, timeout=federation.timeout, deadline=updates.deadline, enough=enough)
+        try:
+            return one.end(replies, late=post.late, observe=observe)
+        except TooFewUpdates as reason:
+            if attempt == updates.repeats:
+                raise
+            attempt += 1
+            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, updates.repeats)
+
+
+def _busy(post: Post, federation: Federation) -> set[int]:
+    """Clients whose late updates will be used."""
+    if not federation.updates.buffered:
+        return set()
+    owing = {message.metadata.dst_node_id for message in post.owed.values()}
+    return {client for client, node in federation.nodes.items() if node in owing}

@@ -1,0 +1,342 @@
+"""Rounds end whatever clients do: who is asked, who is waited for, and which late updates count."""
+
+import math
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, Error, Message
+
+from fedssl.errors import InputError, RunFailed
+from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.model_layers import travelling_layers
+from fedssl.schedule.phases import end_to_end
+from fedssl.settings import UpdateSettings
+from server_app.attempts import run_round
+from server_app.checkpoint import latest_checkpoint, save_checkpoint
+from server_app.federation import Federation
+from server_app.nodes import Clients, Roll
+from server_app.overdue import brought_up
+from server_app.post import Post
+from server_app.round import TooFewUpdates
+from simulation.grid import SimulatedGrid, identify, number
+from strategies.base import FedSSLStrategy, ServerHalf
+from strategies.fedavg import FedAvg
+from strategies.state import GLOBAL, ServerState
+from strategies.weighted_sum import WeightedSum
+from tests.federation import Federation as Rounds
+from tests.server_app.test_round import LAYERS, Small
+
+NEVER = 10**9
+
+
+class Scripted(SimulatedGrid):
+    """Clients whose replies come after so many looks at the post; ``behave(client, round)`` says when, and what comes.
+
+    A client adds 1 + its number to every layer. What it may send instead: "error", "twice", "other" (an update to
+    another plan), "nan", "cut" (bytes that are no array).
+    """
+
+    def __init__(self, num_clients, behave):
+        super().__init__(num_clients=num_clients)
+        self._behave, self._looks, self._due = behave, 0, []
+        self.asked, self.sent = [], {}
+
+    def push_messages(self, messages):
+        ids = []
+        for message in messages:
+            ids.append(number(message))
+            plan, client = TrainPlan.from_content(message.content), message.metadata.dst_node_id - 2
+            self.asked.append((plan.round, client))
+            delay, what = self._behave(client, plan.round)
+            layers = {name: array + np.float32(1 + client) for name, array in plan.layers.items()}
+            self.sent[plan.round, client] = layers
+            for _ in range(2 if what == "twice" else 1):
+                self._due.append((self._looks + delay, self._reply(message, plan, layers, client, what)))
+        return ids
+
+    def _reply(self, message, plan, layers, client, what):
+        if what == "error":
+            return Message(Error(code=3, reason="the battery is empty"), reply_to=message)
+        if what == "nan":
+            layers = {name: array * np.float32(np.nan) for name, array in layers.items()}
+        if what == "other":
+            plan = TrainPlan(round=plan.round + 1, layers={}, settings="", metrics=(), keep_from=0, code="x")
+        content = ClientUpdate(layers=layers, partition_id=client, num_examples=10).to_content(plan)
+        if what == "cut":
+            content[ARRAYS] = ArrayRecord({name: FlowerArray(array) for name, array in layers.items()})
+            for array in content[ARRAYS].values():
+                array.data = array.data[:-3]
+        return Message(content, reply_to=message)
+
+    def pull_messages(self, message_ids):
+        self._looks += 1
+        wanted = set(message_ids)
+        found = [
+            pair for pair in self._due if pair[0] <= self._looks and pair[1].metadata.reply_to_message_id in wanted
+        ]
+        self._due = [pair for pair in self._due if all(pair is not one for one in found)]
+        return [reply for _, reply in found]
+
+
+def federation(grid, strategy=None, *, clients_per_round=None, timeout=2, **updates):
+    identify()
+    method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
+    return Federation(
+        strategy=strategy or FedAvg(weighting="uniform"),
+        method=method,
+        phases=end_to_end(rounds=1000, depth=0),
+        initial=lambda: travelling_layers(method),
+        nodes=nodes,
+        seed=0,
+        clients_per_round=clients_per_round or len(nodes),
+        timeout=timeout,
+        settings="{}",
+        code="x",
+        updates=UpdateSettings(**updates),
+    )
+
+
+class Run:
+    """Rounds one after the other."""
+
+    def __init__(self, num_clients, behave, **options):
+        self.grid = Scripted(num_clients, behave)
+        self.federation = federation(self.grid, **options)
+        self.post = Post(self.grid, keep=self.federation.updates.buffered)
+        self.state, self.reports = ServerState(), []
+
+    def round(self):
+        self.state, report = run_round(self.post, lambda: self.federation, self.state)
+        self.reports.append(report)
+        return report
+
+    @property
+    def weight(self):
+        return self.state.models[GLOBAL].layers["encoder.weight"]
+
+
+def prompt(client, round):
+    return 1, "good"
+
+
+def clients(report):
+    return [row.client for row in report.clients]
+
+
+# --- who is waited for ---
+
+
+def test_the_first_to_reply_count_if_more_are_asked():
+    """5 of 6 are asked, 3 are needed: those that reply after 1, 2 and 3 looks; client 0 never replies."""
+    run = Run(
+        6, lambda client, round: (NEVER if client == 0 else 7 - client, "good"), clients_per_round=3, extra_clients=3
+    )
+    report = run.round()
+    assert clients(report) == [3, 4, 5]
+    assert report.dropped == dict.fromkeys([0, 1, 2], "no reply in time")
+    assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([4, 5, 6]))
+
+
+def test_an_error_is_not_one_of_the_first():
+    run = Run(
+        4, lambda client, round: (1 + client, "error" if client == 0 else "good"), clients_per_round=2, extra_clients=2
+    )
+    report = run.round()
+    assert clients(report) == [1, 2]
+    assert report.dropped == {0: "it failed with the battery is empty", 3: "no reply in time"}
+
+
+def test_a_round_goes_on_without_who_is_missing_at_the_deadline():
+    run = Run(3, lambda client, round: (NEVER if client == 1 else 1, "good"), deadline=0.05)
+    assert clients(run.round()) == [0, 2]
+
+
+def test_a_reply_that_comes_a_round_later_is_counted_and_not_used():
+    run = Run(3, lambda client, round: (10 if (client, round) == (1, 1) else 1, "good"), deadline=0.02)
+    assert clients(run.round()) == [0, 2]
+    before = run.weight.copy()
+    report = run.round()
+    while not report.late:
+        before, report = run.weight.copy(), run.round()
+    assert report.late == [1]
+    assert clients(report) == [0, 1, 2]
+    assert np.allclose(run.weight, before + np.mean([1, 2, 3]))
+    assert not run.post.owed
+
+
+# --- too few updates ---
+
+
+def test_a_round_with_too_few_updates_is_repeated_with_others_and_changes_nothing():
+    """Of 8 clients 4 are asked and 3 needed. In the first attempt all fail, in the second one of them, then none."""
+    attempts = []
+
+    def behave(client, round):
+        attempt = len(attempts) // 4
+        attempts.append(client)
+        return 1, "error" if attempt == 0 or (attempt == 1 and len(attempts) in (5, 6)) else "good"
+
+    run = Run(8, behave, clients_per_round=4, min_updates=3, repeats=2)
+    report = run.round()
+    assert len(report.clients) == 4
+    assert report.round == run.state.round == 1
+    first, second, third = attempts[:4], attempts[4:8], attempts[8:]
+    assert first != second or second != third
+    assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([1 + client for client in third]))
+
+
+def test_the_run_stops_with_the_reason_when_no_attempt_has_enough():
+    run = Run(3, lambda client, round: (1, "good" if client == 1 else "error"), min_updates=2, repeats=1)
+    with pytest.raises(TooFewUpdates, match=r"round 1: 1 of 3 clients .* updates.min_updates=2 .*battery is empty"):
+        run.round()
+    assert run.grid.asked == [(1, 0), (1, 1), (1, 2)] * 2
+    assert run.state == ServerState()
+
+
+# --- who is there ---
+
+
+class Hall(SimulatedGrid):
+    """Nodes that come and go."""
+
+    def __init__(self, there):
+        super().__init__(num_clients=0)
+        self.there = there
+
+    def get_node_ids(self):
+        return self.there
+
+    def push_messages(self, messages):
+        return []
+
+    def pull_messages(self, message_ids):
+        return []
+
+
+def test_only_who_is_there_is_asked_and_who_comes_back_takes_part():
+    grid = Hall([2, 3, 4])
+    roll = Roll(grid, Clients(nodes={0: 2, 1: 3, 2: 4}, numbers={"a": 0, "b": 1, "c": 2}), timeout=0.3)
+    assert roll.call(1).nodes == {0: 2, 1: 3, 2: 4}
+    grid.there = [2, 4]
+    assert roll.call(2).nodes == {0: 2, 2: 4}
+    with pytest.raises(RunFailed, match=r"2 devices are there and 3 are needed \(updates.min_updates\)"):
+        roll.call(3)
+    grid.there = [4, 3]
+    assert roll.call(2).nodes == {1: 3, 2: 4}
+
+
+def test_fewer_than_are_to_train_are_all_asked():
+    run = Run(4, prompt, clients_per_round=3)
+    run.federation = federation(run.grid, clients_per_round=3)
+    object.__setattr__(run.federation, "nodes", {1: 3, 3: 5})
+    assert clients(run.round()) == [1, 3]
+
+
+# --- buffered ---
+
+
+def test_a_late_update_counts_the_less_the_older_it_is():
+    """By hand: from 1 the client went to 4 while the model went to 10: 10 + (4 - 1) / sqrt(1 + age)."""
+    one = {"w": np.array([4.0], np.float32), "n": np.array([7])}
+    begun, now = {"w": np.array([1.0], np.float32), "n": np.array([0])}, {"w": np.array([10.0], np.float32), "n": [9]}
+    for age, expected in ((0, 13.0), (3, 11.5), (8, 11.0)):
+        found = brought_up(one, begun=begun, now=now, age=age)
+        assert found["w"] == pytest.approx(expected)
+        assert found["w"].dtype == np.float32
+        assert found["n"] == 7
+
+
+def test_buffered_rounds_take_what_is_there_and_late_updates_later():
+    """Client 2 takes as long as three rounds of two updates; then its way counts with 1 / sqrt(1 + 2) of its length."""
+    run = Run(3, lambda client, round: (6 if client == 2 else 1, "good"), buffered=True, min_updates=2)
+    weight, ages = LAYERS["encoder.weight"].astype(np.float64), Counter()
+    for _ in range(12):
+        report = run.round()
+        ways = [(1 + row.client) / math.sqrt(1 + row.age) for row in report.clients]
+        weight = weight + np.mean(ways)
+        np.testing.assert_allclose(run.weight, weight, rtol=1e-5)
+        ages.update((row.client, row.age) for row in report.clients)
+        assert not report.dropped or set(report.dropped) == {2}
+    assert {client for client, _ in ages} == {0, 1, 2}
+    assert all(age == 0 for client, age in ages if client != 2)
+    late = [age for client, age in ages if client == 2]
+    assert late
+    assert min(late) >= 1
+    assert Counter(client for _, client in run.grid.asked)[2] <= 12 / 2  # it is not asked while it is at work
+
+
+def test_a_client_that_never_replies_is_asked_again_after_the_timeout():
+    run = Run(2, lambda client, round: (NEVER if round == 1 else 1, "good"), buffered=True, min_updates=1, timeout=0.1)
+    with pytest.raises(TooFewUpdates, match="client 0, 1: no reply in time"):
+        run.round()
+    time.sleep(0.15)
+    run.state = ServerState(round=1)
+    assert clients(run.round()) == [0, 1]
+
+
+def test_buffered_needs_clients_that_exchange_the_whole_model():
+    class Half(ServerHalf):
+        def up(self, model, round, layers):
+            return ("encoder.weight",)
+
+    run = Run(3, prompt, strategy=FedSSLStrategy(Half(WeightedSum)), buffered=True)
+    with pytest.raises(InputError, match="updates.buffered=true needs clients that all send and receive the whole"):
+        run.round()
+
+
+# --- all at once ---
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.heavy] * (seed > 9)) for seed in range(100)])
+def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_used(tmp_path, seed, buffered):
+    """6 rounds of 5 clients that are late, silent, wrong, doubled or dead, with a server that dies now and then."""
+    random = np.random.default_rng(seed)
+
+    def behave(client, round):
+        delay = int(random.choice([1, 2, 4, 9, NEVER], p=[0.5, 0.2, 0.1, 0.1, 0.1]))
+        return delay, str(random.choice(["good", "error", "twice", "other", "nan", "cut"], p=[0.5, *5 * [0.1]]))
+
+    options = {"buffered": buffered, "min_updates": 2, "repeats": 100, "deadline": 0.03, "timeout": 0.2}
+    run = Run(5, behave, clients_per_round=5 if buffered else 3, extra_clients=0 if buffered else 2, **options)
+    weight = LAYERS["encoder.weight"].astype(np.float64)
+    while run.state.round < 6:
+        asked = len(run.grid.asked)
+        report = run.round()
+        used = [(row.client, row.round - row.age, row.age) for row in report.clients]
+        ways = [(1 + client) / math.sqrt(1 + age) for client, _, age in used]
+        weight = weight + np.mean(ways)
+        np.testing.assert_allclose(run.weight, weight, rtol=1e-5)
+        assert len(used) == len({client for client, _, _ in used}) >= 2
+        assert report.dropped.keys().isdisjoint(clients(report))
+        now = {client for round, client in run.grid.asked[asked:] if round == report.round}
+        assert now >= {client for client, round, age in used if age == 0}
+        save_checkpoint(tmp_path, run.state, keep=2)
+        if random.random() < 0.3:  # the server dies; what was owed to it is lost
+            run.post = Post(run.grid, keep=buffered)
+            run.state = latest_checkpoint(tmp_path)
+            assert run.state.round == report.round
+
+
+def test_bytes_that_are_cut_are_no_array():
+    grid = Scripted(1, lambda client, round: (1, "cut"))
+    with pytest.raises(TooFewUpdates, match="array encoder.weight has"):
+        run_round(Post(grid), lambda: federation(grid), ServerState())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["updates.min_updates=4"], "updates.min_updates=4 but clients_per_round=3"),
+        (["updates.extra_clients=2"], "updates.extra_clients=2 but clients_per_round=3 leaves 1 of num_clients=4"),
+        (["updates.buffered=true"], "updates.buffered=true is for devices"),
+        (["updates.deadline=0"], "updates.deadline=0 must be a number above 0, or null"),
+        (["updates.repeats=-1"], "updates.repeats=-1 must be a whole number of at least 0"),
+    ],
+)
+def test_what_cannot_come_is_not_waited_for(tmp_path, words, reason):
+    with pytest.raises(InputError, match=reason):
+        Rounds(tmp_path, "num_clients=4", "clients_per_round=3", "dataset.limit=40", *words)
