@@ -1,5 +1,8 @@
 """Rounds in which layers travel in fewer bytes: the same on all engines, nothing lost, and compared rightly."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from flwr.app import Message
@@ -18,6 +21,8 @@ from server_app.prepare import prepare
 from simulation.local_grid import LocalGrid
 from strategies.state import GLOBAL, ServerState
 from tests.federation import TINY, Federation
+from tests.server_app.test_round import LAYERS
+from tests.server_app.test_waiting import Run
 from tests.wire import NetworkGrid
 
 SHORT = [transport for transport in TRANSPORTS if transport != "fp32"]
@@ -180,3 +185,17 @@ def test_an_update_that_came_by_other_means_is_dropped_with_its_reason(damage, r
 def test_another_word_is_refused_before_work_starts():
     with pytest.raises(InputError, match="transport=zip is not valid; choose one of fp32, fp16, bf16, int8"):
         compose(["transport=zip"])
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_late_updates_are_added_to_what_their_clients_had_started_from(transport):
+    run = Run(3, lambda client, round: (6 if client == 2 else 1, "good"), buffered=True, min_updates=2)
+    layers = {**LAYERS, "encoder.weight": np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32) * 1000}
+    run.federation = replace(run.federation, transport=transport, initial=lambda: layers)
+    weight, ages = layers["encoder.weight"].astype(np.float64), set()
+    for _ in range(8):
+        report = run.round()
+        weight = weight + np.mean([(1 + row.client) / math.sqrt(1 + row.age) for row in report.clients])
+        np.testing.assert_allclose(run.weight, weight, atol=0.01)  # the way down alone rounds by a number or so
+        ages |= {row.age for row in report.clients}
+    assert max(ages) > 0
