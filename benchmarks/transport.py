@@ -24,8 +24,8 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for what the engines share
 
 from fedssl.config import compose
-from fedssl.layers import Layers, is_weight
-from fedssl.machine.process import tune_allocator
+from fedssl.layers import Layers
+from fedssl.machine.threads import tune_allocator
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
 from fedssl.records import to_message, to_record
@@ -38,10 +38,10 @@ def models() -> tuple[Layers, Layers]:
     start = travelling_layers(build(compose(["encoder=resnet18"]).model))
     random = np.random.default_rng(0)
     trained = {
-        name: (array + 1e-3 * random.standard_normal(array.shape)).astype(array.dtype)
-        if is_weight(name, array)
-        else array
-        for name, array in start.items()
+        name: (array + 1e-3 * random.standard_normal(array.shape) if array.dtype.kind == "f" else array + place).astype(
+            array.dtype
+        )
+        for place, (name, array) in enumerate(start.items())
     }
     return start, trained
 
@@ -49,7 +49,7 @@ def models() -> tuple[Layers, Layers]:
 def serialised(content: RecordDict) -> tuple[int, int]:
     """Bytes and objects that Flower sends of a message."""
     message = Message(content, 2, "train")
-    with no_object_id_recompute():
+    with no_object_id_recompute():  # as Flower's grid does
         parts = [part.deflate() for part in get_all_nested_objects(message).values()]
     return sum(map(len, parts)), len(parts)
 

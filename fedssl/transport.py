@@ -249,8 +249,7 @@ def encode_half(x: Tensor, *, out: Tensor) -> None:
 def encode_int8(x: Tensor, *, out: Tensor, name: str) -> Tensor:
     """Write q into ``out`` and return the scales, one for each index of the first axis; q * scale is nearest to x."""
     rows = x.reshape(len(x), -1)
-    low, high = torch.aminmax(rows, dim=1)
-    scales = torch.maximum(-low, high) / _LEVELS
+    scales = torch.maximum(-rows.amin(dim=1), rows.amax(dim=1)) / _LEVELS  # aminmax takes twice as long
     if not scales.isfinite().all():
         raise ValueError(f"layer {name} has values that are not finite, which transport=int8 cannot carry")
     scales[scales < _TINY] = 0  # too few digits are left there to divide by
