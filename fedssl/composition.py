@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedssl.errors import InputError
 from fedssl.machine.threads import default_threads
 from fedssl.plugins import SEARCH, add_import_path, check_targets, search_folders, with_folders
+from fedssl.settings import TRANSPORTS
 from fedssl.words import CONF, check_choices, groups, nearest, parse, refuse_renamed
 
 MINIMUM = {
@@ -35,7 +36,7 @@ MINIMUM = {
     "keep_checkpoints": 1,
 }
 MOST_THREADS = 1024  # more of them end the process
-CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16")}
+CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "transport": TRANSPORTS}
 
 # Settings, or groups of them, that do not change the numbers of a run, and its length.
 MAY_CHANGE = {

@@ -241,6 +241,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         clients_per_round=config.clients_per_round,
         rounds=config.rounds,
         client_timeout=config.client_timeout,
+        transport=config.transport,
         lr_schedule=_component(config.lr_schedule),
         data=read_data(config.dataset),
         partition=_partition(config),

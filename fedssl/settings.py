@@ -9,6 +9,9 @@ from typing import Any
 
 from fedssl.errors import InputError
 
+EXACT = "fp32"
+TRANSPORTS = (EXACT, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.transport`
+
 
 @dataclass(frozen=True)
 class Component:
@@ -392,6 +395,8 @@ class Settings:
     seed, num_clients, clients_per_round, rounds : int
     client_timeout : float
         Seconds that a round waits for the next reply.
+    transport : str
+        How layers travel, see `fedssl.transport`.
     lr_schedule : Component
         A function of `fedssl.schedule.lr`, without its last arguments.
     client_text : str
@@ -403,6 +408,7 @@ class Settings:
     clients_per_round: int
     rounds: int
     client_timeout: float
+    transport: str
     lr_schedule: Component
     data: DataSettings
     partition: PartitionSettings

@@ -22,6 +22,7 @@ from fedssl.machine.devices import pick_device
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import load_layers, travelling_layers
+from fedssl.records import record_bytes, to_message
 from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
@@ -104,7 +105,7 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
     log.info(
         "%d clients, %s, %d rounds; %d bytes of layers per client and direction; output in %s",
         *(settings.num_clients, pictures, settings.rounds),
-        *(sum(array.nbytes for array in travelling_layers(prepared.method).values()), recorder.folder),
+        *(record_bytes(to_message(travelling_layers(prepared.method), settings.transport)), recorder.folder),
     )
     log.info(
         "strategy %s, clients report: %s",

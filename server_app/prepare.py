@@ -125,6 +125,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         calibration=make_calibration(settings, method, lr_schedule, device),
         updates=settings.updates,
         privacy=make_privacy(settings, method, devices=bool(task)),
+        transport=settings.transport,
     )
     return Prepared(
         settings=settings,

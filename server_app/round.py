@@ -16,7 +16,8 @@ from flwr.app import Message, RecordDict
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import ARRAYS, SHARED, ClientUpdate, TrainPlan, content_bytes, from_record
+from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.records import content_bytes, from_message
 from fedssl.saying import printable
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
@@ -194,6 +195,7 @@ class Round:
             metrics=federation.reported(self.number),
             keep_from=keep_from,
             code=federation.code,
+            transport=federation.transport,
             lr_factor=federation.lr_factor(self.number),
         )
         contents: dict[tuple[str, tuple[str, ...]], RecordDict] = {}  # clients that receive the same share a record
@@ -209,7 +211,7 @@ class Round:
                     replace(plan, layers=layers, shared=start.model.shared, up=start.up), start
                 ).to_content()
             content = contents[name, down]
-            self._bytes_down[client] = content_bytes(content, layers, start.model.shared)
+            self._bytes_down[client] = content_bytes(content)
             yield Message(content, federation.nodes[client], "train", group_id=str(self.number))
 
     def _in_phase(self, plan: TrainPlan, start: _Start) -> TrainPlan:
@@ -259,8 +261,13 @@ class Round:
     def _read(self, client: int, reply: Message, *, sent: GlobalLayers, number: int) -> Iterator[_Usable]:
         """The update in the reply to the plan of a round, if it passes its checks; else the client is dropped."""
         federation = self._federation
+        # A shortened layer comes back as what training changed. Added to the model as the server has it, it loses
+        # nothing to what the way down has rounded, and compares with it as if nothing had been rounded.
+        received = {layer: sent.layers[layer] for layer in self._received[client] if layer in sent.layers}
         try:
-            update = read_update(reply, client, sent_to=federation.nodes[client])
+            update = read_update(
+                reply, client, sent_to=federation.nodes[client], transport=federation.transport, start=received
+            )
             cosines = check_update(
                 update,
                 sent=sent,
@@ -272,7 +279,7 @@ class Round:
         except BadUpdate as reason:
             self._drop(client, str(reason))
             return
-        yield _Usable(update, cosines, content_bytes(reply.content, update.layers, update.gathered))
+        yield _Usable(update, cosines, content_bytes(reply.content))
 
     def _overdue(self, late: Iterable[tuple[Message, Message]]) -> Iterator[_Usable]:
         """The updates to plans of earlier rounds, as they are for the present model; not used unless asked for."""
@@ -283,11 +290,10 @@ class Round:
                 self._report.late.append(plan.metadata.dst_node_id if client is None else client)
                 continue
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
-            begun = from_record(plan.content.array_records[ARRAYS])
+            begun = from_message(plan.content.array_records[ARRAYS], federation.transport)
             then = GlobalLayers({name: begun[name] for name in start.sent.layers})
-            shared = from_record(plan.content.array_records[SHARED])
             self._start_of[client], self._into[client], self._received[client] = GLOBAL, {GLOBAL: None}, tuple(begun)
-            self._bytes_down[client] = content_bytes(plan.content, begun, shared)
+            self._bytes_down[client] = content_bytes(plan.content)
             for one in self._read(client, reply, sent=then, number=number):
                 age = self.number - number
                 layers = brought_up(one.update.layers, begun=then.layers, now=start.sent.layers, age=age)

@@ -125,6 +125,7 @@ def print_travels(words: Sequence[str]) -> None:
     """Print what is exchanged with these settings, as comments behind the printed YAML."""
     from fedssl.methods.build import build
     from fedssl.schedule.phases import make_phases
+    from fedssl.transport import travels_as
 
     settings = compose(words)
     method = build(settings.model)
@@ -137,6 +138,7 @@ def print_travels(words: Sequence[str]) -> None:
         f"\n# up, to the server:    {travels.up}"
         f"\n# metrics, up:          {', '.join(metrics) or 'none'}"
         f"\n# stays at the clients: {travels.stays}"
+        f"\n# layers travel as:     {travels_as(settings.transport)}"
         + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if len(phases) > 1 else "")
     )
 

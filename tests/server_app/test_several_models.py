@@ -9,7 +9,8 @@ import pytest
 
 from client_app.state import read_state
 from fedssl.export import load_encoder
-from fedssl.messages import ClientUpdate, TrainPlan, from_record
+from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.records import from_record
 from server_app.app import layers_of
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
