@@ -34,10 +34,11 @@ from benchmarks.paper_costs import paper_bytes, paper_flops
 from fedssl.config import compose
 from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
-from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan, content_bytes, from_record
+from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
+from fedssl.records import content_bytes, from_record
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
@@ -140,7 +141,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         for content in (message.content, update.to_content(plan)):
             there = from_record(content.array_records[ARRAYS])
             encoder = sum(array.nbytes for name, array in there.items() if name.startswith("encoder."))
-            total += content_bytes(content, there), encoder
+            total += content_bytes(content), encoder
         model = Model(layers=layers, phase=phase.number)
         state = ServerState(round=number, models={GLOBAL: model}, took_part={0: (number, GLOBAL)})
     return total

@@ -31,13 +31,14 @@ from client_app.limits import Limits, check_settings, read_limits
 from fedssl.config import client_settings
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError, Refused
-from fedssl.files import read_text, write_text
+from fedssl.files import write_text
 from fedssl.machine.threads import default_threads
 from fedssl.messages import Who, check_device_name
 from fedssl.plugins import add_import_path, check_targets, search_folders, search_word
 from fedssl.saying import printable
 from fedssl.settings import ClientSettings
 from fedssl.task import compose_task
+from fedssl.untrusted import read_text
 
 log = logging.getLogger("fedssl")
 

@@ -22,11 +22,12 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedssl.errors import InputError, Refused
-from fedssl.files import read_yaml
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.messages import TrainPlan
 from fedssl.methods.build import build
 from fedssl.settings import ClientSettings
+from fedssl.transport import WEIGHTS
+from fedssl.untrusted import read_yaml
 
 _UNKNOWN_MEMORY = 2.0  # GB, where the system does not tell how much there is
 _SHARE = 0.75  # of what is available
@@ -80,7 +81,9 @@ def read_limits(file: Path) -> Limits:
 
 def check_message(content: RecordDict, limits: Limits) -> None:
     """Refuse more than may be in memory; raises `Refused`."""
-    brought = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    arrays = [pair for record in content.array_records.values() for pair in record.items()]
+    # A shortened number has a byte or two, and becomes one of four.
+    brought = sum(len(array.data) * (4 if name == WEIGHTS else 1) for name, array in arrays)
     _check("the message brings", brought, limits)
 
 

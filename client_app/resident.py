@@ -70,7 +70,7 @@ class Resident:
             private = set(plan.up or ()) - set(travelling_names(self.method))
             if private:
                 raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
-            state = load_state(state_folder, before=plan.round)
+            state = load_state(state_folder, before=plan.round, like=self.method.tensors)
             arrived = plan.layers
             plan = self._with_held(plan, state, state_folder / "frozen")
             load_layers(self.method, plan.shared)
@@ -103,7 +103,7 @@ class Resident:
             A layer of the model is then still missing.
         """
         if plan.frozen:
-            before = load_state(folder, before=plan.round) or {}
+            before = load_state(folder, before=plan.round, like=self.method.tensors) or {}
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's

@@ -11,12 +11,15 @@ import json
 import logging
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 
 from fedssl.files import mapped, numbered_file, numbered_files, write_whole
+from fedssl.untrusted import TENSORS
 from strategies.base import State
 
 log = logging.getLogger("fedssl")
@@ -34,15 +37,21 @@ _DTYPES = {
 }
 
 
-def load_state(folder: Path, *, before: int) -> State | None:
-    """The state of the last round before round ``before``; None if the client kept nothing until then."""
+def load_state(folder: Path, *, before: int, like: Mapping[str, torch.Tensor] | None = None) -> State | None:
+    """The state of the last round before round ``before``; None if the client kept nothing until then.
+
+    A damaged one is named in the log and the one before it is used, also where a tensor differs in shape or dtype from
+    the one of its name in ``like``, or is not finite.
+    """
     for round in reversed(numbered_files(folder, KIND)):
         if round < before:
             file = numbered_file(folder, round, KIND)
             try:
-                return read_state(file)
+                state = read_state(file, most=TENSORS if like is None else _most(like))
+                _check(state, like or {})
+                return state
             except Exception as error:  # there is no end to how reading a damaged file can fail
-                log.warning("%s is damaged (%s); trying the one before", file, type(error).__name__)
+                log.warning("%s is damaged (%s); trying the one before", file, error)
     return None
 
 
@@ -60,10 +69,9 @@ def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> Non
     pieces = [text, *(_padded(value.flatten().view(torch.uint8).numpy()) for value in state.values())]
     preface = _PREFACE.pack(_MARK, len(text), sum(map(_sum, pieces)) % 2**64)
 
-    def write(partial: Path) -> None:
-        with partial.open("wb") as stream:
-            stream.write(preface)
-            stream.writelines(piece.data for piece in pieces)
+    def write(stream: BinaryIO) -> None:
+        stream.write(preface)
+        stream.writelines(piece.data for piece in pieces)
 
     write_whole(numbered_file(folder, round, KIND), write)
     reachable = [version for version in numbered_files(folder, KIND) if version <= keep_from]
@@ -71,27 +79,43 @@ def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> Non
         numbered_file(folder, version, KIND).unlink(missing_ok=True)
 
 
-def read_state(file: Path) -> State:
+def read_state(file: Path, *, most: int = TENSORS) -> State:
     """Read one file; the tensors lie in it, for reading only.
 
     Raises
     ------
     OSError, ValueError
-        It is not whole, or something else.
+        It is not whole, something else, or larger than ``most`` bytes.
     """
-    content = mapped(file)
+    content = mapped(file, most=most)
     mark, length, total = _PREFACE.unpack_from(content.numpy().data)
     body = content[_PREFACE.size :]
     if mark != _MARK or _sum(body.numpy()) != total:
         raise ValueError("it is not as it was written")
     state, start = {}, length
     for name, dtype, shape in json.loads(body[:length].numpy().tobytes().rstrip(b"\0")):
+        if not isinstance(name, str) or not all(isinstance(number, int) and number >= 0 for number in shape):
+            raise ValueError("its list is not one of tensors")
         size = _DTYPES[dtype].itemsize * math.prod(shape)
         state[name] = body[start : start + size].view(_DTYPES[dtype]).reshape(shape)
         start += -(-size // _ALIGNED) * _ALIGNED
     if start != len(body):
         raise ValueError("its list does not fit its length")
     return state
+
+
+def _most(like: Mapping[str, torch.Tensor]) -> int:
+    """Bytes that a file may have: an algorithm may keep a few models."""
+    return 2**24 + 8 * sum(value.nbytes for value in like.values())
+
+
+def _check(state: State, like: Mapping[str, torch.Tensor]) -> None:
+    for name in state.keys() & like.keys():
+        value, wanted = state[name], like[name]
+        if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(f"{name} does not fit the model")
+        if not value.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite")
 
 
 def _padded(piece: np.ndarray) -> np.ndarray:

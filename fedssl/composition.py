@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedssl.errors import InputError
 from fedssl.machine.threads import default_threads
 from fedssl.plugins import SEARCH, add_import_path, check_targets, search_folders, with_folders
+from fedssl.settings import TRANSPORTS
 from fedssl.words import CONF, check_choices, groups, nearest, parse, refuse_renamed
 
 MINIMUM = {
@@ -34,7 +35,8 @@ MINIMUM = {
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
 }
-CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16")}
+MOST_THREADS = 1024  # more of them end the process
+CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "transport": TRANSPORTS}
 
 # Settings, or groups of them, that do not change the numbers of a run, and its length.
 MAY_CHANGE = {
@@ -125,8 +127,11 @@ def check(config: DictConfig) -> None:
     clip_norm = config.clip_norm
     if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
         raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
-    if config.threads is not None and (type(config.threads) is not int or config.threads < 1):
-        raise InputError(f"threads={config.threads} but it must be a whole number of at least 1, or null for automatic")
+    threads = config.threads
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= MOST_THREADS):
+        raise InputError(
+            f"threads={threads} but it must be a whole number from 1 to {MOST_THREADS}, or null for automatic"
+        )
 
 
 def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:

@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.composition import MAY_CHANGE, differences, resolve
+from fedssl.composition import MAY_CHANGE, check, differences, resolve
 from fedssl.errors import InputError
-from fedssl.files import damaged, write_text
+from fedssl.files import write_text
 from fedssl.plugins import choice_targets, search_folders, with_folders
-from fedssl.saved_run import read_settings, read_words
+from fedssl.saved_run import check_words, read_settings, read_words
 from fedssl.settings import (
     AlgorithmSettings,
     CalibrationSettings,
@@ -26,17 +26,20 @@ from fedssl.settings import (
     MachineSettings,
     ModelSettings,
     PartitionSettings,
+    PrivacySettings,
     RecordingSettings,
     ScheduleSettings,
     Settings,
     TrainingSettings,
     UpdateSettings,
 )
+from fedssl.untrusted import damaged
 from fedssl.words import check_run_id, parse, quote
 
 log = logging.getLogger("fedssl")
 
 DEVICES = "devices.json"  # in the run folder: which device has which number
+_LISTED = 8  # settings that an error names
 
 # What a simulated client must know; engine, evaluation and tracking are no concern of it.
 CLIENT_SETTINGS = [
@@ -78,11 +81,13 @@ def load_run(words: Sequence[str]) -> Settings:
     saved, saved_words = read_settings(folder / "config.yaml"), read_words(folder / "overrides.yaml")
     if saved is None or saved_words is None:
         raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
-    own = ("resume", "output_dir", "run_id")
+    own, words = ("resume", "output_dir", "run_id"), with_folders(words)
     # How many devices there are they say themselves.
     counted = ("num_clients", "clients_per_round") if (folder / DEVICES).exists() else ()
-    newest = {word.partition("=")[0]: word for word in [*saved_words, *with_folders(words)]}
-    words = [word for key, word in newest.items() if key not in own]
+    said = {word.partition("=")[0] for word in words}
+    check_words([word for word in saved_words if word.partition("=")[0] not in said], folder / "overrides.yaml")
+    newest = {word.partition("=")[0]: word for word in [*saved_words, *words]}
+    words = [word for key, word in newest.items() if key.lstrip("+~") not in own]
     words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
     try:
         config, choices = resolve(words)
@@ -96,7 +101,8 @@ def load_run(words: Sequence[str]) -> Settings:
         if key not in (*own, *counted) and not {key, key.split(".")[0]} & MAY_CHANGE
     }
     if changed:
-        listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in changed.items())
+        listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_LISTED])
+        listed += f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
         raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")
     return _settings(config, choices, words=words, resumed=saved.rounds)
 
@@ -163,6 +169,7 @@ def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
             ) from error
     if "seed" not in keys:
         config.seed = saved.seed
+    check(config)
     return _settings(config, choices, words=words, resumed=None)
 
 
@@ -234,6 +241,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         clients_per_round=config.clients_per_round,
         rounds=config.rounds,
         client_timeout=config.client_timeout,
+        transport=config.transport,
         lr_schedule=_component(config.lr_schedule),
         data=read_data(config.dataset),
         partition=_partition(config),
@@ -246,6 +254,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         ),
         calibration=_calibration(config),
         updates=UpdateSettings(**config.updates),
+        privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
             protocol=_component(config.evaluation),

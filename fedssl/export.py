@@ -11,7 +11,7 @@ the caller gives.
 """
 
 import json
-import zipfile
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from fedssl import encoders
 from fedssl.errors import InputError
 from fedssl.files import write_whole
+from fedssl.untrusted import printable, read_tensors
 
 FORMAT = "fedssl-encoder-1"
+MOST = 2**33  # bytes of a file
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def save_encoder(
             if not name.startswith("bridges.")
         },
     }
-    write_whole(Path(path), lambda unfinished: torch.save(content, unfinished))
+    write_whole(Path(path), lambda stream: torch.save(content, stream))
 
 
 def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = None) -> nn.Module:
@@ -148,8 +150,8 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     content = _read(Path(path))
     settings = dict(content["encoder"])
     target = str(settings.pop("_target_", None))
-    if build is None:
-        build = _builder(target)
+    own = _builder(target) if build is None else None
+    build = build or own
     if build is None:
         raise InputError(
             f"{path} holds the encoder {target}, which is not fedssl's; give what builds it, as in "
@@ -157,11 +159,15 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
             "--config-dir FOLDER"
         )
     try:
+        if own is not None:  # without memory first: the settings may ask for any amount
+            with torch.device("meta"):
+                _check_weights(own(**settings), content["weights"])
         with torch.random.fork_rng(devices=[]):  # weights drawn only to be overwritten
             encoder: Any = build(**settings)
+        _check_weights(encoder, content["weights"])
         encoder.load_state_dict(content["weights"], strict=True)
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except Exception as error:  # settings of any kind go into any constructor
+        reason = printable(" ".join(str(error).split())[:300])
         raise InputError(
             f"the weights in {path} do not fit its settings: {reason}; export the encoder again"
         ) from error
@@ -190,21 +196,45 @@ def _builder(target: str) -> Callable[..., nn.Module] | None:
 def _read(path: Path) -> dict[str, Any]:
     """The dictionary in the file, every byte of it checked against the checksums that ``torch.save`` wrote."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not look at the checksums
-        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+        content = read_tensors(path, most=MOST)
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist; give the encoder.pt of a run folder") from error
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); give the encoder.pt of a run folder") from error
     except Exception as error:  # there is no end to how reading a damaged or foreign file can fail
-        raise InputError(f"{path} is damaged or not an encoder's file; give the encoder.pt of a run folder") from error
-    if damaged:
-        raise InputError(f"{path} is damaged (checksum of {damaged}); export the encoder again")
+        reason = printable(" ".join(str(error).split())[:200])
+        raise InputError(
+            f"{path} is damaged or not an encoder's file ({reason}); give the encoder.pt of a run folder"
+        ) from error
     keys = {"format", "encoder", "mean", "std", "metadata", "weights"}
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() != keys:
+    if not isinstance(content, dict) or content.keys() != keys or not _is_encoder(content):
         raise InputError(f"{path} holds something else than an encoder; give the encoder.pt of a run folder")
     return content
+
+
+def _is_encoder(content: dict[str, Any]) -> bool:
+    """Whether the values are of the kinds that `save_encoder` writes."""
+    settings, statistics = content["encoder"], (content["mean"], content["std"])
+    return (
+        content["format"] == FORMAT
+        and all(isinstance(content[key], dict) for key in ("encoder", "metadata", "weights"))
+        and all(isinstance(settings.get(key), int) and 0 < settings[key] <= 4096 for key in ("channels", "size"))
+        and all(isinstance(values, list) and len(values) == settings["channels"] for values in statistics)
+        and all(isinstance(value, float) and math.isfinite(value) for values in statistics for value in values)
+        and min(content["std"]) > 0
+    )
+
+
+def _check_weights(encoder: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Refuse weights that are not the encoder's by name, shape and dtype, or not finite; raises `ValueError`."""
+    wanted = encoder.state_dict()
+    for name in wanted.keys() & weights.keys():  # loading tells of the others
+        value, like = weights[name], wanted[name]
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (like.shape, like.dtype):
+            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} is {found} instead of {like.dtype} {tuple(like.shape)}")
+        if not value.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

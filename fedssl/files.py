@@ -3,85 +3,104 @@
 What is written whole takes the place of what is there at once, and a crash leaves that as it was.
 """
 
+import errno
 import mmap
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
-import yaml
 
 from fedssl.errors import InputError
+from fedssl.untrusted import TENSORS, opened
+
+_PARTIAL = ".partial"  # end of the names of files that are being written
 
 
-def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file under a temporary name beside ``file``, then put it in the place of ``file``."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+def write_whole(file: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` make a file under a temporary name beside ``file``, then put it in the place of ``file``.
+
+    Both are on the disk when this returns: neither a crash nor a loss of power leaves a part of it.
+    """
+    partial = file.with_name(f".{file.name}.{os.getpid()}{_PARTIAL}")
     try:
-        write(partial)
+        partial.unlink(missing_ok=True)  # it may be a link of somebody else's
+        with partial.open("xb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
         partial.replace(file)
+        _sync_folder(file.parent)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch hides what the disk says
+            raise error.__context__ from None
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def write_text(file: Path, text: str) -> None:
     """Write a text file, UTF-8."""
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_whole(file, lambda stream: stream.write(text.encode()))
 
 
-def read_text(file: Path) -> str | None:
-    """Read a text file, UTF-8; None if there is none.
+def append_text(file: Path, text: str) -> None:
+    """Write at the end of a text file, UTF-8; `sync` sees to it that it is on the disk."""
+    with file.open("ab") as stream:
+        stream.write(text.encode())
+
+
+def sync(file: Path) -> None:
+    """Wait until what was written to a file is on the disk; nothing if there is none."""
+    with suppress(FileNotFoundError), file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes have left unfinished in a folder and below it; nobody may be at work there."""
+    for place, _, files in os.walk(folder):
+        for name in files:
+            if name.startswith(".") and name.endswith(_PARTIAL):
+                remove(Path(place, name))
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse, by an `InputError`, links in a folder and below it: what is written there would go elsewhere."""
+    for place, folders, files in os.walk(folder):
+        for one in (Path(place, name) for name in (*folders, *files)):
+            if one.is_symlink():
+                raise InputError(f"{one} is a link, which leads out of the folder; put what is meant in its place")
+
+
+def inner_folder(folder: Path, name: str) -> Path:
+    """Make a folder within a folder if it is not there.
 
     Raises
     ------
     InputError
-        It cannot be read, or is no text.
+        It is a link: what is written there would go elsewhere.
+    OSError
+        It cannot be made.
     """
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise damaged(file, "it is not UTF-8 text") from error
-    except OSError as error:
-        raise damaged(file, error.strerror or type(error).__name__) from error
+    inner = folder / name
+    if inner.is_symlink():
+        raise InputError(f"{inner} is a link, which leads out of the folder; put what is meant in its place")
+    inner.mkdir(exist_ok=True)
+    return inner
 
 
-def read_yaml(file: Path, kind: type) -> Any:
-    """Read plain data of this kind from a YAML file: interpolations are text; None if there is no file.
-
-    Raises
-    ------
-    InputError
-        It cannot be read, or holds something else.
-    """
-    text = read_text(file)
-    if text is None:
-        return None
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise damaged(file, "it is no YAML") from error
-    if not isinstance(found, kind):
-        raise damaged(file, f"it holds a {type(found).__name__} instead of a {kind.__name__}")
-    return found
-
-
-def damaged(file: Path, problem: str) -> InputError:
-    """Make the error for a file that is not as it was written."""
-    return InputError(f"{file} cannot be used ({problem}); put a good copy of it there, or leave this folder out")
-
-
-def mapped(file: Path) -> torch.Tensor:
+def mapped(file: Path, *, most: int = TENSORS) -> torch.Tensor:
     """The bytes of a file that is not empty ``(n,)``, uint8, in place and for reading only.
 
     All processes that map it share the memory; what is too large for the memory is read anew from the disk.
     """
-    with file.open("rb") as stream, warnings.catch_warnings():
+    with opened(file, most=most) as stream, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
@@ -118,3 +137,15 @@ def new_run_folder() -> Path:
             raise InputError(f"the folder {folder} cannot be made ({error.strerror}); set output_dir=...") from error
         return folder
     raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot
+            raise
+    finally:
+        os.close(descriptor)

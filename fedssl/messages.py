@@ -1,109 +1,25 @@
-"""What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows Flower's records and their keys.
+"""What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows the keys of Flower's records.
 
-What comes over a network is bytes until it is proven to be what it should be: arrays are read without a copy from
-``.npy`` bytes whose header fits their length, and records or metrics that nobody asked for are refused.
-
-An `Array` here is a view of a live NumPy array. In one process it is handed over as it is; Ray pickles it out-of-band,
-i.e. through shared memory; only a network deployment asks for its ``data`` and so pays for the ``.npy`` bytes that a
-stock Flower peer reads.
+What comes over a network is bytes until it is proven to be what it should be: `fedssl.records` reads the arrays, and
+records or metrics that nobody asked for are refused.
 """
 
-import functools
-import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedssl.errors import InputError
 from fedssl.layers import Layers
+from fedssl.records import from_message, to_message
+from fedssl.settings import EXACT
+from fedssl.transport import check_transport
 
 ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
 ANSWERS, WHO = "answers", "who"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
-
-
-_name = functools.cache(str)  # name of a dtype; NumPy makes it anew at each call
-
-
-class Array(FlowerArray):
-    """A Flower ``Array`` over a NumPy array, without a copy.
-
-    The class bears Flower's name because Flower writes the name of the class into what it sends over a network and
-    looks it up among its own at the other end.
-    """
-
-    def __init__(self, array: np.ndarray) -> None:
-        # Flower's own constructor would serialise at once.
-        self.__dict__.update(dtype=_name(array.dtype), shape=array.shape, stype="numpy.ndarray", _array=array)
-
-    @property
-    def data(self) -> bytes:  # type: ignore[override]  # a field in Flower's class; here it is made when asked for
-        """The array as ``.npy`` bytes."""
-        buffer = io.BytesIO()
-        np.save(buffer, self.numpy(), allow_pickle=False)
-        return buffer.getvalue()
-
-    def numpy(self) -> np.ndarray:
-        """The array itself; read-only where it came through shared memory."""
-        array: np.ndarray = self.__dict__["_array"]
-        return array
-
-    def __reduce__(self) -> tuple[type["Array"], tuple[np.ndarray]]:
-        # Protocol 5 takes the memory of a contiguous array out of band.
-        return Array, (self.numpy(),)
-
-
-def to_record(layers: Layers) -> ArrayRecord:
-    """Layers as a Flower record that shares their memory."""
-    record = ArrayRecord()
-    for name, array in layers.items():
-        record[name] = Array(array)
-    return record
-
-
-def from_record(record: ArrayRecord) -> Layers:
-    """Layers of a Flower record, which share its memory; those that came over a network cannot be written to.
-
-    Raises
-    ------
-    ValueError
-        An array is not what `read_array` reads.
-    """
-    return {
-        name: array.numpy() if type(array) is Array else read_array(array.data, name=name)
-        for name, array in record.items()
-    }
-
-
-def read_array(data: bytes, *, name: str) -> np.ndarray:
-    """An array of numbers in ``.npy`` bytes, which keep its memory: nothing is taken that did not arrive.
-
-    Raises
-    ------
-    ValueError
-        The bytes are something else, or more or fewer than their header says.
-    """
-    file = io.BytesIO(data)
-    try:
-        read_header = _HEADERS[np.lib.format.read_magic(file)]
-        shape, fortran, dtype = read_header(file)
-    except Exception as error:  # NumPy raises what Python's tokenizer does, too
-        raise ValueError(f"array {name} is not in NumPy's format") from error
-    if dtype.kind not in "fiub" or any(length < 0 for length in shape):
-        raise ValueError(f"array {name} holds {dtype} of shape {shape} instead of numbers")
-    held, announced = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
-    if held != announced:
-        raise ValueError(f"array {name} has {held} bytes, but {announced} by its shape {shape}")
-    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
-
-
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +44,8 @@ class TrainPlan:
         Factor of the optimiser's learning rate in this round.
     code : str
         Fingerprint of the server's source code; a client that runs other code refuses to train.
+    transport : str
+        How layers travel, in both directions, see `fedssl.transport`.
     up : tuple of str or None
         Names of the layers that the client sends back; None: all that its model exchanges.
     depth : int or None
@@ -146,6 +64,7 @@ class TrainPlan:
     metrics: tuple[str, ...]
     keep_from: int
     code: str
+    transport: str = EXACT
     shared: Layers = field(default_factory=dict)
     lr_factor: float = 1.0
     up: tuple[str, ...] | None = None
@@ -163,6 +82,7 @@ class TrainPlan:
                 "keep-from": self.keep_from,
                 "lr-factor": self.lr_factor,
                 "code": self.code,
+                "transport": self.transport,
                 "metrics": _to_text(self.metrics),
             }
         )
@@ -171,16 +91,19 @@ class TrainPlan:
         if self.depth is not None:
             plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
             plan["depth-dropout"] = self.depth_dropout
-        return RecordDict({ARRAYS: to_record(self.layers), SHARED: to_record(self.shared), PLAN: plan})
+        layers = to_message(self.layers, self.transport)
+        return RecordDict({ARRAYS: layers, SHARED: to_message(self.shared), PLAN: plan})
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "TrainPlan":
         """The plan in a message's content."""
         plan = content.config_records[PLAN]
+        transport = check_transport(plan["transport"])
         return cls(
             round=int(_number(plan["round"])),
-            layers=from_record(content.array_records[ARRAYS]),
-            shared=from_record(content.array_records[SHARED]),
+            layers=from_message(content.array_records[ARRAYS], transport),
+            shared=from_message(content.array_records[SHARED]),
+            transport=transport,
             settings=str(plan["settings"]),
             metrics=_from_text(plan["metrics"]),
             keep_from=int(_number(plan["keep-from"])),
@@ -225,21 +148,35 @@ class ClientUpdate:
     answers: tuple[int, str] | None = None
 
     def to_content(self, plan: TrainPlan) -> RecordDict:
-        """The reply to a plan, with only the metrics in it that the plan asks for."""
+        """The reply to a plan, with only the metrics in it that the plan asks for.
+
+        Of layers that the plan brought the difference travels, if transport shortens them.
+        """
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
         record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
         return RecordDict(
             {
-                ARRAYS: to_record(self.layers),
-                GATHERED: to_record(self.gathered),
+                ARRAYS: to_message(self.layers, plan.transport, start=plan.layers),
+                GATHERED: to_message(self.gathered),
                 METRICS: record,
                 ANSWERS: ConfigRecord({"round": plan.round, "code": plan.code}),
             }
         )
 
     @classmethod
-    def from_content(cls, content: RecordDict, partition_id: int) -> "ClientUpdate":
+    def from_content(
+        cls, content: RecordDict, partition_id: int, *, transport: str = EXACT, start: Layers | None = None
+    ) -> "ClientUpdate":
         """The update in a reply's content.
+
+        Parameters
+        ----------
+        content : RecordDict
+        partition_id : int
+        transport : str
+            That of the plan.
+        start : Layers, optional
+            The layers that the client had received, as the server has them: what differences are added to.
 
         Raises
         ------
@@ -264,24 +201,14 @@ class ClientUpdate:
         if examples is not None and not abs(examples) < 2**53:
             raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is no count")
         return cls(
-            layers=from_record(content.array_records[ARRAYS]),
-            gathered=from_record(content.array_records[GATHERED]),
+            layers=from_message(content.array_records[ARRAYS], transport, start=start),
+            gathered=from_message(content.array_records[GATHERED]),
             partition_id=partition_id,
             num_examples=None if examples is None else int(examples),
             train_loss=values.get(TRAIN_LOSS),
             seconds=values.get(SECONDS),
             answers=(int(_number(answers["round"])), str(answers["code"])),
         )
-
-
-def content_bytes(content: RecordDict, *layers: Layers) -> int:
-    """Bytes of a message's content: the memory of its ``layers`` plus Flower's count for the other records.
-
-    The layers are handed in as arrays, because reading them out of a record that came over a network takes a copy.
-    """
-    arrays = sum(array.nbytes for some in layers for array in some.values())
-    metrics = sum(record.count_bytes() for record in content.metric_records.values())
-    return arrays + metrics + sum(record.count_bytes() for record in content.config_records.values())
 
 
 @dataclass(frozen=True, kw_only=True)

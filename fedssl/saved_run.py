@@ -1,14 +1,27 @@
-"""What a run folder says of its settings, proven before it is used: it may be damaged, or come from elsewhere."""
+"""What a run folder says of its settings, proven before it is used: it may be damaged, or come from elsewhere.
 
-import io
+A folder chooses by name among what is installed. What reaches out of it - folders of settings, dotted names,
+interpolations, places for files, clusters - counts only where the user's own words say it again.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from fedssl.files import damaged, read_text, read_yaml
+from fedssl.errors import InputError
+from fedssl.untrusted import damaged, plain, printable, read_yaml
+from fedssl.words import check_run_id, groups, parse
+
+# Where decoded pictures are written, and the cluster or the fleet that runs the clients' code.
+_PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
+_HARMLESS = (None, "auto")  # values of these
+_SPECIAL = re.compile(r"_[a-z]+_")  # keys by which Hydra calls something
 
 
 def read_words(file: Path) -> list[str] | None:
@@ -19,30 +32,73 @@ def read_words(file: Path) -> list[str] | None:
     return words
 
 
+def check_words(words: Sequence[str], file: Path) -> None:
+    """Refuse words of a run folder that reach out of it.
+
+    Parameters
+    ----------
+    words : sequence of str
+        Those of ``file`` that the user's own command does not say.
+
+    Raises
+    ------
+    InputError
+        With the word that the user may add, or the file is damaged.
+    """
+    for word in words:
+        try:
+            (override,) = parse([word])
+            value = override.value()
+            outside = _reaches_out(override, value)
+        except (InputError, ValueError, RecursionError) as error:
+            raise damaged(file, " ".join(printable(error).split())[:300]) from error
+        if outside:
+            raise InputError(
+                f"{file} says {printable(word)}, which reaches out of the folder and is taken from your own command "
+                "only, as the folder may come from elsewhere; add it there if you mean it, a folder of settings as "
+                "--config-dir FOLDER"
+            )
+
+
+def _reaches_out(override: Override, value: Any) -> bool:
+    key = override.key_or_group.partition("@")[0]
+    if key in groups():
+        return not isinstance(value, str | NoneType) or (key, value) == ("engine", "deployment")
+    return (
+        "/" in key  # a group that is none of fedssl's
+        or key.partition(".")[0] == "hydra"
+        or any(_SPECIAL.fullmatch(part) for part in key.split("."))
+        or (key in _PLACES and value not in _HARMLESS)
+        or calls(value)
+        or any(isinstance(one, str) and "${" in one for one in plain([value]))
+    )
+
+
 def read_settings(file: Path) -> DictConfig | None:
     """The settings that a run saved; unknown keys cannot be merged into them. None if there are none."""
-    text = read_text(file)
-    if text is None:
+    found = read_yaml(file, dict)
+    if found is None:
         return None
     try:
-        saved = OmegaConf.load(io.StringIO(text))
-    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError, OSError) as error:
-        raise damaged(file, "it is no YAML") from error
+        if any(isinstance(one, str) and "${" in one for one in plain(found)):
+            raise damaged(file, "it has an interpolation, ${...}, which a run resolves")
+        saved: DictConfig = OmegaConf.create(found)
+    except (OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise error if isinstance(error, InputError) else damaged(file, "it is no YAML of a run") from error
     kinds = {"seed": int, "rounds": int, "run_id": str, "dataset": DictConfig}
-    if not isinstance(saved, DictConfig) or not all(
-        key in saved and not OmegaConf.is_interpolation(saved, key) and isinstance(saved[key], kind)
-        for key, kind in kinds.items()
-    ):
+    if not all(key in saved and isinstance(saved[key], kind) for key, kind in kinds.items()):
         raise damaged(file, "it does not hold the settings of a run")
-    if "${" in text:
-        raise damaged(file, "it has an interpolation, ${...}, which a run resolves")
+    try:
+        check_run_id(saved.run_id)
+    except InputError as error:
+        raise damaged(file, str(error)) from error
     _check_dataset(saved.dataset, file)
     OmegaConf.set_struct(saved, True)
     return saved
 
 
 def _check_dataset(node: DictConfig, file: Path) -> None:
-    """Refuse a saved data set whose settings are not of the kinds that `read_data` takes."""
+    """Refuse a saved data set whose settings are not of the kinds that `read_data` takes, or call something."""
     kinds: dict[str, tuple[type, ...]] = {
         "_target_": (str,),
         "splits": (DictConfig,),
@@ -52,7 +108,15 @@ def _check_dataset(node: DictConfig, file: Path) -> None:
     }
     wrong = [key for key, kind in kinds.items() if key not in node or not isinstance(node[key], kind)]
     if not wrong:
-        wrong = [key for key in ("federated", "train", "test") if key not in node.splits]
+        wrong = [key for key in ("federated", "train", "test") if not isinstance(node.splits.get(key, 0), str | None)]
         wrong += [key for key in ("mean", "std") if not all(isinstance(value, int | float) for value in node[key])]
+        wrong += [str(key) for key in node if key != "_target_" and calls({key: node[key]})]
     if wrong:
         raise damaged(file, f"dataset.{wrong[0]} is missing or of the wrong kind")
+
+
+def calls(value: Any) -> bool:
+    """Whether there is a key by which Hydra would call something."""
+    if isinstance(value, Mapping | DictConfig):
+        return any(_SPECIAL.fullmatch(str(key)) or calls(value[key]) for key in value)
+    return isinstance(value, list | ListConfig) and any(map(calls, value))

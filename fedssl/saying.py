@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fedssl import untrusted
+
 log = logging.getLogger("fedssl")
 
 SAY_EVERY = 30.0  # seconds between two lines
@@ -32,4 +34,4 @@ def saying(what: str) -> Iterator[None]:
 
 def printable(text: str | None, *, most: int = 300) -> str:
     """Text of somebody else's, as much of it as fits a line, and nothing that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else " " for letter in (text or "")[:most])
+    return untrusted.printable((text or "")[:most])

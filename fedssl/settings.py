@@ -9,6 +9,9 @@ from typing import Any
 
 from fedssl.errors import InputError
 
+EXACT = "fp32"
+TRANSPORTS = (EXACT, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.transport`
+
 
 @dataclass(frozen=True)
 class Component:
@@ -240,6 +243,36 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrivacySettings:
+    """Differential privacy by the server, see `server_app.privacy`.
+
+    Attributes
+    ----------
+    clip_norm : float
+        Longest way of an update, by its 2-norm over all weights.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum, in multiples of ``clip_norm``.
+    delta : float
+        Probability with which epsilon may not hold.
+
+    Raises
+    ------
+    InputError
+        One of them is not such a number.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        for name, most in {"clip_norm": math.inf, "noise_multiplier": math.inf, "delta": 1.0}.items():
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < most:
+                raise InputError(f"privacy.{name}={value} must be a number above 0" + " and below 1" * (most == 1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
     """Training on the server itself.
 
@@ -363,6 +396,8 @@ class Settings:
     seed, num_clients, clients_per_round, rounds : int
     client_timeout : float
         Seconds that a round waits for the next reply.
+    transport : str
+        How layers travel, see `fedssl.transport`.
     lr_schedule : Component
         A function of `fedssl.schedule.lr`, without its last arguments.
     client_text : str
@@ -374,6 +409,7 @@ class Settings:
     clients_per_round: int
     rounds: int
     client_timeout: float
+    transport: str
     lr_schedule: Component
     data: DataSettings
     partition: PartitionSettings
@@ -382,6 +418,7 @@ class Settings:
     algorithm: AlgorithmSettings
     calibration: CalibrationSettings | None
     updates: UpdateSettings
+    privacy: PrivacySettings | None
     evaluation: EvaluationSettings
     machine: MachineSettings
     engine: EngineSettings

@@ -6,6 +6,7 @@ The run config has the words of the command line, see `server_app.run_config`.
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from flwr.app import Context
@@ -21,6 +22,7 @@ from fedssl.machine.devices import pick_device
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import load_layers, travelling_layers
+from fedssl.records import record_bytes, to_message
 from fedssl.report.accuracy_table import format_table
 from fedssl.saying import OUTPUT_IN
 from fedssl.schedule.stages import at_stage
@@ -30,10 +32,12 @@ from server_app.attempts import run_round
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
 from server_app.federation import Federation
+from server_app.log import logging_to, writing
 from server_app.nodes import federation_size
 from server_app.post import Post
 from server_app.prepare import Prepared, prepare
-from server_app.recorder import Recorder, logging_to
+from server_app.proven import Expected
+from server_app.recorder import Recorder
 from server_app.run_config import words_of
 from strategies.state import ServerState
 
@@ -59,7 +63,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.recording.folder is None:
         settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
     recorder = Recorder(settings.recording, rounds=settings.rounds)
-    with recorder.locked(), logging_to(recorder.folder):
+    with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder):
         try:
             results, models, unjudged = run(grid, settings, recorder)
         except BaseException as error:
@@ -67,7 +71,8 @@ def main(grid: Grid, context: Context) -> None:
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
             resumed = settings.recording.resumed is not None
             if not (resumed and isinstance(error, InputError)):  # the folder's run is not to blame
-                recorder.summary("interrupted" if interrupted else "failed", reason=reason)
+                with suppress(OSError):  # the disk may be full
+                    recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results, models=models)
         table = format_table(results) if results else f"nothing was evaluated: {unjudged}"
@@ -84,14 +89,24 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
             f"resume={recorder.folder} was run with rounds={resumed} (now {settings.rounds}); leave these as they "
             "were, or start a new run"
         )
-    state = ServerState() if resumed is None else recorder.restore()
+    state = ServerState()
+    if resumed is not None:
+        federation, numbers = prepared.federation, prepared.roll.clients.numbers
+        state = recorder.restore(
+            Expected(
+                untrained=federation.untrained(),
+                clients=max([settings.num_clients, *(number + 1 for number in numbers.values())]),
+                phases=len(federation.phases),
+                knows=federation.strategy.server.knows,
+            )
+        )
     recorder.begin(settings.recording, prepared.held)
     recorder.register(prepared.roll.clients.numbers)
     pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per client and direction{OUTPUT_IN}%s",
         *(settings.num_clients, pictures, settings.rounds),
-        *(sum(array.nbytes for array in travelling_layers(prepared.method).values()), recorder.folder),
+        *(record_bytes(to_message(travelling_layers(prepared.method), settings.transport)), recorder.folder),
     )
     log.info(
         "strategy %s, clients report: %s",

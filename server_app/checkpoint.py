@@ -5,13 +5,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from fedssl.errors import InputError
 from fedssl.files import numbered_file, numbered_files, remove, write_text, write_whole
+from fedssl.untrusted import TENSORS, opened, printable, read_tensors
+from server_app.proven import Expected
 from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
@@ -24,35 +26,59 @@ def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
     folder.mkdir(exist_ok=True)
     file = numbered_file(folder, state.round)
 
-    def write(partial: Path) -> None:
-        torch.save({"format": FORMAT, **_to_plain(state)}, partial)
-        write_text(_sum_file(file), _digest(partial))
+    def write(stream: BinaryIO) -> None:
+        torch.save({"format": FORMAT, **_to_plain(state)}, stream)
+        stream.flush()
+        write_text(_sum_file(file), _digest(Path(stream.name)))
 
-    write_whole(file, write)
+    try:
+        write_whole(file, write)
+    except BaseException:
+        if not file.exists():
+            _sum_file(file).unlink(missing_ok=True)
+        raise
     for round in numbered_files(folder)[:-keep]:
         old = numbered_file(folder, round)
         remove(old)
         remove(_sum_file(old))
 
 
-def latest_checkpoint(folder: Path) -> ServerState | None:
+def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerState | None:
     """The newest undamaged checkpoint; None if there is no checkpoint yet.
 
     A damaged one is named in the log and the one before it is used.
 
+    Parameters
+    ----------
+    folder : Path
+    expected : Expected or None
+        What must hold of the state; None: this is not looked at.
+
     Raises
     ------
     InputError
-        There are checkpoints, all of them damaged, or they are of an earlier version.
+        There are checkpoints, all of them damaged or of another model, or they are of an earlier version.
     """
     rounds = numbered_files(folder)
+    problem = ""
     for round in reversed(rounds):
         file = numbered_file(folder, round)
-        if _is_whole(file):
-            return _load(file)
-        log.warning("checkpoint %s is damaged; trying the one before", file)
+        try:
+            state = _load(file, most=TENSORS if expected is None else expected.most)
+            if state.round != round:
+                raise ValueError(f"it is of round {state.round}")
+            if expected is not None:
+                expected.check(state)
+            return state
+        except InputError:
+            raise
+        except Exception as error:  # there is no end to how reading a foreign file can fail
+            problem = " ".join(printable(error).split())[:200] or type(error).__name__
+            log.warning("checkpoint %s is damaged (%s); trying the one before", file, problem)
     if rounds:
-        raise InputError(f"all checkpoints in {folder} are damaged ({len(rounds)} found); start a new run")
+        raise InputError(
+            f"all checkpoints in {folder} are damaged ({len(rounds)} found; the first {problem}); start a new run"
+        )
     return None
 
 
@@ -68,29 +94,22 @@ def _sum_file(file: Path) -> Path:
     return file.with_suffix(".sha256")
 
 
-def _is_whole(file: Path) -> bool:
-    """Whether the file is there and has the sum that stands beside it."""
-    try:
-        return _sum_file(file).read_bytes() == _digest(file).encode()
-    except OSError:
-        return False
-
-
-def _load(file: Path) -> ServerState:
-    """Read a checkpoint that is whole; raises `InputError` if it holds something else, or is of an earlier version."""
-    try:
-        saved = torch.load(file, weights_only=True)
-        version = saved.pop("format", 1)
-        state = _to_state(saved) if version == FORMAT else None
-    except Exception as error:  # there is no end to how reading a foreign file can fail
-        raise InputError(f"{file} holds something else than a checkpoint; remove it, or start a new run") from error
-    if state is None:
+def _load(file: Path, *, most: int) -> ServerState:
+    """Read a checkpoint; raises `InputError` if it is of an earlier version, and anything if it is something else."""
+    with opened(_sum_file(file), most=64) as stream:
+        if stream.read() != _digest(file, most=most).encode():
+            raise ValueError("its sum is another one")
+    saved = read_tensors(file, most=most)
+    version = saved.pop("format", 1)
+    if version in range(1, FORMAT):
         raise InputError(f"{file} is of an earlier version of fedssl; go on with that version, or start anew")
-    return state
+    if version != FORMAT:
+        raise ValueError("it holds something else")
+    return _to_state(saved)
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
+def _digest(file: Path, *, most: int = TENSORS) -> str:
+    with opened(file, most=most) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -13,7 +13,8 @@ from fedssl.model_layers import copied_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
-from fedssl.settings import UpdateSettings
+from fedssl.settings import EXACT, UpdateSettings
+from server_app.privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
 from strategies.state import Model
@@ -55,6 +56,10 @@ class Federation:
     calibration : Calibration or None
     updates : UpdateSettings
         What is taken from clients, and how long it is waited for.
+    privacy : Privacy or None
+        None: the model is released as the rule made it.
+    transport : str
+        How layers travel, see `fedssl.transport`.
 
     Raises
     ------
@@ -77,6 +82,8 @@ class Federation:
     lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibration | None = None
     updates: UpdateSettings = field(default_factory=UpdateSettings)
+    privacy: Privacy | None = None
+    transport: str = EXACT
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)

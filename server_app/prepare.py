@@ -20,6 +20,7 @@ from fedssl.partition import split
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
+from fedssl.seeding import numpy_generator
 from fedssl.settings import Settings
 from fedssl.task import task_of
 from fedssl.training import LocalTraining
@@ -31,6 +32,7 @@ from server_app.federation import Federation
 from server_app.held import Held
 from server_app.monitor import Monitor
 from server_app.nodes import Roll, find_clients
+from server_app.privacy import Privacy, check_model
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
 
@@ -122,6 +124,8 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
         updates=settings.updates,
+        privacy=make_privacy(settings, method, devices=bool(task)),
+        transport=settings.transport,
     )
     return Prepared(
         settings=settings,
@@ -236,6 +240,20 @@ def make_costs(
     if held is None or not settings.evaluation.resources:
         return None
     return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device)
+
+
+def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Privacy | None:
+    """What adds noise; None: nothing. In a simulation, whose numbers are to repeat, the noise comes from the seed."""
+    if settings.privacy is None:
+        return None
+    check_model(method)
+    if settings.updates.norm_factor is not None:
+        raise InputError("updates.norm_factor lets clients decide on each other, which privacy=central does not count")
+
+    def generator(round: int) -> np.random.Generator:
+        return np.random.default_rng() if devices else numpy_generator(settings.seed, "noise", round)
+
+    return Privacy(settings.privacy, clients=settings.clients_per_round, generator=generator)
 
 
 def make_monitor(

@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,27 +25,33 @@ from fedssl.config import DEVICES, save_run
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
-from fedssl.files import damaged, read_yaml, write_text
+from fedssl.files import append_text, refuse_links, remove_leftovers, sync, write_text
 from fedssl.methods.base import SSLMethod
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
 from fedssl.settings import RecordingSettings, Settings
+from fedssl.untrusted import damaged, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.held import Held
+from server_app.log import DISK_ERRORS
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.progress import Progress
+from server_app.proven import Expected
 from server_app.report import RoundReport
 from server_app.tracker import make_tracker
 from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
 
+LINES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
+
 # What a run writes, beside encoders, checkpoints and figures.
 FILES = (
     *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
-    *("metrics.jsonl", "clients.jsonl", "health.jsonl", "representations.npz"),
+    *LINES,
+    "representations.npz",
 )
 
 VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
@@ -81,6 +86,7 @@ class Recorder:
     def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
             if self._settings.resumed is None and (self.folder / "config.yaml").exists():
                 raise InputError(
                     f"output_dir={self.folder} holds a run already; choose another folder, "
@@ -146,20 +152,23 @@ class Recorder:
             pictures = held.pictures
             write_table(self.folder / "partition.csv", held.parts, pictures.labels, pictures.classes)
 
-    def restore(self) -> ServerState:
+    def restore(self, expected: Expected | None = None) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
+
+        What a killed process has left unfinished is removed. ``expected`` is as in `latest_checkpoint`.
 
         Raises
         ------
         InputError
-            The run is further than ``rounds``.
+            The run is further than ``rounds``, or no checkpoint can be used.
         """
-        state = latest_checkpoint(self.folder / "checkpoints") or ServerState()
+        remove_leftovers(self.folder)
+        state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
         done = state.round
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
-        for name in ("metrics.jsonl", "clients.jsonl", "health.jsonl"):
+        for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
         return state
@@ -178,6 +187,7 @@ class Recorder:
         ``evaluation`` has the results of every model by its name, and nothing in rounds without one. ``health`` and
         ``cost`` are None where they were not measured.
         """
+        self._check_clients(report)
         overall = over_models(list(evaluation.values())) if evaluation else {}
         rows = report.clients
         line: dict[str, Any] = {
@@ -192,6 +202,8 @@ class Recorder:
             "bytes_up": sum(row.bytes_up for row in report.clients),
             "bytes_down": sum(row.bytes_down for row in report.clients),
         }
+        if report.privacy:
+            line["privacy"] = report.privacy
         if report.late:
             line["late"] = len(report.late)
         if cost:
@@ -210,9 +222,17 @@ class Recorder:
         self._tracker(report.round, line)
         log.info(self._progress.line(line, overall))
 
+    def _check_clients(self, report: RoundReport) -> None:
+        """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
+        told = [code for code in DISK_ERRORS if any(os.strerror(code) in reason for reason in report.dropped.values())]
+        if told and (self.folder / "clients").is_dir():
+            raise OSError(told[0], os.strerror(told[0]))
+
     def checkpoint(self, state: ServerState) -> None:
         """Save the server's state if a checkpoint is due."""
         if state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds:
+            for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
+                sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
@@ -261,6 +281,8 @@ class Recorder:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}
             results = {"final": {name: as_numbers(scores) for name, scores in final.items()}, "units": units}
             results |= _by_model(models or {})
+        if lines and "privacy" in lines[-1]:
+            results["privacy"] = lines[-1]["privacy"]
         content = {
             "status": status,
             "reason": reason,
@@ -274,25 +296,6 @@ class Recorder:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
         write_text(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
-
-
-@contextmanager
-def logging_to(folder: Path) -> Iterator[None]:
-    """Send the lines of the product's logger to standard output and to ``run.log`` in the run folder."""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout), logging.FileHandler(folder / "run.log")]
-    level, propagate = log.level, log.propagate
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    for handler in handlers:
-        log.addHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            log.removeHandler(handler)
-            handler.close()
-        log.setLevel(level)
-        log.propagate = propagate
 
 
 def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:
@@ -312,5 +315,4 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    with file.open("a") as stream:
-        stream.write("".join(json.dumps(line) + "\n" for line in lines))
+    append_text(file, "".join(json.dumps(line) + "\n" for line in lines))

@@ -8,8 +8,9 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedssl.errors import InputError
-from fedssl.layers import Cosines, GlobalLayers
+from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
+from fedssl.settings import EXACT
 from server_app.post import Post
 
 log = logging.getLogger("fedssl")
@@ -73,12 +74,17 @@ def in_order(
             drop(client, NO_REPLY)
 
 
-def read_update(reply: Message, client: int, *, sent_to: int) -> ClientUpdate:
-    """The update in the reply of a client to what was sent to its node; raises `BadUpdate`."""
+def read_update(
+    reply: Message, client: int, *, sent_to: int, transport: str = EXACT, start: Layers | None = None
+) -> ClientUpdate:
+    """The update in the reply of a client to what was sent to its node; raises `BadUpdate`.
+
+    ``transport`` and ``start`` as in `fedssl.messages.ClientUpdate.from_content`.
+    """
     if reply.metadata.src_node_id != sent_to:
         raise BadUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
     try:
-        return ClientUpdate.from_content(reply.content, client)
+        return ClientUpdate.from_content(reply.content, client, transport=transport, start=start)
     except KeyError as missing:
         raise BadUpdate(f"record {missing} is missing") from missing
     except Exception as error:  # whatever a peer may have put into a message

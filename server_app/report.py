@@ -40,6 +40,8 @@ class RoundReport:
         The reason for each client whose update was not.
     late : list of int
         Clients that replied to an older plan, which was not used any more.
+    privacy : dict
+        Epsilon after this round, and its delta; empty without differential privacy.
     findings : dict
         What the strategy found out, ready for JSON.
     """
@@ -48,4 +50,5 @@ class RoundReport:
     clients: list[ClientRow] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     late: list[int] = field(default_factory=list)
+    privacy: dict[str, float] = field(default_factory=dict)
     findings: dict[str, Any] = field(default_factory=dict)

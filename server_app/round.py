@@ -16,7 +16,8 @@ from flwr.app import Message, RecordDict
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import ARRAYS, SHARED, ClientUpdate, TrainPlan, content_bytes, from_record
+from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.records import content_bytes, from_message
 from fedssl.saying import printable
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
@@ -122,7 +123,11 @@ class Round:
         self._report = RoundReport(self.number)
         self.messages = list(self._plans(keep_from=keep_from))
         if federation.updates.buffered:
-            self._check_buffered()
+            self._check_whole("updates.buffered=true")
+        if federation.privacy:
+            self._check_whole("privacy=central")
+            for aggregation in self._aggregations.values():
+                federation.privacy.check(aggregation.rule)
 
     def end(
         self,
@@ -165,6 +170,8 @@ class Round:
         for client in self._report.dropped:  # nobody knows what it holds now
             took_part.pop(client, None)
         models = {**self._state.models, **fed}
+        if self._federation.privacy:
+            self._report.privacy.update(self._federation.privacy.spent(self.number))
         return ServerState(round=self.number, models=models, took_part=took_part), self._report
 
     # --- plans ---
@@ -188,6 +195,7 @@ class Round:
             metrics=federation.reported(self.number),
             keep_from=keep_from,
             code=federation.code,
+            transport=federation.transport,
             lr_factor=federation.lr_factor(self.number),
         )
         contents: dict[tuple[str, tuple[str, ...]], RecordDict] = {}  # clients that receive the same share a record
@@ -203,7 +211,7 @@ class Round:
                     replace(plan, layers=layers, shared=start.model.shared, up=start.up), start
                 ).to_content()
             content = contents[name, down]
-            self._bytes_down[client] = content_bytes(content, layers, start.model.shared)
+            self._bytes_down[client] = content_bytes(content)
             yield Message(content, federation.nodes[client], "train", group_id=str(self.number))
 
     def _in_phase(self, plan: TrainPlan, start: _Start) -> TrainPlan:
@@ -232,14 +240,14 @@ class Round:
         held = self._federation.stages.frozen(phase_at(self._federation.phases, last), start.frozen)
         return tuple(name for name in start.frozen if name not in held)
 
-    def _check_buffered(self) -> None:
+    def _check_whole(self, what: str) -> None:
         one_model = {*self._start_of.values(), *(name for names in self._into.values() for name in names)} <= {GLOBAL}
-        start = self._starts[GLOBAL]
+        start = next(iter(self._starts.values()))
         whole = all(received == tuple(start.trained) for received in self._received.values())
         if not (one_model and whole and start.up is None and len(self._federation.phases) == 1):
             raise InputError(
-                "updates.buffered=true needs clients that all send and receive the whole model, and the strategy or "
-                "the schedule has others; set updates.buffered=false"
+                f"{what} needs clients that all send and receive the whole model, and the strategy or "
+                "the schedule has others; leave it out"
             )
 
     # --- replies ---
@@ -253,8 +261,13 @@ class Round:
     def _read(self, client: int, reply: Message, *, sent: GlobalLayers, number: int) -> Iterator[_Usable]:
         """The update in the reply to the plan of a round, if it passes its checks; else the client is dropped."""
         federation = self._federation
+        # A shortened layer comes back as what training changed. Added to the model as the server has it, it loses
+        # nothing to what the way down has rounded, and compares with it as if nothing had been rounded.
+        received = {layer: sent.layers[layer] for layer in self._received[client] if layer in sent.layers}
         try:
-            update = read_update(reply, client, sent_to=federation.nodes[client])
+            update = read_update(
+                reply, client, sent_to=federation.nodes[client], transport=federation.transport, start=received
+            )
             cosines = check_update(
                 update,
                 sent=sent,
@@ -266,7 +279,7 @@ class Round:
         except BadUpdate as reason:
             self._drop(client, str(reason))
             return
-        yield _Usable(update, cosines, content_bytes(reply.content, update.layers, update.gathered))
+        yield _Usable(update, cosines, content_bytes(reply.content))
 
     def _overdue(self, late: Iterable[tuple[Message, Message]]) -> Iterator[_Usable]:
         """The updates to plans of earlier rounds, as they are for the present model; not used unless asked for."""
@@ -277,11 +290,10 @@ class Round:
                 self._report.late.append(plan.metadata.dst_node_id if client is None else client)
                 continue
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
-            begun = from_record(plan.content.array_records[ARRAYS])
+            begun = from_message(plan.content.array_records[ARRAYS], federation.transport)
             then = GlobalLayers({name: begun[name] for name in start.sent.layers})
-            shared = from_record(plan.content.array_records[SHARED])
             self._start_of[client], self._into[client], self._received[client] = GLOBAL, {GLOBAL: None}, tuple(begun)
-            self._bytes_down[client] = content_bytes(plan.content, begun, shared)
+            self._bytes_down[client] = content_bytes(plan.content)
             for one in self._read(client, reply, sent=then, number=number):
                 age = self.number - number
                 layers = brought_up(one.update.layers, begun=then.layers, now=start.sent.layers, age=age)
@@ -296,6 +308,9 @@ class Round:
 
     def _fold(self, one: _Usable, observe: Observe | None) -> None:
         update, client = one.update, one.update.partition_id
+        if self._federation.privacy:
+            begun = self._starts[self._start_of[client]].sent.layers
+            update = replace(update, layers=self._federation.privacy.clip(update.layers, begun))
         for name in self._into[client]:
             aggregation = self._aggregations[name]
             aggregation.rule.add(update, one.cosines)
@@ -343,9 +358,10 @@ class Round:
         """The model after the round."""
         federation, start, one = self._federation, self._starts[name], self._aggregations[name]
         model = start.model
-        moments, new = federation.server_optimizer.step(
-            model.moments, model.updates + 1, start.sent.layers, one.rule.finish()
-        )
+        mean = one.rule.finish()
+        if federation.privacy:
+            mean = federation.privacy.release(mean, start.sent.layers, used=len(one.received), round=self.number)
+        moments, new = federation.server_optimizer.step(model.moments, model.updates + 1, start.sent.layers, mean)
         trained = {**start.trained, **new}
         memory, findings = federation.strategy.server.remember(
             model, self.number, trained, rule=one.rule, received=one.received

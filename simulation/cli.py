@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +30,7 @@ from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments
 from fedssl.report.runs import read_summary
+from fedssl.untrusted import printable
 from fedssl.words import CONF, parse, quote
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
@@ -77,9 +79,10 @@ def job(hydra_settings: DictConfig) -> None:
     except Exception as error:  # any failure of one job is listed at the end
         ERRORS.append(error)
         if sweep:
-            print(f"[job {len(JOBS)}] failed: {error}", flush=True)
+            print(f"[job {len(JOBS)}] failed: {printable(error)}", flush=True)
             if not held_a_run:
-                _note(folder, words, status="failed", reason=str(error))
+                with suppress(OSError):  # the disk may be full
+                    _note(folder, words, status="failed", reason=str(error))
 
 
 def run(words: Sequence[str]) -> None:
@@ -134,6 +137,7 @@ def print_travels(words: Sequence[str]) -> None:
     """Print what is exchanged with these settings, as comments behind the printed YAML."""
     from fedssl.methods.build import build
     from fedssl.schedule.phases import make_phases
+    from fedssl.transport import travels_as
 
     settings = compose(words)
     method = build(settings.model)
@@ -146,6 +150,7 @@ def print_travels(words: Sequence[str]) -> None:
         f"\n# up, to the server:    {travels.up}"
         f"\n# metrics, up:          {', '.join(metrics) or 'none'}"
         f"\n# stays at the clients: {travels.stays}"
+        f"\n# layers travel as:     {travels_as(settings.transport)}"
         + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if len(phases) > 1 else "")
     )
 
@@ -155,7 +160,10 @@ def print_table(folders: Sequence[Path]) -> None:
     from fedssl.report.accuracy_table import sweep_table
 
     table = sweep_table(folders)
-    table.write(folders[0].parent)
+    try:
+        table.write(folders[0].parent)
+    except OSError as error:
+        raise RunFailed(f"{folders[0].parent} cannot be written ({error.strerror}); make room there") from error
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
 
 
@@ -179,5 +187,5 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _say(message: str, *, status: int) -> int:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
     return status

@@ -56,7 +56,7 @@ def run_deployment(words: Sequence[str], *, engine: EngineSettings) -> None:
         )
         run_id = control.StartRun(request).run_id
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)
-        run = _Run(control, run_id)
+        run = _Run(control, run_id, engine=engine)
         try:
             status = run.follow()
         except KeyboardInterrupt:
@@ -78,8 +78,8 @@ class _Run:
         Why the ServerApp has refused the settings; empty if it has not.
     """
 
-    def __init__(self, control: ControlHttpClient, id: int) -> None:
-        self._control, self.id = control, id
+    def __init__(self, control: ControlHttpClient, id: int, *, engine: EngineSettings) -> None:
+        self._control, self.id, self._engine = control, id, engine
         self.folder = self.refusal = self._line = ""
         self._shown = 0.0
 
@@ -134,7 +134,9 @@ class _Run:
     @property
     def resumption(self) -> str:
         """The command that goes on with it."""
-        return f"fedssl engine=deployment resume={self.folder or 'FOLDER'}"
+        address, certificates = self._engine.address, self._engine.root_certificates
+        trusted = f" engine.root_certificates={certificates}" if certificates else ""
+        return f"fedssl engine=deployment engine.address={address}{trusted} resume={self.folder or 'FOLDER'}"
 
 
 def _judge(status: RunStatus, run: _Run) -> None:

@@ -140,6 +140,12 @@ class Intervals(ServerHalf):
             intervals_now = new
         return {"intervals": intervals_now, "averaged": averaged}, findings
 
+    def knows(self, memory: Mapping[str, Any]) -> bool:
+        return memory.keys() <= {"intervals", "averaged"} and all(
+            isinstance(numbers, dict) and all(isinstance(number, int) and number >= 1 for number in numbers.values())
+            for numbers in memory.values()
+        )
+
     def check(self, circumstances: Circumstances) -> None:
         if self.interval > 1 and circumstances.clients_per_round < 2:
             raise InputError(

@@ -44,13 +44,10 @@ def unlearned(tmp_path_factory):
     return accuracy(folder, "linear_2_per_class", *DIGITS, *NO_LEARNING, "local_epochs=1")["federated"]
 
 
-# Losses are compared with their equations and every method's bits are on record, so learning itself is shown for one of
-# each kind: a target network here, views that attract by the default run in `server_app/test_run.py`, clusters in
-# `fedssl/methods/test_orchestra.py`, where it is heavy. `--heavy` shows all.
-LEARNING = [pytest.param(method, marks=() if method == "byol" else pytest.mark.heavy) for method in METHODS]
-
-
-@pytest.mark.parametrize("method", LEARNING)
+# Losses are compared with their equations and every method's bits are on record, so it is heavy to show that each of
+# them learns; the default run in `server_app/test_run.py` always shows it for one.
+@pytest.mark.heavy
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_digits(method, unlearned, tmp_path):
     words = [*DIGITS, f"method={method}", *METHODS[method], *ON_DIGITS.get(method, [])]
     found = accuracy(tmp_path / "run", "linear_2_per_class", *words)

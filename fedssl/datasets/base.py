@@ -22,6 +22,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 from fedssl.settings import DataSettings
+from fedssl.untrusted import printable
 
 Split = Literal["federated", "train", "test"]
 
@@ -29,6 +30,7 @@ log = logging.getLogger("fedssl")
 
 # Which pictures are test pictures or belong to a limited set is a property of the data, not of a run.
 _FIXED_SEED = 0
+_LARGEST = 4096  # height and width of pictures
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def check(data: DataSettings) -> None:
     channels = data.channels
     if channels not in (1, 3):
         raise InputError(f"dataset.channels={channels} gives wrong channels; allowed are 1 (grey) and 3 (RGB)")
-    if data.size < 1:
-        raise InputError(f"dataset.size={data.size} must be at least 1 pixel")
+    if not 1 <= data.size <= _LARGEST:
+        raise InputError(f"dataset.size={data.size} must be at least 1 pixel and at most {_LARGEST}")
     if not len(data.mean) == len(data.std) == channels:
         statistics = {"mean": data.mean, "std": data.std}
         proposal = " ".join(f"dataset.{name}={_spread(values, channels)}" for name, values in statistics.items())
@@ -186,7 +188,7 @@ def _read(data: DataSettings, source: str, limit: int | None) -> Pictures | None
     """Read one split of the source."""
     pictures: Pictures | None = data.reader.make(source, limit=limit)
     for notice in pictures.notices if pictures is not None else ():
-        log.warning("%s", notice)
+        log.warning("%s", printable(notice))
     if pictures is not None and pictures.labels is not None and data.num_classes is not None:
         highest = int(pictures.labels.max())
         if highest >= data.num_classes:

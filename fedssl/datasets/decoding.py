@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from io import BytesIO
@@ -11,18 +12,29 @@ from threading import Lock
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.machine.room import room
 from fedssl.machine.threads import available_cores
+from fedssl.untrusted import opened, printable
 
+# Formats of pictures that are opened, whatever a file is called: none of them runs a program or fetches a file.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+MAX_PIXELS = 50_000_000  # of a picture, unless dataset.max_pixels says otherwise
+_MOST_PIXELS = 178_956_970  # that Pillow takes
+_LARGEST_PIXEL = 8  # bytes of a pixel in a file without compression
+_PER_PIXEL = 12  # bytes in memory: the decoded picture, a turned and a converted copy
+_NAMED = 5  # pictures that a warning names
 THREADS = 8  # most threads that decode
 NOTED = 10.0  # seconds between two lines about a long decoding
-VERSION = 1  # of the pixels: another number for other pixels of the same pictures
+VERSION = 2  # of the pixels: another number for other pixels of the same pictures
 _MOVED = 1024  # pictures moved at a time
 
 log = logging.getLogger("fedssl")
+
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit here is a lower one
 
 
 def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
@@ -52,7 +64,7 @@ def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
     """
     if image.mode in ("I", "F"):
         raise InputError(
-            f"wrong channels: a picture has 32-bit values (mode {image.mode}) of unknown range; "
+            f"wrong channels: 32-bit values (mode {image.mode}) of unknown range; "
             "save it as grey, RGB, RGBA or palette with 8 or 16 bits"
         )
     if image.mode.startswith("I;16"):
@@ -65,14 +77,52 @@ def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
     return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
 
 
-def read_picture(source: bytes | Path, *, channels: int, size: int) -> np.ndarray:
-    """Decode one picture, upright by its EXIF orientation; see `to_array` for the result."""
-    with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+def read_picture(source: bytes | Path, *, channels: int, size: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Decode one picture, upright by its EXIF orientation, of several frames the first; see `to_array` for the result.
+
+    Raises
+    ------
+    Exception
+        Of any kind: it is no regular file, of no format of `FORMATS`, damaged, or has more than ``max_pixels``.
+    """
+    stream = BytesIO(source) if isinstance(source, bytes) else opened(source, most=_LARGEST_PIXEL * max_pixels + 2**20)
+    with stream, Image.open(stream, formats=FORMATS) as image:
+        pixels = image.width * image.height
+        if pixels > max_pixels:
+            raise ValueError(
+                f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
+            )
         # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's picture in a fifth of
         # the time. Twice the target leaves the filter enough to work on. Other formats ignore it.
         image.draft(None, (2 * size, 2 * size))
-        ImageOps.exif_transpose(image, in_place=True)
-        return to_array(image, channels=channels, size=size)
+        needed = _PER_PIXEL * image.width * image.height + (_PER_PIXEL * pixels if "progressive" in image.info else 0)
+        with room(needed, most=2 * _PER_PIXEL * max_pixels):
+            ImageOps.exif_transpose(image, in_place=True)
+            return to_array(image, channels=channels, size=size)
+
+
+def told(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> str:
+    """One line about pictures that are left out: how many, and the first few with the reasons.
+
+    Raises
+    ------
+    InputError
+        It is all of them.
+    """
+    named = "; ".join(f"{name(position)} ({reason})" for position, reason in list(unreadable.items())[:_NAMED])
+    named += f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+    if len(unreadable) == count:
+        raise InputError(f"none of the {count} pictures can be read: {named}; check dataset.path")
+    return printable(f"{len(unreadable)} of {count} pictures cannot be read, the rest is used: {named}")
+
+
+def _reason(error: Exception) -> str:
+    """Why a picture cannot be decoded, in a few words."""
+    if isinstance(error, UnidentifiedImageError):
+        return f"it is no picture of {', '.join(FORMATS)}"
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+    return printable(f"{kind}{text}")[:200]
 
 
 class Canvas:
@@ -125,7 +175,9 @@ def in_memory(shape: tuple[int, int, int, int]) -> Canvas:
     return Canvas(np.empty(shape, dtype=np.uint8))
 
 
-def decode(batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas) -> dict[int, str]:
+def decode(
+    batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas, *, max_pixels: int = MAX_PIXELS
+) -> dict[int, str]:
     """Decode all pictures that are not on the canvas yet, with a pool of threads.
 
     Threads fetch the next batch only when they are free, so that no more than one batch per thread waits in memory.
@@ -137,6 +189,8 @@ def decode(batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: C
         Gives the encoded pictures or files from a position on, in batches: ``len(canvas.pixels)`` in all from 0 on.
     canvas : Canvas
         Takes the pixels.
+    max_pixels : int
+        Most pixels of a picture; one with more counts as one that cannot be decoded.
 
     Returns
     -------
@@ -146,9 +200,11 @@ def decode(batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: C
     Raises
     ------
     InputError
-        If the channels of a picture cannot be converted.
+        If ``max_pixels`` is no number of pixels.
     """
-    work = _Work(batches, canvas)
+    if not 1 <= max_pixels <= _MOST_PIXELS:
+        raise InputError(f"dataset.max_pixels={max_pixels} must be from 1 to {_MOST_PIXELS}; most have 1 to 50 million")
+    work = _Work(batches, canvas, max_pixels)
     threads = min(THREADS, available_cores())
     with ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(work.some) for _ in range(threads)]
@@ -168,8 +224,10 @@ def decode(batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: C
 class _Work:
     """What is left to decode, shared by threads that take it batch by batch."""
 
-    def __init__(self, batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas) -> None:
-        self.stopped = False
+    def __init__(
+        self, batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas, max_pixels: int
+    ) -> None:
+        self.stopped, self._max_pixels = False, max_pixels
         self._pixels, self._unreadable = canvas.pixels, dict(canvas.unreadable)
         self._start, self._begun = canvas.done, time.monotonic()
         self._batches, self._next = iter(batches(canvas.done)), canvas.done
@@ -193,12 +251,10 @@ class _Work:
         _, channels, size, _ = self._pixels.shape
         for position, source in enumerate(batch, start):
             try:
-                self._pixels[position] = read_picture(source, channels=channels, size=size)
-            except InputError as error:
-                name = source if isinstance(source, Path) else f"picture {position}"
-                raise InputError(f"{name}: {error}") from error
+                picture = read_picture(source, channels=channels, size=size, max_pixels=self._max_pixels)
+                self._pixels[position] = picture
             except Exception as error:  # a damaged file can raise almost anything inside the decoder of its format
-                self._unreadable[position] = f"{type(error).__name__}: {error}"
+                self._unreadable[position] = _reason(error)
 
     def state(self) -> tuple[int, dict[int, str]]:
         """So many pictures from the first one on are done, and those that could not be read so far."""

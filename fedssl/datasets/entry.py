@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -99,13 +99,13 @@ class Entry:
                 stream.truncate(pictures.images.nbytes)  # without the place of those that could not be read
                 os.fsync(stream)
             self._partial.replace(self._pixels)
-            write_whole(self._about, lambda partial: self._write_about(partial, pictures))
+            write_whole(self._about, lambda stream: self._write_about(stream, pictures))
             self._note.unlink(missing_ok=True)
         written = self.read()
         assert written is not None
         return written
 
-    def _write_about(self, file: Path, pictures: Pictures) -> None:
+    def _write_about(self, stream: BinaryIO, pictures: Pictures) -> None:
         arrays: dict[str, Any] = {
             "shape": np.array(pictures.images.shape),
             "stamp": np.array(_stamp(self._pixels)),
@@ -115,10 +115,7 @@ class Entry:
         }
         known = {"labels": pictures.labels, "owners": pictures.owners}
         arrays |= {name: column.numpy() for name, column in known.items() if column is not None}
-        with file.open("wb") as stream:  # by its name NumPy would give it another one
-            np.savez(stream, **arrays)
-            stream.flush()
-            os.fsync(stream)
+        np.savez(stream, **arrays)
 
     def _canvas(self, shape: tuple[int, int, int, int]) -> Canvas:
         """The pixels so far, with room for all of them."""

@@ -7,6 +7,7 @@ bytes of a picture go straight to the decoder, without a Python object per row.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 
 from fedssl.datasets.base import Pictures, choose, hold_out
 from fedssl.datasets.cache import Origin, cached
-from fedssl.datasets.decoding import Canvas, decode
+from fedssl.datasets.decoding import MAX_PIXELS, decode, told
 from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
+from fedssl.untrusted import printable
 
+_CLASSES = 2**20  # most that there can be
 _BATCH = 256  # pictures per task of a decoding thread
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
 _HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
@@ -38,6 +41,7 @@ def read(
     label: str,
     owner: str | None = None,
     test_fraction: float = 0.0,
+    max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
 ) -> Pictures | None:
     """Read one split.
@@ -62,6 +66,8 @@ def read(
     test_fraction : float
         Share of every class of labelled local training pictures, in [0, 1), that is held out where no file is for the
         test; 0 holds nothing out.
+    max_pixels : int
+        Most pixels of a picture; larger ones are left out like those that cannot be read.
     cache : str or None
         Where decoded pictures are kept, see `fedssl.datasets.cache`.
 
@@ -94,8 +100,13 @@ def read(
         if not len(rows):
             return None
         owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
-        images = _decoded(files, image, rows, canvas((len(rows), channels, size, size)), split)
-        return Pictures(images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
+        painted = canvas((len(rows), channels, size, size))
+        unreadable = decode(lambda start: _encoded(files, image, rows[start:]), painted, max_pixels=max_pixels)
+        if unreadable:
+            place = f"of the split {split!r} in {files[0].parent}"
+            left_out = told(unreadable, lambda position: f"row {rows[position]} {place}", count=len(rows))
+            notices, rows = (*notices, left_out), rows[painted.leave_out(unreadable)]
+        return Pictures(painted.images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
 
     settings = {"reader": "hub", "split": split, "limit": limit, "channels": channels, "size": size, "image": image}
     origin = Origin(
@@ -103,7 +114,9 @@ def read(
         files=files,
         pictures=count,
         wanted=min(limit or count, round(count * test_fraction) if held_out else count),
-        settings=settings | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out},
+        settings=settings
+        | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out}
+        | {"max_pixels": max_pixels},
     )
     return cached(cache, origin, make)
 
@@ -128,7 +141,7 @@ def local_files(path: str, split: str) -> list[Path]:
     if root.is_file():
         names = {root: root.name.lower()}
     elif root.is_dir():
-        found = [file for file in root.rglob("*") if file.suffix in (".parquet", ".arrow")]
+        found = [file for file in root.rglob("*") if file.suffix in (".parquet", ".arrow") and file.is_file()]
         names = {file: str(file.relative_to(root)).lower() for file in found}
     else:
         names = {file: file.name.lower() for file in _matching(root)}
@@ -148,7 +161,7 @@ def _matching(pattern: Path) -> list[Path]:
         found = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
     except ValueError:  # no pattern, e.g. *** in some versions of Python
         return []
-    return [file for file in found if pattern.name.startswith(".") or not file.name.startswith(".")]
+    return [file for file in found if (pattern.name[0] == "." or file.name[0] != ".") and file.is_file()]
 
 
 def hub_files(hub: str, split: str) -> list[Path]:
@@ -169,7 +182,7 @@ def hub_files(hub: str, split: str) -> list[Path]:
 
 def _open(file: Path) -> pq.ParquetFile | pa.Table:
     """Open a parquet file, or the table of an arrow file in either format of ``datasets``, memory-mapped."""
-    try:
+    with _reading(file):
         if file.suffix == ".parquet":
             return pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # else it is read as a whole
         source = pa.memory_map(str(file))
@@ -177,8 +190,16 @@ def _open(file: Path) -> pq.ParquetFile | pa.Table:
             return pa.ipc.open_stream(source).read_all()
         except pa.ArrowInvalid:
             return pa.ipc.open_file(source).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(f"{file} cannot be read ({error}); give parquet or arrow files in dataset.path") from error
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Say in one sentence what keeps a file from being read."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = printable(" ".join(str(error).split())[:300])
+        raise InputError(f"{file} cannot be read ({reason}); give parquet or arrow files in dataset.path") from error
 
 
 def _num_rows(file: Path) -> int:
@@ -190,10 +211,14 @@ def _column(file: Path, column: str) -> Iterator[pa.Array]:
     """Yield the values of one column in batches."""
     opened = _open(file)
     if isinstance(opened, pa.Table):
-        batches = opened.select([column]).to_batches(max_chunksize=_BATCH)
+        batches = iter(opened.select([column]).to_batches(max_chunksize=_BATCH))
     else:
         batches = opened.iter_batches(_BATCH, columns=[column])
-    for batch in batches:
+    while True:
+        with _reading(file):  # only now a damaged one shows
+            batch = next(batches, None)
+        if batch is None:
+            return
         yield batch.column(0)
 
 
@@ -219,9 +244,19 @@ def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tupl
     values = _values(files, column)
     if None in values or min(values) < 0:  # -1 is "unknown", as in the unlabelled split of STL-10
         return None, (), ()
-    described = json.loads((_schema(files[0]).metadata or {}).get(b"huggingface", b"{}"))
-    features = described.get("info", {}).get("features", {})
-    return np.array(values), tuple(features.get(column, {}).get("names", ())), ()
+    if max(values) >= _CLASSES:
+        raise InputError(f"dataset.label={column} has the class {max(values)}; there can be {_CLASSES}, from 0 on")
+    return np.array(values), _class_names(_schema(files[0]), column), ()
+
+
+def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
+    """Names of the classes where the Hub's notes in a file tell them in its way."""
+    try:
+        described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        names = described["info"]["features"][column]["names"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ()
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
 def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -249,18 +284,6 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
 
 def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
     return None if column is None else torch.from_numpy(column[rows])
-
-
-def _decoded(files: Sequence[Path], column: str, rows: np.ndarray, canvas: Canvas, split: str) -> torch.Tensor:
-    """The pictures at ``rows``, sorted, all of which must be readable."""
-    unreadable = decode(lambda start: _encoded(files, column, rows[start:]), canvas)
-    if unreadable:
-        position, reason = next(iter(unreadable.items()))
-        raise InputError(
-            f"{len(unreadable)} of {len(rows)} pictures of the split {split!r} cannot be decoded, first row "
-            f"{rows[position]} of {files[0].parent} ({reason}); fetch the files again"
-        )
-    return canvas.images
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:

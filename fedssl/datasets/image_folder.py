@@ -21,14 +21,13 @@ import torch
 
 from fedssl.datasets.base import Pictures, choose, hold_out
 from fedssl.datasets.cache import Origin, cached
-from fedssl.datasets.decoding import decode
+from fedssl.datasets.decoding import MAX_PIXELS, decode, told
 from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FOLDERS = ("class", "owner", "owner/class")  # meanings of the subfolders
 _BATCH = 16  # pictures per task of a decoding thread; few, as they may be large
-_NAMED = 5  # unreadable files that the warning names
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ def read(
     path: str | None,
     folders: str = "class",
     test_fraction: float,
+    max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
 ) -> Pictures | None:
     """Read the split "train" or "test".
@@ -74,6 +74,8 @@ def read(
         Meaning of the subfolders, see the module.
     test_fraction : float
         Share of every class that is held out, in [0, 1); 0 holds nothing out.
+    max_pixels : int
+        Most pixels of a picture; larger ones are left out like those that cannot be read.
     cache : str or None
         Where decoded pictures are kept, see `fedssl.datasets.cache`.
 
@@ -97,15 +99,20 @@ def read(
     if listing is None or not listing.files:
         return None
     listing = listing.at(choose(len(listing.files), limit))
+
+    def make(canvas: NewCanvas) -> Pictures:
+        return _decoded(listing, canvas, channels=channels, size=size, max_pixels=max_pixels)
+
     origin = Origin(
         name=f"{Path(path).name}-{split}-{size}px",
         files=listing.files,
         pictures=len(listing.files),
         wanted=len(listing.files),
         settings={"reader": "image_folder", "channels": channels, "size": size, "folders": folders, "root": path}
+        | {"max_pixels": max_pixels}
         | {"classes": listing.classes, "owners": listing.owner_names},
     )
-    return cached(cache, origin, lambda canvas: _decoded(listing, canvas, channels=channels, size=size))
+    return cached(cache, origin, make)
 
 
 def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> Listing | None:
@@ -211,18 +218,14 @@ def _is_picture(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _decoded(listing: Listing, canvas: NewCanvas, *, channels: int, size: int) -> Pictures:
+def _decoded(listing: Listing, canvas: NewCanvas, *, channels: int, size: int, max_pixels: int) -> Pictures:
     """Decode the files; unreadable ones are counted and named in one notice and left out."""
     files = listing.files
     notices: tuple[str, ...] = ()
     painted = canvas((len(files), channels, size, size))
-    unreadable = decode(lambda start: _batches(files[start:]), painted)
+    unreadable = decode(lambda start: _batches(files[start:]), painted, max_pixels=max_pixels)
     if unreadable:
-        named = "; ".join(f"{files[position]} ({reason})" for position, reason in list(unreadable.items())[:_NAMED])
-        named += f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
-        if len(unreadable) == len(files):
-            raise InputError(f"none of the {len(files)} pictures can be read: {named}; check dataset.path")
-        notices = (f"{len(unreadable)} of {len(files)} pictures cannot be read, the rest is used: {named}",)
+        notices = (told(unreadable, lambda position: str(files[position]), count=len(files)),)
         listing = listing.at(painted.leave_out(unreadable))
     labels, owners = (
         None if column is None else torch.from_numpy(column) for column in (listing.labels, listing.owners)

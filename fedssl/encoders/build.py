@@ -7,27 +7,30 @@ CIFAR-10 (arXiv 2002.05709, appendix B.9) and the federated papers after it. Not
 """
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 
+_DEEPEST = 1000  # a file of others says how deep its encoder is, and every block takes time to be made
+
 
 class ConvSmall(Encoder):
-    """Blocks of 3x3 convolution, batch normalisation and ReLU, then the mean over all positions.
+    """Blocks of 3x3 convolution, normalisation and ReLU, then the mean over all positions.
 
     Every block is a stage. ``widths`` are the channels before the first block and after each, ``strides`` one number
-    per block.
+    per block, ``norm`` as in `normalisation`.
     """
 
-    def __init__(self, *, widths: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def __init__(self, *, widths: tuple[int, ...], strides: tuple[int, ...], norm: str = "batch") -> None:
         super().__init__()
-        self.blocks = nn.Sequential()
+        self.blocks, normalise = nn.Sequential(), normalisation(norm)
         for before, after, stride in zip(widths[:-1], widths[1:], strides, strict=True):
             # No bias: the normalisation that follows would take it out again.
             conv = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-            self.blocks.append(nn.Sequential(conv, nn.BatchNorm2d(after), nn.ReLU(inplace=True)))
+            self.blocks.append(nn.Sequential(conv, normalise(after), nn.ReLU(inplace=True)))
         self.feature_dim, self.channels = widths[-1], widths[0]
         self.divide(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
 
@@ -36,7 +39,30 @@ class ConvSmall(Encoder):
         return x.mean(dim=(2, 3))
 
 
-def conv_small(*, channels: int, size: int, width: int = 32) -> Encoder:
+def normalisation(norm: str) -> Callable[[int], nn.Module]:
+    """Makes the normalisation of so many channels.
+
+    Parameters
+    ----------
+    norm : {"batch", "group"}
+        "group": over groups of a picture's channels, 32 if they divide and fewer if not, without running statistics (Wu
+        and He, ECCV 2018, arXiv 1803.08494).
+
+    Raises
+    ------
+    InputError
+        It is another word.
+    """
+    makers: dict[str, Callable[[int], nn.Module]] = {
+        "batch": nn.BatchNorm2d,
+        "group": lambda channels: nn.GroupNorm(math.gcd(32, channels), channels),
+    }
+    if norm not in makers:
+        raise InputError(f"encoder.norm={norm} is not valid; choose one of {', '.join(makers)}")
+    return makers[norm]
+
+
+def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch") -> Encoder:
     """Small convolutional encoder that trains fast on a CPU, for pictures of 8x8 to 96x96.
 
     Parameters
@@ -45,6 +71,8 @@ def conv_small(*, channels: int, size: int, width: int = 32) -> Encoder:
         Channels of the pictures, and their height and width in pixels (at least 4).
     width : int
         Channels of the first of four blocks; the others have 2, 4 and 4 times as many.
+    norm : {"batch", "group"}
+        As in `normalisation`.
 
     Returns
     -------
@@ -61,10 +89,10 @@ def conv_small(*, channels: int, size: int, width: int = 32) -> Encoder:
     if width < 1:
         raise InputError(f"encoder.width={width} but conv_small needs at least 1 channel; set encoder.width=32")
     strides = (2 if size >= 64 else 1, 2, 2, 2 if size >= 16 else 1)
-    return ConvSmall(widths=(channels, width, 2 * width, 4 * width, 4 * width), strides=strides)
+    return ConvSmall(widths=(channels, width, 2 * width, 4 * width, 4 * width), strides=strides, norm=norm)
 
 
-def resnet18(*, channels: int, size: int, stem: str = "small") -> Encoder:
+def resnet18(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
     """ResNet-18 of torchvision without its classifier; ``feature_dim`` is 512.
 
     Parameters
@@ -74,23 +102,25 @@ def resnet18(*, channels: int, size: int, stem: str = "small") -> Encoder:
     stem : {"small", "imagenet"}
         "small": 3x3 convolution of stride 1, no pooling. "imagenet": torchvision's own 7x7 convolution of stride 2 and
         max pooling, for pictures of about 100 pixels and more.
+    norm : {"batch", "group"}
+        As in `normalisation`.
 
     Raises
     ------
     InputError
         If ``stem`` is another word or a number is not positive.
     """
-    return _resnet("resnet18", channels=channels, size=size, stem=stem)
+    return _resnet("resnet18", channels=channels, size=size, stem=stem, norm=norm)
 
 
-def resnet34(*, channels: int, size: int, stem: str = "small") -> Encoder:
+def resnet34(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
     """ResNet-34 of torchvision without its classifier; ``feature_dim`` is 512. Settings as in `resnet18`."""
-    return _resnet("resnet34", channels=channels, size=size, stem=stem)
+    return _resnet("resnet34", channels=channels, size=size, stem=stem, norm=norm)
 
 
-def resnet50(*, channels: int, size: int, stem: str = "small") -> Encoder:
+def resnet50(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
     """ResNet-50 of torchvision without its classifier; ``feature_dim`` is 2048. Settings as in `resnet18`."""
-    return _resnet("resnet50", channels=channels, size=size, stem=stem)
+    return _resnet("resnet50", channels=channels, size=size, stem=stem, norm=norm)
 
 
 def vit_tiny(
@@ -151,18 +181,19 @@ def vit_tiny(
     return encoder
 
 
-def _resnet(name: str, *, channels: int, size: int, stem: str) -> Encoder:
+def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Encoder:
     """ResNet of that name with the stem asked for and without classifier."""
     _check_pictures(name, channels=channels, size=size, smallest=1)
     if stem not in ("small", "imagenet"):
         raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
 
+    normalise = normalisation(norm)
     from torchvision.models.resnet import BasicBlock, Bottleneck  # here: takes a second, and conv_small does without
 
     from fedssl.encoders.torchvision import ResNetEncoder
 
     blocks = [2, 2, 2, 2] if name == "resnet18" else [3, 4, 6, 3]
-    encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks)
+    encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks, normalise=normalise)
     if stem == "small":
         encoder.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
         encoder.maxpool = nn.Identity()
@@ -190,6 +221,8 @@ def _check_transformer(channels: int, size: int, *, patch: int, depth: int, widt
             f"encoder.patch={patch}, depth={depth}, width={width} and heads={heads} of vit_tiny must be at least 1; "
             "the defaults are 4, 12, 192 and 3"
         )
+    if depth > _DEEPEST:
+        raise InputError(f"encoder.depth={depth} but vit_tiny has at most {_DEEPEST} blocks; the default is 12")
     if size % patch:
         fitting = [divisor for divisor in range(1, size) if size % divisor == 0]
         raise InputError(

@@ -3,6 +3,7 @@
 A module of its own, because importing torchvision takes a second and ``conv_small`` does without.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class ResNetEncoder(Encoder, ResNet):
         Kind of residual block.
     layers : list of int
         Blocks of each stage.
+    normalise : callable
+        Makes the normalisation of so many channels.
     """
 
     conv1: nn.Conv2d
@@ -31,8 +34,10 @@ class ResNetEncoder(Encoder, ResNet):
     avgpool: nn.Module
     fc: nn.Module
 
-    def __init__(self, block: type[BasicBlock | Bottleneck], layers: list[int]) -> None:
-        super().__init__(block, layers)
+    def __init__(
+        self, block: type[BasicBlock | Bottleneck], layers: list[int], *, normalise: Callable[[int], nn.Module]
+    ) -> None:
+        super().__init__(block, layers, norm_layer=normalise)
         self.feature_dim = 512 * block.expansion
         self.fc = nn.Identity()
         self.divide(

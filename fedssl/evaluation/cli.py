@@ -25,11 +25,12 @@ from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
 from fedssl.evaluation.subject import Subject, lacking, make_subject
 from fedssl.export import load_encoder, saved_target
-from fedssl.files import write_text
+from fedssl.files import inner_folder, write_text
 from fedssl.machine.devices import pick_device
 from fedssl.plugins import from_arguments, own_encoder
 from fedssl.report.accuracy_table import format_table
 from fedssl.settings import DataSettings, Settings
+from fedssl.untrusted import printable
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [dataset.path=PATH] "
@@ -44,9 +45,9 @@ def main() -> int:
         print(USAGE)
         return 0 if sys.argv[1:] else 2
     try:
-        print(run(from_arguments(sys.argv[1:])))
+        print(printable(run(from_arguments(sys.argv[1:])), lines=True))
     except InputError as error:
-        print(f"fedssl-evaluate: {error}", file=sys.stderr)
+        print(f"fedssl-evaluate: {printable(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -141,7 +142,7 @@ def _split(word: str) -> tuple[str, str, str]:
 
 def _write(file: Path, content: dict[str, Any]) -> None:
     try:
-        file.parent.mkdir(exist_ok=True)
+        inner_folder(file.parent.parent, file.parent.name)
         write_text(file, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written ({error.strerror}); make its folder writable") from error
+    except (OSError, ValueError) as error:  # the data set's name may be none of a file
+        raise InputError(f"{file} cannot be written ({error}); make its folder writable") from error

@@ -9,7 +9,8 @@ from fedssl.composition import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
 from fedssl.files import write_text
 from fedssl.report.runs import Run, read_run
-from fedssl.report.tables import align, markdown, to_csv
+from fedssl.report.tables import align, escaped, markdown, to_csv
+from fedssl.untrusted import printable
 
 # What a table of any runs always tells of them, and what it never does: settings that change no final number.
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
@@ -106,7 +107,7 @@ class Table:
     def markdown(self) -> str:
         """As a Markdown table; accuracies in per cent."""
         table = markdown(self._cells(), left=len(self.keys))
-        return table + "".join(f"{line}\n" for line in self._notes(bullet="- "))
+        return table + "".join(f"{line}\n" for line in self._notes(bullet="- ", write=escaped))
 
     def csv(self) -> str:
         """As comma-separated values; accuracies in [0, 1], in full precision."""
@@ -138,7 +139,7 @@ class Table:
         values = row.metrics.get(name)
         return Score(mean(values), self.units[name], stdev(values) if len(values) > 1 else None) if values else None
 
-    def _notes(self, *, bullet: str = "  ") -> list[str]:
+    def _notes(self, *, bullet: str = "  ", write: Callable[[str], str] = printable) -> list[str]:
         blocks = {
             "runs that did not finish:": self.failures,
             "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
@@ -147,7 +148,7 @@ class Table:
             line
             for title, lines in blocks.items()
             if lines
-            for line in ("", title, "", *(bullet + line for line in lines))
+            for line in ("", title, "", *(bullet + write(line) for line in lines))
         ]
 
 

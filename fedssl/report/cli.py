@@ -18,6 +18,7 @@ from fedssl.files import write_text
 from fedssl.report.accuracy_table import Table, run_table
 from fedssl.report.cost_table import CostTable, cost_table
 from fedssl.report.runs import Run, find_runs
+from fedssl.untrusted import printable
 
 FORMATS = (".md", ".csv")
 LISTED = 5  # runs that a message names
@@ -32,7 +33,7 @@ def main() -> int:
         report(options.folders, figures=options.figures, out=options.out)
         sys.stdout.flush()
     except InputError as error:
-        print(f"fedssl-report: {error}", file=sys.stderr)
+        print(f"fedssl-report: {printable(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # of `fedssl-report ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +74,8 @@ def _draw(runs: Sequence[Run]) -> None:
     for run in runs:
         drawn = [*draw_curves(run.folder), *draw_embeddings(run.folder)]
         names = ", ".join(file.name for file in drawn)
-        print(f"{run.folder / 'figures'}: {names}" if drawn else f"{run.folder}: nothing to draw", flush=True)
+        told = f"{run.folder / 'figures'}: {names}" if drawn else f"{run.folder}: nothing to draw"
+        print(printable(told), flush=True)
     print()
 
 

@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedssl.errors import InputError
-from fedssl.files import write_whole
+from fedssl.files import inner_folder, write_whole
+from fedssl.untrusted import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+_LONGEST = 200  # signs of a text in a figure
 
 
 def new_figure(*, height: float, width: float = 7.0) -> "Figure":
@@ -28,9 +32,14 @@ def save_figure(figure: "Figure", folder: Path, name: str) -> Path:
 
 def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
     """Write the figure, whole or not at all; raises `InputError` if it cannot be written."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):  # some of them may be words of others
+        text.set_text(printable(text.get_text(), lines=True)[:_LONGEST])
+        text.set_parse_math(False)
     try:
-        file.parent.mkdir(exist_ok=True)
-        write_whole(file, lambda partial: figure.savefig(partial, dpi=dpi, format="png"))
+        inner_folder(file.parent.parent, file.parent.name)
+        write_whole(file, lambda stream: figure.savefig(stream, dpi=dpi, format="png"))
     except OSError as error:
         raise InputError(
             f"the figure {file} cannot be written ({error.strerror}); make its folder a writable one, and remove what "

@@ -1,15 +1,15 @@
 """Lines of a run folder's JSONL files, checked to be what a run writes: the folder may be damaged, or another's."""
 
 import json
-import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from fedssl.files import damaged, read_text
+from fedssl.untrusted import LINES, damaged, read_text
 
 Kind = Callable[[Any], bool]
 
+_LARGEST = 1e150
 MOST_NUMBERS = 10**8  # of pictures times dimensions of a spectrum: its reference is drawn from as many
 
 
@@ -29,7 +29,7 @@ def read_lines(file: Path, *, needs: Collection[str] = ()) -> list[dict[str, Any
     InputError
         The file cannot be read, or a line in it is not one that a run writes.
     """
-    text = read_text(file) or ""
+    text = read_text(file, most=LINES) or ""
     return [_line(file, number, line, needs) for number, line in enumerate(text.split("\n")[:-1], start=1)]
 
 
@@ -56,13 +56,13 @@ def word(value: Any) -> bool:
 
 
 def number(value: Any) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number, and one that arithmetic can go on with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def whole(least: int) -> Kind:
     """Whether something is a whole number, no less than ``least``."""
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**53
 
 
 def maybe(kind: Kind) -> Kind:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.files import damaged, write_whole
+from fedssl.files import write_whole
+from fedssl.untrusted import damaged, read_arrays
 
 FILE = "representations.npz"
+MOST = 2**30  # bytes of the file
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,7 @@ class Representations:
         """Write them into a run folder, in place of those of an earlier round."""
         arrays: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         known = {name: array for name, array in arrays.items() if array is not None}
-
-        def write(partial: Path) -> None:
-            with partial.open("wb") as stream:  # to a path NumPy would add an ending
-                np.savez(stream, round=np.array(round), **known)
-
-        write_whole(folder / FILE, write)
+        write_whole(folder / FILE, lambda stream: np.savez(stream, round=np.array(round), **known))
 
 
 def read_representations(folder: Path) -> tuple[int, Representations] | None:
@@ -57,8 +54,7 @@ def read_representations(folder: Path) -> tuple[int, Representations] | None:
     """
     file = folder / FILE
     try:
-        with np.load(file) as content:
-            arrays = dict(content)
+        arrays = read_arrays(file, most=MOST)
         round, found = int(arrays.pop("round")), Representations(**arrays)
     except FileNotFoundError:
         return None

@@ -10,9 +10,9 @@ from typing import Any
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.files import read_text, read_yaml
 from fedssl.report.lines import each, maybe, number, word
 from fedssl.saved_run import read_words
+from fedssl.untrusted import printable, read_text, read_yaml
 from fedssl.words import groups
 
 # Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
@@ -60,7 +60,7 @@ class Run:
         """Why there are no results, in one line."""
         if self.summary is None:
             return "no readable summary.json, so it still runs or was ended from outside"
-        return " ".join(_printable(self.summary["reason"] or self.summary["status"]).split())
+        return " ".join(printable(self.summary["reason"] or self.summary["status"]).split())
 
     @property
     def seed(self) -> str:
@@ -74,7 +74,7 @@ class Run:
         value: Any = self.settings
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        return self.words.get(key, "") if value is None or isinstance(value, dict) else _printable(value)
+        return self.words.get(key, "") if value is None or isinstance(value, dict) else printable(value)
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -105,11 +105,11 @@ def read_run(folder: Path) -> Run:
     """
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
     words = summary["overrides"] if summary else read_words(folder / "overrides.yaml")
-    pairs = dict(_printable(word).partition("=")[::2] for word in words or [])
+    pairs = dict(printable(word).partition("=")[::2] for word in words or [])
     own = {key.lstrip("+"): value for key, value in pairs.items() if key not in ("output_dir", "resume")}
     choices = read_yaml(folder / "choices.yaml", dict)
     choices = choices or {key: value for key, value in own.items() if key in groups()}
-    names = {_printable(group): _printable(name) for group, name in choices.items()}
+    names = {printable(group): printable(name) for group, name in choices.items()}
     return Run(folder, own, names, settings, summary)
 
 
@@ -134,11 +134,6 @@ def _is_summary(summary: dict[str, Any]) -> bool:
 
 def _words(value: Any) -> bool:
     return isinstance(value, list) and all(map(word, value))
-
-
-def _printable(value: Any) -> str:
-    """Text without what a terminal would take for a command: it may come from elsewhere."""
-    return "".join(sign if sign.isprintable() else " " for sign in str(value))
 
 
 def _below(folder: Path) -> Iterator[Path]:

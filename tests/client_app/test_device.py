@@ -306,9 +306,9 @@ def test_labels_are_nothing_that_devices_agree_on(plan, node):
 def test_a_folder_of_settings_of_the_devices_own(plan, node, tmp_path):
     mine = tmp_path / "conf" / "encoder" / "mine.yaml"
     mine.parent.mkdir(parents=True)
-    mine.write_text("_target_: fedssl.encoders.conv_small\nchannels: 1\nsize: 8\nwidth: 4\n")
+    mine.write_text("_target_: fedssl.encoders.conv_small\nchannels: 1\nsize: 8\nwidth: 4\nnorm: batch\n")
     asked = with_task(plan, choices={"encoder": "mine"})
     assert refusal(asked, node).startswith("encoder=mine is no choice of this device")
     assert not ask(asked, context(**node, config_dir=tmp_path / "conf")).has_error()
-    mine.write_text("_target_: nowhere.encoder\nchannels: 1\nsize: 8\nwidth: 4\n")
+    mine.write_text("_target_: nowhere.encoder\nchannels: 1\nsize: 8\nwidth: 4\nnorm: batch\n")
     assert "cannot be imported" in refusal(asked, node | {"config_dir": tmp_path / "conf"})

@@ -217,7 +217,7 @@ def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places,
         one.start_superlink()
         said = fedssl.communicate()[0]
         assert fedssl.returncode == 1, said
-        assert f"; go on with fedssl engine=deployment resume={run}\n" in said
+        assert f"; go on with fedssl {' '.join(one.engine)} resume={run}\n" in said
         one.wait_for_nodes(3)
         before = len(rows(run))
         assert before < 5

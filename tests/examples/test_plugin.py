@@ -71,9 +71,9 @@ def test_the_saved_command_repeats_the_run(run_folder, folder):
     assert summary(folder / "again")["final"] == summary(run_folder)["final"]
 
 
-def test_it_resumes_without_the_flag(run_folder, folder):
+def test_it_resumes_with_the_flag(run_folder, folder):
     shutil.copytree(run_folder, folder / "longer")
-    fedssl("resume=longer", "rounds=3", folder=folder)
+    fedssl("--config-dir", "conf", "resume=longer", "rounds=3", folder=folder)
     assert summary(folder / "longer")["rounds"] == 3
 
 

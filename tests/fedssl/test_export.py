@@ -2,8 +2,9 @@
 
 import copy
 import pickle
+import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -124,8 +125,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     path = save(tmp_path / "encoder.pt")
     old = path.read_bytes()
 
-    def half(content: object, file: Path) -> None:
-        Path(file).write_bytes(b"half")
+    def half(content: object, stream: BinaryIO) -> None:
+        stream.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", half)
@@ -251,3 +252,46 @@ def test_missing_and_extra_weights_are_refused(tmp_path: Path) -> None:
     weights.pop("blocks.0.0.weight")
     rewrite(path, weights=weights)
     assert "blocks.0.0.weight" in refused(path)
+
+
+HUGE = {"conv_small": {"width": 10**7}, "vit_tiny": {"width": 12 * 10**5, "heads": 1, "positions": "learned"}}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_an_encoder_that_asks_for_more_than_its_weights_takes_no_memory(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / "encoder.pt")
+    content = torch.load(path, weights_only=True)
+    content["encoder"] = {"_target_": f"fedssl.encoders.{name}", "channels": 3, "size": 16, **HUGE[name]}
+    torch.save(content, path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InputError, match="do not fit its settings"):
+        load_encoder(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("mean", value) for value in ([0.5], [0.5, "x", 0.5], [float("nan")] * 3, None)),
+        *(("std", value) for value in ([0.0] * 3, 3)),
+        ("weights", [1]),
+        ("metadata", "x"),
+        ("encoder", {"_target_": "fedssl.encoders.conv_small", "channels": "3", "size": 16}),
+        ("encoder", {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 10**9}),
+    ],
+)
+def test_values_that_no_encoder_has_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    path = save(tmp_path / "encoder.pt")
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, key: value}, path)
+    with pytest.raises(InputError, match="holds something else than an encoder"):
+        load_encoder(path)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "encoder.pt")
+    content = torch.load(path, weights_only=True)
+    next(iter(content["weights"].values())).view(-1)[0] = float("nan")
+    torch.save(content, path)
+    with pytest.raises(InputError, match="has values that are not finite"):
+        load_encoder(path)

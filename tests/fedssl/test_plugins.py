@@ -116,12 +116,14 @@ class TestChoices:
     def test_are_saved_with_the_run(self, conf, tmp_path):
         (tmp_path / "run").mkdir()
         save_run(compose(words_for(conf, "strategy=mine")).recording, tmp_path / "run")
-        resumed = load_run([f"resume={quote(str(tmp_path / 'run'))}"])
+        with pytest.raises(InputError, match="says hydra.searchpath=.* reaches out of the folder .* --config-dir"):
+            load_run([f"resume={quote(str(tmp_path / 'run'))}"])
+        resumed = load_run(words_for(conf, f"resume={quote(str(tmp_path / 'run'))}"))
         assert resumed.algorithm.strategy.name == "Mine"
         assert search_folders(resumed.recording.words) == [conf]
         moved = conf.rename(tmp_path / "moved")
         with pytest.raises(InputError, match="the folder of settings .* does not exist; name it with --config-dir"):
-            load_run([f"resume={quote(str(tmp_path / 'run'))}"])
+            load_run(words_for(conf, f"resume={quote(str(tmp_path / 'run'))}"))
         resumed = load_run(words_for(moved, f"resume={quote(str(tmp_path / 'run'))}"))
         assert search_folders(resumed.recording.words) == [moved]
 

@@ -4,7 +4,7 @@ import pytest
 
 from fedssl.config import compose
 from fedssl.errors import InputError
-from fedssl.saved_run import read_settings, read_words
+from fedssl.saved_run import check_words, read_settings, read_words
 
 GOOD = compose(["seed=3"]).recording.text
 
@@ -39,10 +39,19 @@ def test_words_are_a_list_of_text(file, text):
     [
         ("seed: 3\n", "", "does not hold the settings of a run"),
         ("seed: 3\n", "seed: three\n", "does not hold the settings of a run"),
-        ("seed: 3\n", "seed: ${rounds}\n", "does not hold the settings of a run"),
+        ("seed: 3\n", "seed: ${rounds}\n", "an interpolation"),
         ("batch_size: 64\n", "batch_size: ${oc.env:HOME}\n", "an interpolation"),
         ("seed: 3\n", "seed: [3\n", "no YAML"),
         ("  size: 8\n", "  size: large\n", "dataset.size is missing or of the wrong kind"),
+        ("batch_size: 64\n", 'batch_size: "\\x24{oc.env:HOME}"\n', "an interpolation"),  # written in another way
+        ("batch_size: 64\n", "batch_size: &a [1]\nother: *a\n", "an alias"),
+        ("batch_size: 64\n", f"batch_size: {'[' * 40}{']' * 40}\n", "nested more than 32 times"),
+        (
+            "  channels: 1\n",
+            "  channels: 1\n  x: [{_target_: os.mkdir, path: /tmp/x}]\n",
+            "dataset.x is missing or of the ",
+        ),
+        ("  channels: 1\n", "  channels: 1\n  _partial_: true\n", "dataset._partial_ is missing or of the wrong kind"),
         ("  channels: 1\n", "", "dataset.channels is missing or of the wrong kind"),
     ],
 )
@@ -51,3 +60,49 @@ def test_settings_of_the_wrong_kind_are_refused(file, old, new, reason):
     file.write_text(GOOD[:place] + new + GOOD[place + len(old) :])
     with pytest.raises(InputError, match=reason):
         read_settings(file)
+
+
+@pytest.mark.parametrize("run_id", ["../x", "/x", "", "a/b", ".hidden", "x" * 100])
+def test_a_run_id_is_no_path(file, run_id):
+    text = compose(["seed=3", "run_id=abc"]).recording.text
+    file.write_text(text.replace("run_id: abc", f"run_id: '{run_id}'"))
+    with pytest.raises(InputError, match="is no name of a run"):
+        read_settings(file)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "hydra.searchpath=[file:///tmp]",
+        "hydra.run.dir=/tmp/x",
+        "hydra/launcher=other",
+        "+method/fedu=../../x",
+        "strategy=[../../x]",
+        "dataset._target_=os.mkdir",
+        "++strategy._target_=os.mkdir",
+        "+method.x={_target_:os.mkdir}",
+        "+method.x=[{y:{_target_:os.mkdir}}]",
+        "dataset.path='${oc.env:HOME}'",
+        "seed=${oc.env:HOME}",
+        "+x={y:'${oc.env:HOME}'}",
+        "dataset.cache=/tmp/x",
+        "calibration.dataset.cache=/tmp/x",
+        "engine.address=10.0.0.1:6379",
+    ],
+)
+def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, word):
+    with pytest.raises(InputError, match="reaches out of the folder and is taken from your own command only") as found:
+        check_words([word], file)
+    assert word in str(found.value)
+
+
+def test_words_that_choose_by_name_are_taken(file):
+    words = ["strategy=fedavg", "method=fedu/byol", "+experiment=fll", "dataset.path=/data/x", "dataset.cache=auto"]
+    words += ["dataset.cache=null", "partition.alpha=0.1", "dataset.mean=[0.5]", "~evaluation", "engine.address=null"]
+    assert check_words(words, file) is None
+
+
+def test_words_that_are_none_are_damage(file):
+    for word in ("seed=[[[[", "a=b c=d", "seed='", "[" * 5000):
+        with pytest.raises(InputError, match="cannot be used"):
+            check_words([word], file)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flwr.serverapp.strategy import Strategy
 
-from fedssl.messages import from_record, to_record
+from fedssl.records import from_record, to_record
 from server_app.flower_strategy import FlowerStrategy
 from tests.federation import Federation
 

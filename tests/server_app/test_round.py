@@ -10,9 +10,10 @@ from torch import nn
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import GlobalLayers
-from fedssl.messages import ClientUpdate, TrainPlan, content_bytes
+from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import travelling_layers
+from fedssl.records import content_bytes
 from fedssl.schedule.phases import end_to_end
 from fedssl.settings import UpdateSettings
 from server_app.federation import Federation, sample_clients

@@ -17,7 +17,8 @@ from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
 from fedssl.report.lines import KINDS, read_lines
-from server_app.recorder import Recorder, logging_to
+from server_app.log import logging_to
+from server_app.recorder import Recorder
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
@@ -54,7 +55,7 @@ def folder(whole, tmp_path):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """What is drawn does not matter here."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **style: Path(path).write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
     monkeypatch.setattr("fedssl.report.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
 
 

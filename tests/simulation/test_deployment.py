@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedssl.config import compose
+from fedssl.config import compose, save_run
 from fedssl.errors import InputError
 from simulation.cli import run
 from tests.flower import free_port
@@ -37,3 +37,12 @@ def test_a_superlink_that_is_not_there_is_named():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match=f"no SuperLink answers at engine.address={address} .*; start it, or set"):
         run(["engine=deployment", f"engine.address={address}"])
+
+
+@pytest.mark.parametrize("word", ["engine=deployment", "engine.root_certificates=/some/file"])
+def test_a_run_folder_does_not_choose_the_fleet_that_goes_on_with_it(word, tmp_path):
+    settings = compose(["engine=deployment", f"output_dir={tmp_path}"])
+    save_run(settings.recording, tmp_path)
+    (tmp_path / "overrides.yaml").write_text(f"- {word}\n")
+    with pytest.raises(InputError, match=f"says {word}, which reaches out of the folder and is taken from your own"):
+        run([f"resume={tmp_path}"])

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import RunFailed
 from fedssl.machine.threads import available_cores
-from fedssl.messages import from_record, to_record
+from fedssl.records import from_record, to_record
 from server_app.replies import receive
 from simulation.processes import belonging, private_place
 from simulation.ray_grid import NO_MEMORY, RayGrid

@@ -14,8 +14,9 @@ from client_app.state import load_state
 from fedssl.config import compose
 from fedssl.evaluation.subject import make_subject
 from fedssl.export import load_encoder
-from fedssl.messages import TrainPlan, from_record
+from fedssl.messages import TrainPlan
 from fedssl.model_layers import kept_names
+from fedssl.records import from_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from strategies.local_only import LocalOnly

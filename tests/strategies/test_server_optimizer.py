@@ -13,7 +13,8 @@ from fedssl.config import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.layers import is_weight
-from fedssl.messages import ClientUpdate, from_record, to_record
+from fedssl.messages import ClientUpdate
+from fedssl.records import from_record, to_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from simulation.local_grid import LocalGrid

@@ -82,9 +82,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     seen: list[object] = []
     original = decoding.read_picture
 
-    def read_picture(source: bytes | Path, *, channels: int, size: int) -> np.ndarray:
+    def read_picture(source: bytes | Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
         seen.append(source)
-        return original(source, channels=channels, size=size)
+        return original(source, channels=channels, size=size, max_pixels=max_pixels)
 
     monkeypatch.setattr(decoding, "read_picture", read_picture)
     return seen
@@ -301,10 +301,10 @@ def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object])
     """Ctrl-C when so many pictures more have been begun, as the thread that decodes one of them."""
     original, end = decoding.read_picture, len(seen) + number
 
-    def read_picture(source: Path, *, channels: int, size: int) -> np.ndarray:
+    def read_picture(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
         if len(seen) >= end:
             raise KeyboardInterrupt
-        return original(source, channels=channels, size=size)
+        return original(source, channels=channels, size=size, max_pixels=max_pixels)
 
     monkeypatch.setattr(decoding, "read_picture", read_picture)
 
@@ -330,9 +330,9 @@ def test_a_stopped_decoding_goes_on_where_it_was(pictures, place, decoded, note)
 def test_a_long_decoding_tells_how_far_it_is(pictures, place, monkeypatch, caplog):
     original = decoding.read_picture
 
-    def slow(source: Path, *, channels: int, size: int) -> np.ndarray:
+    def slow(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
         time.sleep(0.02)
-        return original(source, channels=channels, size=size)
+        return original(source, channels=channels, size=size, max_pixels=max_pixels)
 
     monkeypatch.setattr(decoding, "read_picture", slow)
     monkeypatch.setattr(decoding, "NOTED", 0.05)

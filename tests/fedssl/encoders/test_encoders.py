@@ -233,3 +233,16 @@ def test_the_output_of_frozen_stages_is_no_picture() -> None:
     (x,) = encoder.prefix([torch.rand(2, 3, 8, 8)], torch.Generator())
     assert encoder(x).shape == (2, 192)
     Encoder().check_pictures((7, 5, 6))
+
+
+@pytest.mark.parametrize("build", [conv_small, resnet18, resnet50])
+def test_group_normalisation_has_no_statistics_and_looks_at_each_picture_alone(build) -> None:
+    encoder = build(channels=1, size=8, norm="group")
+    assert not list(encoder.named_buffers())
+    assert not any("batch" in type(module).__name__.lower() for module in encoder.modules())
+    pictures = torch.rand(3, 1, 8, 8)
+    together = encoder.train()(pictures)
+    alone = torch.cat([encoder.eval()(picture[None]) for picture in pictures])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="encoder.norm=layer is not valid; choose one of batch, group"):
+        build(channels=1, size=8, norm="layer")

@@ -6,9 +6,10 @@ import pytest
 from fedssl.config import compose
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.messages import ARRAYS, TrainPlan, from_record
+from fedssl.messages import ARRAYS, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import kept_names, travelling_names
+from fedssl.records import from_record
 from fedssl.words import groups
 from simulation.cli import main
 from strategies.base import Circumstances

@@ -107,12 +107,10 @@ def test_a_unit_is_named_in_every_form_of_the_table(sweep: Path, tmp_path: Path,
 def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Path, command, monkeypatch):
     (tmp_path / "table.md").write_text("before")
 
-    def cut(path: Path, text: str, **how: Any) -> None:
-        with path.open("w") as stream:
-            stream.write(text[:5])
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", cut)
+    monkeypatch.setattr("os.fsync", full)
     status, _, error = command(sweep, "--out", tmp_path / "table.md")
     assert status == 2
     assert "cannot be written (No space left on device)" in error

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -194,8 +194,8 @@ def test_a_figure_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, m
     file = draw_metrics(tmp_path)
     before = file.read_bytes()
 
-    def cut(figure: Figure, path: Path, **style: Any) -> None:
-        Path(path).write_bytes(b"half")
+    def cut(figure: Figure, stream: BinaryIO, **style: Any) -> None:
+        stream.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(Figure, "savefig", cut)

@@ -1,0 +1,212 @@
+"""Layers in Flower's records: handed over as they are in one process, packed where they travel, and counted.
+
+An `Array` here is a view of a live NumPy array, and a `LayerRecord` a record of these. In one process they are handed
+over as they are; Ray pickles them out-of-band, i.e. through shared memory. Only a network deployment asks what they
+consist of: a record then becomes the few flat arrays of `fedssl.transport`, and these the ``.npy`` bytes that a stock
+Flower peer reads. A transport other than ``fp32`` changes numbers, so there all engines exchange the flat arrays.
+
+What comes over a network is read without a copy from ``.npy`` bytes whose header fits their length.
+"""
+
+import functools
+import io
+import json
+import math
+from collections.abc import Collection
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, RecordDict
+
+from fedssl.layers import Layers
+from fedssl.settings import EXACT
+from fedssl.transport import TABLE, Entry, layout, pack, table_text, unpack
+
+CHUNK = 5 * 2**20  # bytes of an array that Flower sends at once
+ENVELOPE = 160  # bytes that Flower writes about a message: from whom, to whom, when, in reply to what
+
+_name = functools.cache(str)  # name of a dtype; NumPy makes it anew at each call
+
+
+class Array(FlowerArray):
+    """A Flower ``Array`` over a NumPy array, without a copy.
+
+    The class bears Flower's name because Flower writes the name of the class into what it sends over a network and
+    looks it up among its own at the other end.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        # Flower's own constructor would serialise at once.
+        self.__dict__.update(dtype=_name(array.dtype), shape=array.shape, stype="numpy.ndarray", _array=array)
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]  # a field in Flower's class; here it is made when asked for
+        """The array as ``.npy`` bytes."""
+        array = self.numpy()
+        file = io.BytesIO()
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        body = array.T if header["fortran_order"] else np.ascontiguousarray(array)
+        return b"".join((file.getvalue(), body.data))
+
+    def numpy(self) -> np.ndarray:
+        """The array itself; read-only where it came through shared memory."""
+        array: np.ndarray = self.__dict__["_array"]
+        return array
+
+    def __reduce__(self) -> tuple[type["Array"], tuple[np.ndarray]]:
+        # Protocol 5 takes the memory of a contiguous array out of band.
+        return Array, (self.numpy(),)
+
+
+class LayerRecord(ArrayRecord):
+    """Layers as they are, in this process; as flat arrays, to the bit the same, as soon as Flower serialises them."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        for name, array in layers.items():
+            super().__setitem__(name, Array(array))
+
+    @property
+    def children(self) -> dict[str, object]:  # type: ignore[override]  # what Flower calls an InflatableObject
+        """The flat arrays by their ids."""
+        return self._packed.children  # type: ignore[return-value]
+
+    def deflate(self) -> bytes:
+        """What Flower sends of the record itself."""
+        return self._packed.deflate()
+
+    @functools.cached_property
+    def _packed(self) -> ArrayRecord:
+        return to_record(pack(from_record(self), EXACT))
+
+    def __setitem__(self, key: str, value: FlowerArray) -> None:
+        self.__dict__.pop("_packed", None)
+        super().__setitem__(key, value)
+
+
+def to_record(layers: Layers) -> ArrayRecord:
+    """Arrays as a Flower record that shares their memory."""
+    record = ArrayRecord()
+    for name, array in layers.items():
+        record[name] = Array(array)
+    return record
+
+
+def from_record(record: ArrayRecord) -> Layers:
+    """Arrays of a Flower record, which share its memory; those that came over a network cannot be written to.
+
+    Raises
+    ------
+    ValueError
+        An array is not what `read_array` reads.
+    """
+    return {
+        name: array.numpy() if type(array) is Array else read_array(array.data, name=name)
+        for name, array in record.items()
+    }
+
+
+def to_message(layers: Layers, transport: str = EXACT, *, start: Layers | None = None) -> ArrayRecord:
+    """Layers as a record of a message; parameters as in `fedssl.transport.pack`."""
+    return LayerRecord(layers) if transport == EXACT else to_record(pack(layers, transport, start=start))
+
+
+def from_message(record: ArrayRecord, transport: str = EXACT, *, start: Layers | None = None) -> Layers:
+    """Layers in a record of a message; parameters as in `fedssl.transport.unpack`.
+
+    Raises
+    ------
+    ValueError
+        The record is not what `to_message` makes; or, with ``fp32``, one array per layer, as a stock Flower peer or one
+        of Flower's mods writes them.
+    """
+    arrays = from_record(record)
+    return arrays if transport == EXACT and TABLE not in arrays else unpack(arrays, transport, start=start)
+
+
+def read_array(data: bytes, *, name: str) -> np.ndarray:
+    """An array of numbers in ``.npy`` bytes, which keep its memory: nothing is taken that did not arrive.
+
+    Raises
+    ------
+    ValueError
+        The bytes are something else, or more or fewer than their header says.
+    """
+    file = io.BytesIO(data)
+    try:
+        read_header = _HEADERS[np.lib.format.read_magic(file)]
+        shape, fortran, dtype = read_header(file)
+    except Exception as error:  # NumPy raises what Python's tokenizer does, too
+        raise ValueError(f"array {name} is not in NumPy's format") from error
+    if dtype.kind not in "fiub" or any(length < 0 for length in shape):
+        raise ValueError(f"array {name} holds {dtype} of shape {shape} instead of numbers")
+    held, announced = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
+    if held != announced:
+        raise ValueError(f"array {name} has {held} bytes, but {announced} by its shape {shape}")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Bytes of a message with this content as Flower sends it; nothing is serialised for it but what is small.
+
+    Every object that Flower sends is its kind, the ids of its parts, and a body; an array's parts are `CHUNK` long.
+    """
+    total = ENVELOPE + _refers(content, "RecordDict")
+    total += sum(len(record.deflate()) for record in content.metric_records.values())
+    total += sum(len(record.deflate()) for record in content.config_records.values())
+    return total + sum(record_bytes(record) for record in content.array_records.values())
+
+
+def record_bytes(record: ArrayRecord) -> int:
+    """Bytes of a record with all its arrays as Flower sends them."""
+    if type(record) is LayerRecord and record:
+        return _packed_bytes(tuple((name, array.dtype, array.shape) for name, array in record.items()))
+    parts = sum(_array_bytes(array.dtype, array.shape, _npy_bytes(array)) for array in record.values())
+    return _refers(record, "ArrayRecord") + parts
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_bytes(lines: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
+    """Bytes of a `LayerRecord` of these layers once it is packed; the same in every round."""
+    entries = [Entry(*line) for line in lines]
+    flats = {**layout(entries, EXACT), TABLE: (np.dtype(np.uint8), len(table_text(entries, EXACT)))}
+    parts = sum(
+        _array_bytes(str(dtype), (length,), _header_bytes(dtype, (length,)) + length * dtype.itemsize)
+        for dtype, length in flats.values()
+    )
+    return _refers(flats, "ArrayRecord") + parts
+
+
+def _npy_bytes(array: FlowerArray) -> int:
+    if type(array) is not Array:
+        return len(array.data)
+    held = array.numpy()
+    return _header_bytes(held.dtype, held.shape) + held.nbytes
+
+
+def _array_bytes(dtype: str, shape: tuple[int, ...], data: int) -> int:
+    pieces = [min(CHUNK, data - start) for start in range(0, data, CHUNK)]
+    about = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": list(range(len(pieces)))}
+    chunks = sum(_object_bytes("ArrayChunk", piece, parts=0) for piece in pieces)
+    return chunks + _object_bytes("Array", len(json.dumps(about)), parts=len(pieces))
+
+
+def _refers(parts: Collection[str], kind: str) -> int:
+    """Bytes of an object that only names its parts and their ids."""
+    return _object_bytes(kind, len(json.dumps(dict.fromkeys(parts, "0" * 64))), parts=len(parts))
+
+
+def _object_bytes(kind: str, body: int, *, parts: int) -> int:
+    return len(f"{kind} {body}") + 2 + max(65 * parts - 1, 0) + body
+
+
+@functools.lru_cache(maxsize=1024)
+def _header_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    file = io.BytesIO()
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.tell()

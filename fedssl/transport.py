@@ -1,0 +1,279 @@
+"""How layers travel: a table of names, dtypes and shapes, and one flat array for all layers of a dtype.
+
+A model of a hundred arrays so becomes about four. ``transport`` says what becomes of its kernels and matrices, i.e. of
+float32 weights with two or more dimensions, which are nearly all bytes:
+
+- ``fp32``: they travel as they are, to the bit;
+- ``fp16``, ``bf16``: rounded to the nearest such number (relative error at most 2^-11, below 6e-5 an absolute one of
+  2^-25; 2^-8). What is too large becomes the largest finite number, never infinite; NaN and infinities stay;
+- ``int8``: q = round(x / s) with a float32 scale s = max |x| / 127 per output channel (the first axis), so that the
+  error is at most s / 2. Channels of which s would be below 1e-38 become zero; what is not finite is refused.
+
+Biases, normalisation, running statistics, counters and all other layers travel as they are: they are less than 1 % of
+the bytes, and a variance must not round to zero.
+
+A layer may travel as the *difference* to what the receiver has of it (``start``): the differences of one round are far
+smaller than the weights, and so are the errors that follow from their size. Both ends must know the same ``start``.
+
+What arrives is bytes until it is proven: table and arrays must fit each other to the number, and nothing is taken but
+what the decoded layers need, i.e. at most four bytes for each that arrived.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedssl.errors import InputError
+from fedssl.layers import STATISTICS, Layers
+from fedssl.settings import EXACT, TRANSPORTS
+
+# Arrays that came over a network are read-only; they are only read here.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+TABLE, WEIGHTS, SCALES = "table", "weights", "scales"  # names of flat arrays; the others are called by their dtype
+
+LONGEST_TABLE = 1 << 20  # bytes, about 15,000 layers
+MOST_DIMENSIONS = 16
+
+_DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(name)
+    for kind in ("float16 float32 float64", "int8 int16 int32 int64", "uint8 uint16 uint32 uint64", "bool")
+    for name in kind.split()
+}
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# NumPy has no bfloat16, whose bits travel as whole numbers.
+_WIRE: dict[str, np.dtype] = {"fp16": np.dtype(np.float16), "bf16": np.dtype(np.int16), "int8": np.dtype(np.int8)}
+_LEVELS = 127
+_TINY = float(np.finfo(np.float32).tiny)
+_LARGEST_SCALE = float(np.nextafter(np.finfo(np.float32).max / np.float32(_LEVELS), np.float32(0)))
+
+Layout = dict[str, tuple[np.dtype, int]]  # dtype and length of every flat array
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table: a layer's name, dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def short(self) -> bool:
+        """Whether transports other than ``fp32`` shorten it."""
+        kernel = len(self.shape) > 1 and 0 not in self.shape
+        return kernel and self.dtype == "float32" and self.name.rpartition(".")[2] not in STATISTICS
+
+
+def check_transport(transport: object) -> str:
+    """Return the name of a transport; raises `InputError` for any other word."""
+    if transport not in TRANSPORTS:
+        raise InputError(f"transport={transport} is not valid; choose one of {', '.join(TRANSPORTS)}")
+    return str(transport)
+
+
+def travels_as(transport: str) -> str:
+    """What becomes of layers, in words for people."""
+    if transport == EXACT:
+        return f"{transport}, exactly"
+    return f"{transport}: kernels and matrices, up as differences to what came down; all others exactly"
+
+
+def entries_of(layers: Layers) -> list[Entry]:
+    """The table of these layers."""
+    return [Entry(name, array.dtype.name, array.shape) for name, array in layers.items()]
+
+
+def layout(entries: Sequence[Entry], transport: str) -> Layout:
+    """The flat arrays beside the table, in the order in which layers need them first."""
+    found: Layout = {}
+
+    def more(key: str, dtype: np.dtype, numbers: int) -> None:
+        found[key] = dtype, found.get(key, (dtype, 0))[1] + numbers
+
+    for entry in entries:
+        if transport == EXACT or not entry.short:
+            more(entry.dtype, _DTYPES[entry.dtype], entry.size)
+            continue
+        more(WEIGHTS, _WIRE[transport], entry.size)
+        if transport == "int8":
+            more(SCALES, np.dtype(np.float32), entry.shape[0])
+    return found
+
+
+def table_text(entries: Sequence[Entry], transport: str) -> bytes:
+    """The table as it travels, as JSON."""
+    lines = [[entry.name, entry.dtype, entry.shape] for entry in entries]
+    return json.dumps([transport, lines], separators=(",", ":")).encode()
+
+
+def pack(layers: Layers, transport: str, *, start: Layers | None = None) -> dict[str, np.ndarray]:
+    """The table and the flat arrays by name; nothing for no layers.
+
+    Parameters
+    ----------
+    layers : Layers
+    transport : {"fp32", "fp16", "bf16", "int8"}
+    start : Layers, optional
+        What the receiver has: of the layers in it that are shortened, the difference travels.
+
+    Raises
+    ------
+    ValueError
+        A layer has values that are not finite, and ``int8`` cannot carry them.
+    """
+    entries = entries_of(layers)
+    if not entries:
+        return {}
+    flats = {key: np.empty(numbers, dtype) for key, (dtype, numbers) in layout(entries, transport).items()}
+    cut = _Cutter(flats)
+    for entry, array in zip(entries, layers.values(), strict=True):
+        if transport == EXACT or not entry.short:
+            cut.next(entry.dtype, entry.size)[:] = array.reshape(-1)
+            continue
+        x = torch.from_numpy(np.ascontiguousarray(array))
+        if start is not None and entry.name in start:
+            x = x - torch.from_numpy(start[entry.name])
+        numbers = torch.from_numpy(cut.next(WEIGHTS, entry.size)).view(x.shape)
+        if transport == "int8":
+            torch.from_numpy(cut.next(SCALES, len(x)))[:] = encode_int8(x, out=numbers, name=entry.name)
+        else:
+            encode_half(x, out=numbers.view(_HALVES[transport]))
+    return {TABLE: np.frombuffer(table_text(entries, transport), np.uint8), **flats}
+
+
+def unpack(arrays: Mapping[str, np.ndarray], transport: str, *, start: Layers | None = None) -> Layers:
+    """The layers; those that travelled as they are keep the memory of what arrived.
+
+    Parameters
+    ----------
+    arrays : mapping of str to ndarray
+        What `pack` returned, or anything else.
+    transport, start
+        As they were handed to `pack`.
+
+    Raises
+    ------
+    ValueError
+        The arrays are not what `pack` returns, or do not fit ``start``.
+    """
+    if not arrays:
+        return {}
+    entries = read_table(arrays.get(TABLE), transport)
+    expected = layout(entries, transport)
+    odd = (arrays.keys() - {TABLE}) ^ expected.keys()
+    if odd:
+        here = min(odd) in arrays
+        raise ValueError(f"array {min(odd)} {'was not announced' if here else 'is missing'} by the table of layers")
+    for key, (dtype, numbers) in expected.items():
+        found = arrays[key]
+        if found.dtype != dtype or found.shape != (numbers,):
+            raise ValueError(f"array {key} holds {found.dtype} of shape {found.shape} instead of {numbers} {dtype}")
+    if SCALES in expected and not ((arrays[SCALES] >= 0) & (arrays[SCALES] <= _LARGEST_SCALE)).all():
+        raise ValueError(f"array {SCALES} has values that are negative, not finite or far too large")
+    cut = _Cutter(arrays)
+    return {entry.name: _unpacked(entry, cut, transport, start or {}) for entry in entries}
+
+
+def _unpacked(entry: Entry, cut: "_Cutter", transport: str, start: Layers) -> np.ndarray:
+    if transport == EXACT or not entry.short:
+        return cut.next(entry.dtype, entry.size).reshape(entry.shape)
+    numbers = torch.from_numpy(cut.next(WEIGHTS, entry.size)).view(entry.shape)
+    if transport == "int8":
+        x = decode_int8(numbers, torch.from_numpy(cut.next(SCALES, entry.shape[0])))
+    else:
+        x = numbers.view(_HALVES[transport]).to(torch.float32)
+    if entry.name in start:
+        have = start[entry.name]
+        if have.shape != entry.shape:
+            raise ValueError(f"layer {entry.name} has shape {entry.shape} instead of {have.shape}")
+        x += torch.from_numpy(have)
+    array: np.ndarray = x.numpy()
+    return array
+
+
+def read_table(table: np.ndarray | None, transport: str) -> list[Entry]:
+    """The entries of a table that arrived.
+
+    Raises
+    ------
+    ValueError
+        There is none, it is damaged, is for another transport, or names a layer twice.
+    """
+    if table is None or table.dtype != np.uint8 or table.ndim != 1:
+        raise ValueError("the layers come without their table of names, dtypes and shapes")
+    if len(table) > LONGEST_TABLE:
+        raise ValueError(f"the table of layers has {len(table)} bytes, more than {LONGEST_TABLE}")
+    try:
+        announced, lines = json.loads(table.tobytes())
+        entries = [_entry(*line) for line in lines]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError("the table of layers is damaged") from error
+    if announced != transport:
+        raise ValueError(f"layers come by transport={str(announced)[:20]} instead of {transport}")
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError("the table of layers names a layer twice")
+    return entries
+
+
+def _entry(name: object, dtype: object, shape: object) -> Entry:
+    if not (isinstance(name, str) and name.isprintable() and isinstance(dtype, str) and dtype in _DTYPES):
+        raise ValueError("a layer has no name, or no dtype of numbers")
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        raise ValueError("a layer has no shape")
+    if not all(type(length) is int and 0 <= length < 2**31 for length in shape):
+        raise ValueError("a layer has a shape of other than whole numbers")
+    return Entry(name, dtype, tuple(shape))
+
+
+def encode_half(x: Tensor, *, out: Tensor) -> None:
+    """Round to the dtype of ``out``; finite numbers stay finite, NaN and infinities what they are."""
+    out.copy_(x)
+    low, high = torch.aminmax(out)
+    if not (low.isfinite() and high.isfinite()):
+        largest = torch.finfo(out.dtype).max
+        out.copy_(torch.where(x.isfinite(), x.clamp(-largest, largest), x))
+
+
+def encode_int8(x: Tensor, *, out: Tensor, name: str) -> Tensor:
+    """Write q into ``out`` and return the scales, one for each index of the first axis; q * scale is nearest to x."""
+    rows = x.reshape(len(x), -1)
+    scales = torch.maximum(-rows.amin(dim=1), rows.amax(dim=1)) / _LEVELS  # aminmax takes twice as long
+    if not scales.isfinite().all():
+        raise ValueError(f"layer {name} has values that are not finite, which transport=int8 cannot carry")
+    scales[scales < _TINY] = 0  # too few digits are left there to divide by
+    scales.clamp_(max=_LARGEST_SCALE)  # of which 127 are still finite
+    by = scales.masked_fill(scales == 0, 1 / _TINY)
+    out.view(rows.shape).copy_((rows / by[:, None]).round_())
+    return scales
+
+
+def decode_int8(q: Tensor, scales: Tensor) -> Tensor:
+    """The numbers that `encode_int8` wrote."""
+    x = q.to(torch.float32)
+    x.view(len(q), -1).mul_(scales[:, None])
+    return x
+
+
+class _Cutter:
+    """Flat arrays, of which every call of `next` gives the next piece."""
+
+    def __init__(self, flats: Mapping[str, np.ndarray]) -> None:
+        self._flats, self._at = flats, dict.fromkeys(flats, 0)
+
+    def next(self, key: str, numbers: int) -> np.ndarray:
+        """The next so many numbers of one of them."""
+        begin = self._at[key]
+        self._at[key] = begin + numbers
+        return self._flats[key][begin : begin + numbers]

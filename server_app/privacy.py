@@ -1,0 +1,116 @@
+"""Differential privacy of clients: what a server that is trusted releases, the global model, says little of any.
+
+DP-FedAvg (McMahan et al., ICLR 2018, arXiv 1710.06963) with a fixed denominator: every update is cut to a length C, and
+
+    new = old + (sum_k clip(w_k - old, C) + N(0, (z C)^2)) / K
+
+with K the clients that are to train in a round, whoever replies. One client more or less changes the sum by at most C,
+so that a round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z / sqrt(n). Its epsilon is
+exact (Balle and Wang, ICML 2018, Theorem 8); that clients are drawn counts for nothing, since a server may know them.
+Running statistics and counters are not released: they stay as they were.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from fedssl.encoders.base import Encoder
+from fedssl.errors import InputError
+from fedssl.layers import Layers, is_weight
+from fedssl.methods.base import SSLMethod
+from fedssl.settings import PrivacySettings
+from strategies.base import Rule
+from strategies.weighted_sum import WeightedSum
+
+
+class Privacy:
+    """What a server does to updates and to their mean.
+
+    Parameters
+    ----------
+    settings : PrivacySettings
+    clients : int
+        K, those that are to train in a round.
+    generator : callable
+        Gives the source of the noise of a round. Where noise can be foretold there is no privacy.
+    """
+
+    def __init__(
+        self, settings: PrivacySettings, *, clients: int, generator: Callable[[int], np.random.Generator]
+    ) -> None:
+        self._settings, self._clients, self._generator = settings, clients, generator
+
+    def check(self, rule: Rule) -> None:
+        """Refuse, by an `InputError`, a rule that is no sum to which every client may add as much."""
+        if not (isinstance(rule, WeightedSum) and (rule.weighting, rule.scale) == ("uniform", "none")):
+            raise InputError(
+                "privacy=central needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
+                "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
+            )
+
+    def clip(self, layers: Layers, begun: Layers) -> Layers:
+        """An update that went no further than the longest way; statistics and counters as they were."""
+        squares = (np.sum(np.square(layers[name] - begun[name], dtype=np.float64)) for name in _weights(begun))
+        length = math.sqrt(sum(squares))
+        factor = min(1.0, self._settings.clip_norm / length) if length else 1.0
+        clipped = {name: begun[name] + (layers[name] - begun[name]) * np.float32(factor) for name in _weights(begun)}
+        return {name: clipped.get(name, begun[name]) for name in layers}
+
+    def release(self, mean: Layers, begun: Layers, *, used: int, round: int) -> Layers:
+        """The new global layers, of the mean over the ``used`` updates of a round."""
+        random = self._generator(round)
+        std = self._settings.noise_multiplier * self._settings.clip_norm / self._clients
+        share = np.float32(used / self._clients)
+        released = dict(begun)
+        for name in _weights(begun):
+            noise = random.normal(0.0, std, begun[name].shape)
+            released[name] = (begun[name] + share * (mean[name] - begun[name]) + noise).astype(begun[name].dtype)
+        return {name: released[name] for name in mean}
+
+    def spent(self, rounds: int) -> dict[str, float]:
+        """Epsilon after so many rounds, and its delta."""
+        delta = self._settings.delta
+        return {"epsilon": epsilon(rounds, self._settings.noise_multiplier, delta), "delta": delta}
+
+
+def check_model(method: SSLMethod) -> None:
+    """Refuse, by an `InputError`, a model that needs what is not released."""
+    if method.gathered:
+        raise InputError(f"privacy=central does not cover what {type(method).__name__} gathers; set another method")
+    if _has_statistics(method.encoder):
+        raise InputError(
+            "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, or "
+            "encoder=vit_tiny"
+        )
+
+
+def epsilon(rounds: int, noise_multiplier: float, delta: float) -> float:
+    """Epsilon of so many Gaussian mechanisms for a delta, to 1e-6; 0 where nothing was released."""
+    if not rounds:
+        return 0.0
+    mu = math.sqrt(rounds) / noise_multiplier
+    low, high = 0.0, 1.0
+    while _delta(high, mu) > delta:
+        high *= 2
+    while high - low > 1e-6 * max(high, 1.0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _delta(middle, mu) > delta else (low, middle)
+    return high
+
+
+def _delta(epsilon: float, mu: float) -> float:
+    """Phi(mu / 2 - epsilon / mu) - exp(epsilon) Phi(-mu / 2 - epsilon / mu)."""
+    logs = torch.special.log_ndtr(
+        torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64)
+    ).tolist()
+    return math.exp(logs[0]) - math.exp(epsilon + logs[1])
+
+
+def _weights(layers: Layers) -> list[str]:
+    return [name for name, array in layers.items() if is_weight(name, array)]
+
+
+def _has_statistics(encoder: Encoder) -> bool:
+    return any(name.endswith(("running_mean", "running_var")) for name, _ in encoder.named_buffers())

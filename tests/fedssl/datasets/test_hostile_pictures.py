@@ -1,0 +1,201 @@
+"""Pictures that somebody made to do harm: left out by name, without waiting, memory or programs."""
+
+import io
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+
+from fedssl.datasets import decoding, hub, image_folder
+from fedssl.errors import InputError
+from fedssl.machine import room
+
+
+def picture(value: int = 7, *, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Image.Image:
+    return Image.new("L", size, value).convert(mode)
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def declared(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is of this size."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+def with_text(megabytes: int) -> bytes:
+    """A PNG whose compressed comment becomes so large."""
+    info = PngImagePlugin.PngInfo()
+    info.add_text("comment", "x" * 2**20 * megabytes, zip=True)
+    return encoded(picture(), "PNG", pnginfo=info)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) print\n"
+HARMFUL = {
+    "eps.jpg": (EPS, "it is no picture of JPEG"),
+    "pdf.png": (b"%PDF-1.4\n", "it is no picture of JPEG"),
+    "svg.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is no picture of JPEG"),
+    "j2k.jpg": (encoded(picture(), "JPEG2000"), "it is no picture of JPEG"),
+    "ico.png": (encoded(picture(), "ICO"), "it is no picture of JPEG"),
+    "large.png": (declared(13_300, 13_300), "13,300 x 13,300 pixels, more than dataset.max_pixels=50000000"),
+    "long.png": (declared(2**31 - 1, 2**31 - 1), ""),
+    "cut.png": (encoded(picture(size=(64, 64)), "PNG")[:-30], ""),
+    "text.png": (with_text(80), "Decompressed data too large"),
+    "float.tif": (encoded(picture(mode="F"), "TIFF"), "wrong channels: 32-bit"),
+    "integer.tif": (encoded(picture(mode="I"), "TIFF"), "wrong channels: 32-bit"),
+    "empty.png": (b"", "it is no picture of JPEG"),
+}
+HARMLESS = {
+    "wrong_suffix.png": encoded(picture(), "JPEG", quality=100),
+    "animated.gif": encoded(picture(), "GIF", save_all=True, append_images=[picture(90), picture(200)]),
+    "animated.webp": encoded(picture(), "WEBP", save_all=True, append_images=[picture(90)], lossless=True),
+    "cmyk.jpg": encoded(picture(mode="CMYK"), "JPEG", quality=100),
+    "sixteen.png": encoded(Image.fromarray(np.full((8, 8), 7 * 256 + 9, dtype=np.uint16)), "PNG"),
+    "palette.bmp": encoded(picture(mode="P"), "BMP"),
+    "plain.ppm": encoded(picture(), "PPM"),
+    "progressive.jpg": encoded(picture(), "JPEG", quality=100, progressive=True),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, (content, _) in HARMFUL.items():
+        (tmp_path / name).write_bytes(content)
+    for name, content in HARMLESS.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def read(path: Path, **settings: object):
+    return image_folder.read("train", channels=3, size=8, limit=None, path=str(path), test_fraction=0, **settings)
+
+
+def test_the_harmful_are_left_out_and_the_harmless_are_used(folder, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *words, **how: pytest.fail(f"{words} was started"))
+    start = time.monotonic()
+    found = read(folder)
+    assert time.monotonic() - start < 20
+    assert len(found.images) == len(HARMLESS)
+    assert (found.images.int() - 7).abs().max() <= 2
+    (notice,) = found.notices
+    assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} pictures cannot be read, the rest is ")
+    assert f"and {len(HARMFUL) - 5} more" in notice
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_each_has_its_reason(folder, name):
+    (reason,) = decoding.decode(lambda start: [[folder / name]], decoding.in_memory((1, 3, 8, 8))).values()
+    assert HARMFUL[name][1] in reason
+    assert reason.isprintable()
+
+
+def test_the_bytes_of_a_parquet_file_are_treated_alike(tmp_path, caplog):
+    harmful = [content for content, _ in HARMFUL.values()]
+    rows = [*harmful, *HARMLESS.values(), None]
+    pq.write_table(pa.table({"img": rows, "label": list(range(len(rows)))}), tmp_path / "train.parquet")
+    settings = {"path": str(tmp_path), "hub": "x", "image": "img", "label": "label"}
+    found = hub.read("train", channels=3, size=8, limit=None, **settings)
+    kept = range(len(harmful), len(rows) - 1)
+    assert found.labels.tolist() == list(kept)
+    assert found.notices[0].startswith(f"{len(harmful) + 1} of {len(rows)} pictures cannot be read, the rest is used: ")
+    assert "row 0 of the split 'train' in" in found.notices[0]
+
+
+def test_what_is_no_regular_file_is_never_opened(tmp_path):
+    """Also where it takes the place of a picture after the folder has been listed: opening does not wait."""
+    places = [tmp_path / name for name in ("pipe.png", "socket.png", "folder.png", "loop.png", "zero.png")]
+    os.mkfifo(places[0])
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(places[1]))
+    places[2].mkdir()
+    places[3].symlink_to(places[3])
+    places[4].symlink_to("/dev/zero")
+    (tmp_path / "one.png").write_bytes(encoded(picture(), "PNG"))
+    start = time.monotonic()
+    assert len(read(tmp_path).images) == 1
+    unreadable = decoding.decode(lambda start: [places], decoding.in_memory((len(places), 3, 8, 8)))
+    assert list(unreadable) == list(range(len(places)))
+    assert time.monotonic() - start < 5
+
+
+def test_the_limit_is_a_setting(tmp_path):
+    for side in (8, 9):
+        (tmp_path / f"{side}.png").write_bytes(encoded(picture(size=(side, side)), "PNG"))
+    assert len(read(tmp_path, max_pixels=64).images) == 1
+    assert len(read(tmp_path, max_pixels=81).images) == 2
+    for wrong in (0, 2 * 10**8):
+        with pytest.raises(InputError, match=f"dataset.max_pixels={wrong} must be from 1 to"):
+            read(tmp_path, max_pixels=wrong)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_pictures_are_upright_whatever_their_orientation(orientation, kind):
+    upright = np.array([[10, 20], [30, 40]], dtype=np.uint8)
+    # What a camera stores that is held so: the inverse of the turn that the orientation asks for.
+    stored = {
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.T,
+        6: np.rot90(upright),
+        7: np.rot90(upright, 2).T,
+        8: np.rot90(upright, 3),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, lossless=True)
+    assert decoding.read_picture(content, channels=1, size=2).tolist() == [upright.tolist()]
+
+
+def test_large_pictures_wait_for_room_in_all_threads(tmp_path, monkeypatch):
+    """Two have room where the memory is for two; the others wait, small ones do not."""
+    monkeypatch.setattr(room.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(room, "available_memory", lambda: 2 * room._SHARE * 2**30)
+    lock, inside, most = threading.Lock(), [0], [0]
+
+    def work():
+        with room.room(2**29, most=2**30):
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            time.sleep(0.03)
+            with lock:
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    with room.room(room.SMALL, most=2**30):
+        pass
+    for thread in threads:
+        thread.join()
+    assert most[0] == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_turned_pictures_and_plain_ones_are_as_pillow_gives_them():
+    torch.manual_seed(0)
+    pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8).numpy()
+    for kind in ("PNG", "BMP", "PPM", "TIFF"):
+        found = decoding.read_picture(encoded(Image.fromarray(pixels), kind), channels=3, size=8)
+        assert np.array_equal(found, pixels.transpose(2, 0, 1))

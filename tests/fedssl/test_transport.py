@@ -1,0 +1,262 @@
+"""How layers travel: exactness, error bounds by a slow transcription, and what is refused of what arrives."""
+
+import json
+import tracemalloc
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from fedssl.transport import LONGEST_TABLE, SCALES, TABLE, TRANSPORTS, WEIGHTS, entries_of, layout, pack, unpack
+
+SHORT = [transport for transport in TRANSPORTS if transport != "fp32"]
+
+LAYERS = {
+    "encoder.conv.weight": np.linspace(-1, 2, 24, dtype=np.float32).reshape(3, 2, 2, 2),
+    "encoder.bn.weight": np.array([1.0, 1.1, 0.9], dtype=np.float32),
+    "encoder.bn.running_var": np.array([1e-8, 3.3, 1e30], dtype=np.float32),
+    "encoder.bn.num_batches_tracked": np.array(7, dtype=np.int64),
+    "encoder.prototypes.running_mean": np.full((2, 3), 1 / 3, dtype=np.float32),
+    "projector.weight": np.linspace(5, 6, 6, dtype=np.float32).reshape(2, 3),
+    "projector.table": np.full((2, 3), 1 / 3, dtype=np.float64),
+    "projector.empty": np.zeros((0, 3), dtype=np.float32),
+}
+KERNELS = ("encoder.conv.weight", "projector.weight")
+
+finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
+matrices = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=4, max_side=5), elements=finite)
+
+
+def bits(array):
+    return array.dtype, array.shape, array.tobytes()
+
+
+def same(one, other):
+    return list(one) == list(other) and all(bits(one[name]) == bits(other[name]) for name in one)
+
+
+def back(layers, transport, start=None):
+    return unpack(pack(layers, transport, start=start), transport, start=start)
+
+
+def scales_of(array):
+    """Of int8, by the definition: an eighth bit for the sign, one scale per index of the first axis."""
+    rows = np.abs(array.astype(np.float64)).reshape(len(array), -1)
+    return (rows.max(axis=1) / 127).reshape(-1, *[1] * (array.ndim - 1))
+
+
+def test_fp32_is_exact_to_the_bit_and_reads_arrays_where_they_lie():
+    packed = pack(LAYERS, "fp32")
+    assert list(packed) == [TABLE, "float32", "int64", "float64"]
+    odd = np.array([[-0.0, np.nan, np.inf, 1e-45]], dtype=np.float32)
+    assert same(back({**LAYERS, "odd": odd}, "fp32"), {**LAYERS, "odd": odd})
+    assert same(back(LAYERS, "fp32", start=LAYERS), LAYERS)  # no differences: they would round
+    assert np.shares_memory(unpack(packed, "fp32")["projector.weight"], packed["float32"])
+    assert pack({}, "fp32") == {} == unpack({}, "int8")
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_only_kernels_and_matrices_are_shortened(transport):
+    there = back(LAYERS, transport, start=LAYERS)
+    assert list(there) == list(LAYERS)
+    for name, array in LAYERS.items():
+        assert (there[name].dtype, there[name].shape) == (array.dtype, array.shape)
+        if name not in KERNELS:
+            assert bits(there[name]) == bits(array)
+    numbers = sum(LAYERS[name].size for name in KERNELS)
+    sizes = {key: (dtype.itemsize, count) for key, (dtype, count) in layout(entries_of(LAYERS), transport).items()}
+    assert sizes[WEIGHTS] == (1 if transport == "int8" else 2, numbers)
+    assert sizes.get(SCALES) == ((4, 3 + 2) if transport == "int8" else None)
+
+
+@given(matrices)
+def test_int8_errs_by_half_a_step_of_its_channel_at_most(array):
+    there = back({"w": array}, "int8")["w"]
+    step = scales_of(array)
+    # Quotient and product are float32: each is off by 2^-24 of 127 steps at most.
+    allowed = step / 2 + step * 2 * 127 * 2.0**-24
+    # Channels whose step is no normal float32 become zero.
+    allowed = np.where(step < 1.18e-38, np.abs(array.astype(np.float64)).max(), allowed)
+    assert np.all(np.abs(array.astype(np.float64) - there) <= allowed)
+    packed = pack({"w": array}, "int8")
+    assert np.abs(packed[WEIGHTS].astype(int)).max() <= 127
+    assert same(pack({"w": array.copy()}, "int8"), packed)
+
+
+def test_int8_by_hand():
+    # Channel 0: s = 2.54 / 127 = 0.02, 0.31 / 0.02 = 15.5 rounds to the even 16; channel 1: s = 1, 0.5 rounds to 0.
+    array = np.array([[2.54, 0.31, -0.011], [-127, 0.5, 1.5], [0, 0, 0]], dtype=np.float32)
+    packed = pack({"w": array}, "int8")
+    assert packed[SCALES].tolist() == [np.float32(2.54) / np.float32(127), 1.0, 0.0]
+    assert packed[WEIGHTS].reshape(3, 3)[1:].tolist() == [[-127, 0, 2], [0, 0, 0]]
+    assert packed[WEIGHTS][0] == 127
+    assert packed[WEIGHTS][2] == -1
+    assert packed[WEIGHTS][1] in (15, 16)  # 15.5 but for the rounding of 2.54 and 0.31
+
+
+@pytest.mark.parametrize(
+    ("transport", "relative", "smallest"), [("fp16", 2.0**-11, 2.0**-25), ("bf16", 2.0**-8, 1e-40)]
+)
+@given(matrices)
+def test_halves_err_by_half_a_unit_in_the_last_place_and_stay_finite(transport, relative, smallest, array):
+    there = back({"w": array}, transport)["w"]
+    largest = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}[transport]
+    clipped = np.clip(array.astype(np.float64), -largest, largest)
+    assert np.all(np.isfinite(there))
+    assert np.all(np.abs(clipped - there) <= relative * np.abs(clipped) + smallest)
+    assert same(back({"w": there}, transport), {"w": there})  # rounding again changes nothing
+
+
+def test_halves_clip_what_is_finite_and_hide_nothing_else():
+    array = np.array([[1e6, -7e4, np.inf, -np.inf, np.nan, 1.0]], dtype=np.float32)
+    there = back({"w": array}, "fp16")["w"]
+    assert np.array_equal(there, np.array([[65504, -65504, np.inf, -np.inf, np.nan, 1]]), equal_nan=True)
+    top = np.finfo(np.float32).max
+    assert np.isfinite(back({"w": np.array([[top, -top]])}, "bf16")["w"]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_int8_refuses_what_is_not_finite(bad):
+    with pytest.raises(ValueError, match="layer w has values that are not finite, which transport=int8 cannot carry"):
+        pack({"w": np.array([[1.0, bad]], dtype=np.float32)}, "int8")
+
+
+@given(matrices.filter(lambda array: np.abs(array).max() < 1e30), st.floats(0, 0.01), st.integers(0, 9))
+def test_a_difference_errs_by_its_own_size(array, size, seed):
+    change = np.random.default_rng(seed).normal(size=array.shape) * size
+    new = (array + change * np.abs(array).max()).astype(np.float32)
+    there = back({"w": new}, "int8", start={"w": array})["w"]
+    step = scales_of(new - array)
+    rounding = 2.0**-23 * (np.abs(array).astype(np.float64) + np.abs(new)) + 1e-36
+    assert np.all(np.abs(new.astype(np.float64) - there) <= step * 0.50002 + rounding)
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_what_did_not_change_does_not_change(transport):
+    layers = {"w": np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)}
+    assert same(back(layers, transport, start=layers), layers)
+    mine = {"w": layers["w"] + np.float32(1e-6)}
+    packed = pack(layers, transport, start=layers)  # a receiver with another start gets the same change
+    assert same(unpack(packed, transport, start=mine), mine)
+
+
+# --- what arrives ---
+
+
+def table(transport, *lines):
+    return np.frombuffer(json.dumps([transport, lines]).encode(), np.uint8)
+
+
+F4 = np.arange(4, dtype=np.float32)
+W = ["w", "float32", [2, 2]]
+GOOD = {WEIGHTS: np.array([1, 2, 3, 4], dtype=np.int8), SCALES: np.ones(2, dtype=np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("arrived", "transport", "reason"),
+    [
+        ({"float32": F4}, "fp32", "the layers come without their table"),
+        ({TABLE: F4, "float32": F4}, "fp32", "the layers come without their table"),
+        ({TABLE: np.zeros(LONGEST_TABLE + 1, dtype=np.uint8)}, "fp32", "the table of layers has 1048577 bytes"),
+        ({TABLE: np.frombuffer(b"[" * 100_000, np.uint8)}, "fp32", "the table of layers is damaged"),
+        ({TABLE: np.frombuffer(b"\xff\xfe", np.uint8)}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", 7)}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", ["w", "object", [2, 2]]), "float32": F4}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", ["w", ["float32"], [2, 2]]), "float32": F4}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", ["w\n", "float32", [4]]), "float32": F4}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", ["w", "float32", [-2, -2]]), "float32": F4}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", ["w", "float32", [True, 4]]), "float32": F4}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", ["w", "float32", [1] * 17]), "float32": F4}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", ["w", "float32", [2**40]]), "float32": F4}, "fp32", "the table of layers is damaged"),
+        ({TABLE: table("fp32", W, W), "float32": F4}, "fp32", "names a layer twice"),
+        ({TABLE: table("fp32", W), "float32": F4}, "int8", "layers come by transport=fp32 instead of int8"),
+        ({TABLE: table("int8", W), **GOOD}, "fp32", "layers come by transport=int8 instead of fp32"),
+        (
+            {TABLE: table("fp32", ["w", "float32", [2**30, 2**30]]), "float32": F4},
+            "fp32",
+            r"array float32 holds float32 of shape \(4,\) instead of 1152921504606846976 float32",
+        ),
+        ({TABLE: table("fp32", W), "float32": F4[:3]}, "fp32", "instead of 4 float32"),
+        ({TABLE: table("fp32", W), "float32": F4.reshape(2, 2)}, "fp32", r"of shape \(2, 2\) instead of 4"),
+        ({TABLE: table("fp32", W), "float32": F4.astype(">f4")}, "fp32", "holds >f4"),
+        ({TABLE: table("fp32", W), "float32": F4.astype(np.float64)}, "fp32", "holds float64"),
+        ({TABLE: table("fp32", W)}, "fp32", "array float32 is missing"),
+        ({TABLE: table("fp32", W), "float32": F4, "x": F4}, "fp32", "array x was not announced"),
+        ({TABLE: table("int8", W), WEIGHTS: GOOD[WEIGHTS]}, "int8", "array scales is missing"),
+        ({TABLE: table("int8", W), WEIGHTS: F4, SCALES: GOOD[SCALES]}, "int8", "array weights holds float32"),
+        ({TABLE: table("fp16", W), WEIGHTS: GOOD[WEIGHTS].astype(np.int16)}, "fp16", "array weights holds int16"),
+        *(
+            (
+                {TABLE: table("int8", W), **GOOD, SCALES: np.array([1, bad], dtype=np.float32)},
+                "int8",
+                "array scales has values that are negative, not finite or far too large",
+            )
+            for bad in (np.nan, np.inf, -1.0, 3e38)
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_taken(arrived, transport, reason):
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=reason):
+        unpack(arrived, transport)
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
+
+
+def test_a_difference_to_a_layer_of_another_shape_is_refused():
+    packed = pack({"w": F4.reshape(2, 2)}, "int8")
+    with pytest.raises(ValueError, match=r"layer w has shape \(2, 2\) instead of \(4, 1\)"):
+        unpack(packed, "int8", start={"w": F4.reshape(4, 1)})
+
+
+lines = st.lists(
+    st.tuples(
+        st.sampled_from(["w", "v", "running_var", "x.running_var"]) | st.text(max_size=3),
+        st.sampled_from(["float32", "int64", "int8", "float16", "weights", "bfloat16"]) | st.none(),
+        st.lists(st.integers(-1, 5) | st.integers() | st.floats(), max_size=3) | st.none(),
+    ),
+    max_size=3,
+)
+flats = st.dictionaries(
+    st.sampled_from([WEIGHTS, SCALES, "float32", "int64", "int8"]),
+    arrays.arrays(
+        st.sampled_from([np.float32, np.int8, np.int64, np.int16, np.float16]),
+        arrays.array_shapes(max_dims=2, max_side=9),
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(TRANSPORTS), st.sampled_from(TRANSPORTS), lines, flats)
+def test_whatever_arrives_layers_or_a_sentence_come_out(announced, transport, lines, flats):
+    there = {TABLE: table(announced, *lines), **flats}
+    with suppress(ValueError):
+        layers = unpack(there, transport)
+        assert sum(array.nbytes for array in layers.values()) <= 4 * sum(array.nbytes for array in flats.values())
+
+
+@given(st.sampled_from(TRANSPORTS), st.data())
+def test_a_bit_that_flips_in_the_table_gives_layers_or_a_sentence(transport, data):
+    packed = pack(LAYERS, transport)
+    damaged = packed[TABLE].copy()
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with suppress(ValueError):
+        layers = unpack({**packed, TABLE: damaged}, transport)
+        assert sum(array.size for array in layers.values()) == sum(array.size for array in LAYERS.values())
+
+
+def test_threads_change_no_number():
+    layers = {"w": np.random.default_rng(0).normal(size=(300, 500)).astype(np.float32)}
+    threads, packed = torch.get_num_threads(), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            packed.append({transport: pack(layers, transport) for transport in TRANSPORTS})
+    finally:
+        torch.set_num_threads(threads)
+    assert all(same(packed[0][transport], packed[1][transport]) for transport in TRANSPORTS)

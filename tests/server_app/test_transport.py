@@ -1,0 +1,201 @@
+"""Rounds in which layers travel in fewer bytes: the same on all engines, nothing lost, and compared rightly."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+
+from client_app.app import app as client_app
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers, is_weight
+from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.records import to_message
+from fedssl.transport import TRANSPORTS, pack, unpack
+from server_app.attempts import run_round
+from server_app.post import Post
+from server_app.prepare import prepare
+from simulation.local_grid import LocalGrid
+from strategies.state import GLOBAL, ServerState
+from tests.federation import TINY, Federation
+from tests.server_app.test_round import LAYERS
+from tests.server_app.test_waiting import Run
+from tests.wire import NetworkGrid
+
+SHORT = [transport for transport in TRANSPORTS if transport != "fp32"]
+SMALL = [*TINY, "num_clients=3", "dataset.limit=60", "measure_resources=false"]
+
+EVERY = {
+    "l_dawa": [],
+    "l_dawa at the clients": ["strategy.scale_at=client"],
+    "euc": ["strategy=euc", "clients_per_round=2"],  # clients send layers that they have not received
+    "fedu": ["strategy=fedu", "method=byol", "strategy.aggregate=target", "strategy.update=both"],
+    "orchestra": ["method=orchestra", "strategy=fedavg"],
+    "layer-wise": ["strategy=fedema", "schedule=layer_wise"],
+    "calibrated": ["strategy=fedbn", "schedule=layer_wise", "calibration=auxiliary"],
+    "eua": ["strategy=eua", "server_optimizer=fedadam"],
+    "local_only": ["strategy=local_only"],
+}
+OTHERS = {
+    name: [f"strategy={name}", "num_clients=5"]
+    for name in ("fedavg", "fedprox", "krum", "l_dawa_fedu", "loss", "m_dawa", "median", "trimmed_mean")
+}
+
+
+def rounds(grid_class, folder, *words, number=3):
+    """The grid, the state and the reports after so many rounds."""
+    settings = compose([*SMALL, f"output_dir={folder}", f"rounds={number}", *words])
+    grid = grid_class(client_app, num_clients=settings.num_clients)
+    federation, state, reports = prepare(grid, settings).federation, ServerState(), []
+    for _ in range(number):
+        state, report = run_round(Post(grid), lambda: federation, state)
+        assert not report.dropped
+        reports.append(report)
+    return grid, state, reports
+
+
+def same(one, other):
+    return list(one) == list(other) and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*EVERY.values(), *(pytest.param(words, marks=pytest.mark.heavy) for words in OTHERS.values())],
+    ids=[*EVERY, *OTHERS],
+)
+@pytest.mark.parametrize("transport", ["int8", pytest.param("fp32", marks=pytest.mark.heavy)])
+def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(words, transport, tmp_path):
+    number = 4 if "schedule=layer_wise" in words else 3
+    words = [*words, f"transport={transport}"]
+    _, here, reports = rounds(LocalGrid, tmp_path / "a", *words, number=number)
+    grid, there, others = rounds(NetworkGrid, tmp_path / "b", *words, number=number)
+    assert here.models.keys() == there.models.keys()
+    for name, model in here.models.items():
+        assert same(model.layers, there.models[name].layers)
+        assert same(model.shared, there.models[name].shared)
+    rows, other_rows = ([row for report in some for row in report.clients] for some in (reports, others))
+    for row, other, sent, received in zip(rows, other_rows, grid.sent, grid.received, strict=True):
+        assert (row.bytes_up, row.bytes_down) == (other.bytes_up, other.bytes_down)
+        assert row.cosine == other.cosine
+        assert row.bytes_down == pytest.approx(sent[0], rel=0.01)
+        assert row.bytes_up == pytest.approx(received[0], rel=0.01)
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_clients_that_do_not_train_change_nothing(transport, tmp_path):
+    # Though what they start from is rounded: what they send is that nothing changed.
+    federation = Federation(tmp_path, "strategy=l_dawa", f"transport={transport}", "local_epochs=0", "num_clients=3")
+    before = federation.layers
+    after = federation.run(2)
+    for name, array in before.items():
+        if is_weight(name, array):
+            assert np.allclose(after[name], array, rtol=1e-6, atol=0)  # K / K and cosines of 1, but for rounding
+    assert federation.report.clients[0].model_cosine == pytest.approx(1, abs=1e-7)
+
+
+def test_updates_are_compared_as_the_client_moved(tmp_path):
+    federation = Federation(tmp_path, "strategy=fedavg", "transport=int8", "num_clients=3")
+    exact = federation.layers
+    federation.run(1)
+    for row, plan, content in zip(federation.report.clients, federation.plans, federation.updates, strict=True):
+        start = TrainPlan.from_content(plan).layers
+        trained = ClientUpdate.from_content(content, 0, transport="int8", start=start).layers  # the client's own model
+        right = GlobalLayers(start).compare(trained)
+        wrong = GlobalLayers(exact).compare(trained)  # has the way down in it as well
+        name = max(row.cosine, key=lambda name: start[name].size)
+        for found, true, false in (
+            (row.model_cosine, right.model, wrong.model),
+            (row.cosine[name], right.weights[name], wrong.weights[name]),
+        ):
+            assert abs(found - true) < 0.05 * (1 - true)
+            assert abs(found - true) < 0.2 * abs(false - true)
+
+
+def step_federation(tmp_path, transport, change):
+    """Rounds of clients whose whole training is to add ``change``."""
+    app = ClientApp()
+
+    @app.query("who")
+    def who(message, context):
+        return client_app(message, context)
+
+    @app.train()
+    def train(message, context):
+        plan = TrainPlan.from_content(message.content)
+        layers = {name: plan.layers[name] + change[name] for name in plan.layers}
+        update = ClientUpdate(layers=layers, partition_id=0, num_examples=5)
+        return Message(update.to_content(plan), reply_to=message)
+
+    words = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"transport={transport}"]
+    grid = LocalGrid(app, num_clients=3)
+    return grid, prepare(grid, compose(words)).federation
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_steps_that_are_smaller_than_what_the_way_down_rounds_add_up(transport, tmp_path):
+    random = np.random.default_rng(0)
+    layers = Federation(tmp_path / "a").layers
+    change = {
+        name: (5e-6 * random.normal(size=array.shape)).astype(array.dtype) if is_weight(name, array) else array * 0
+        for name, array in layers.items()
+    }
+    grid, federation = step_federation(tmp_path / "b", transport, change)
+    state = ServerState()
+    for _ in range(20):
+        state, _ = run_round(Post(grid), lambda: federation, state)
+    for name, array in layers.items():
+        if array.ndim < 2:
+            continue
+        rounded = unpack(pack({name: array}, transport), transport)[name]
+        assert np.abs(rounded - array).mean() > np.abs(change[name]).mean()
+        moved = state.models[GLOBAL].layers[name] - array
+        assert np.linalg.norm(moved - 20 * change[name]) < 0.02 * np.linalg.norm(20 * change[name])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda layers: to_message(layers), "the layers come without their table"),
+        (lambda layers: to_message(layers, "fp16"), "layers come by transport=fp16 instead of int8"),
+        (lambda layers: to_message(dict(list(layers.items())[1:]), "int8"), "is missing"),
+        (lambda layers: to_message({**layers, "spy.weight": np.ones((2, 2), np.float32)}, "int8"), "layer spy.weight"),
+        (lambda layers: to_message({name: a.T for name, a in layers.items()}, "int8"), "has shape"),
+    ],
+)
+def test_an_update_that_came_by_other_means_is_dropped_with_its_reason(damage, reason, tmp_path):
+    federation = Federation(tmp_path, "strategy=fedavg", "transport=int8", "num_clients=3")
+    grid, honest = federation.grid, federation.grid._client_app
+
+    def app(message, context):
+        reply = honest(message, context)
+        if context.node_config["partition-id"] == 1:
+            reply.content["arrays"] = damage(TrainPlan.from_content(message.content).layers)
+        return reply
+
+    grid._client_app = app
+    federation.run(1)
+    assert list(federation.report.dropped) == [1]
+    assert reason in federation.report.dropped[1]
+    assert "\n" not in federation.report.dropped[1]
+
+
+def test_another_word_is_refused_before_work_starts():
+    with pytest.raises(InputError, match="transport=zip is not valid; choose one of fp32, fp16, bf16, int8"):
+        compose(["transport=zip"])
+
+
+@pytest.mark.parametrize("transport", SHORT)
+def test_late_updates_are_added_to_what_their_clients_had_started_from(transport):
+    run = Run(3, lambda client, round: (6 if client == 2 else 1, "good"), buffered=True, min_updates=2)
+    layers = {**LAYERS, "encoder.weight": np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32) * 1000}
+    run.federation = replace(run.federation, transport=transport, initial=lambda: layers)
+    weight, ages = layers["encoder.weight"].astype(np.float64), set()
+    for _ in range(8):
+        report = run.round()
+        weight = weight + np.mean([(1 + row.client) / math.sqrt(1 + row.age) for row in report.clients])
+        np.testing.assert_allclose(run.weight, weight, atol=0.01)  # the way down alone rounds by a number or so
+        ages |= {row.age for row in report.clients}
+    assert max(ages) > 0
