@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,6 +33,7 @@ from tests.flower import ENVIRONMENT, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEPLOY = REPOSITORY / "deploy"
+TORCH = 300 * 2**20  # bytes that a process with torch has at least
 PATIENCE = 300.0  # seconds: a busy machine only takes longer
 
 
@@ -44,6 +45,7 @@ class Fleet:
     port: int
     public: int
     nodes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
     superlink: subprocess.Popen[str] | None = None
 
     @property
@@ -57,7 +59,7 @@ class Fleet:
         return ["engine=deployment", address, f"engine.root_certificates={self.keys / 'ca.crt'}"]
 
     def start_superlink(self) -> None:
-        port = str(self.port)
+        port, self.ports["superlink"] = str(self.port), self.port
         command = [port if word == "8000" else word for word in self._unit("fedssl-superlink.service", self.place.work)]
         self.superlink = self._start(command, "superlink")
         until(lambda: listens(self.port), "the SuperLink listens", self.superlink)
@@ -71,7 +73,8 @@ class Fleet:
         values = {"${SUPERLINK}": f"127.0.0.1:{port or self.public}", "${NODE_CONFIG}": said}
         values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{key or name}.key")
         command = [values.get(word, word) for word in self._unit("fedssl-supernode.service", own)]
-        self.nodes[name] = self._start([*command, "--port", str(free_port())], name)
+        self.ports[name] = free_port()
+        self.nodes[name] = self._start([*command, "--port", str(self.ports[name])], name)
 
     def register(self, *names: str) -> None:
         """Tell the SuperLink the public halves of the nodes' keys."""
@@ -111,6 +114,41 @@ class Fleet:
         )
         with _control(port) as control:
             return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
+
+    def working(self, app: str, owner: str) -> list[int]:
+        """Ids of processes in which a SuperLink or SuperNode runs ``flwr-serverapp`` or ``flwr-clientapp``.
+
+        Only those count that have got as far as torch: one that stops earlier has no task yet, and Flower starts
+        another.
+        """
+        found = []
+        for pid in self._of(owner):
+            with suppress(OSError):
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1]
+                if program.endswith(app.encode()) and pages * os.sysconf("SC_PAGE_SIZE") > TORCH:
+                    found.append(pid)
+        return found
+
+    def kill(self, owner: str) -> None:
+        """SIGKILL a SuperLink or SuperNode and all that it has started, as systemd does with a unit that has died."""
+        process = self.superlink if owner == "superlink" else self.nodes[owner]
+        process.kill()
+        process.wait()
+        while left := self._of(owner):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _of(self, owner: str) -> list[int]:
+        """Processes that work for a SuperLink or SuperNode: they know its address, and have sessions of their own."""
+        address = b"\0".join([b"--runtime-api-address", f"127.0.0.1:{self.ports[owner]}".encode(), b""])
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if address in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+        return found
 
     def wait_for_nodes(self, number: int) -> None:
         until(lambda: self.online() == number, f"{number} SuperNodes are there", self.superlink)
@@ -255,9 +293,3 @@ def until(true: Callable[[], bool], what: str, process: subprocess.Popen[str] | 
         assert process is None or process.poll() is None, f"{what}: the process has ended"
         assert time.monotonic() < last, f"{what}: not within {PATIENCE:.0f} s"
         time.sleep(0.2)
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL a process and what it has started, as systemd does with a unit whose process has died."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

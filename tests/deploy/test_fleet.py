@@ -6,8 +6,6 @@ import signal
 import ssl
 import urllib.error
 import urllib.request
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run as simulate
 from tests.devices import pictures
-from tests.fleet import PATIENCE, fleet, kill, until
+from tests.fleet import PATIENCE, fleet, until
 
 FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 SMALL = [*FORM, "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu", "evaluation=none"]
@@ -116,23 +114,6 @@ def refused(one):
 # --- devices that fail ---
 
 
-def process_of(owner, program):
-    """The id of a process of this program that SuperLink or SuperNode have started; None if there is none."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if os.getpgid(int(entry.name)) == owner.pid and program in (entry / "cmdline").read_text():
-                return int(entry.name)
-    return None
-
-
-def client_of(node):
-    return process_of(node, "flwr-clientapp")
-
-
-def server_of(superlink):
-    return process_of(superlink, "flwr-serverapp")
-
-
 def rows(run, name="metrics.jsonl"):
     """What a file of the run folder holds so far."""
     text = (run / name).read_text() if (run / name).exists() else ""
@@ -161,24 +142,24 @@ def test_a_run_outlives_what_its_devices_do(places, tmp_path):
             assert fedssl.poll() is None, fedssl.communicate()[0]
             return len(rows(run))
 
-        def asleep():  # the ClientApp of device a hangs
-            with suppress(TypeError, ProcessLookupError):
-                os.kill(client_of(one.nodes["a"]), signal.SIGSTOP)
-                return True
-            return False
+        def signal_clients(number):
+            for pid in one.working("flwr-clientapp", "a"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+        def missed():  # one that is stopped after its reply is not missed, but so is the next one
+            signal_clients(signal.SIGSTOP)
+            return any("0" in row["dropped"] for row in rows(run))
 
         until(lambda: took_part(run, 0, after=0) and took_part(run, 1, after=0), "devices a and b took part")
-        assert rows(run)[0]["dropped"]["2"].endswith("InputError; the log of the device says more")
-        until(lambda: client_of(one.nodes["a"]) is None, "a has done its part of a round")
-        until(asleep, "the ClientApp of a hangs")
-        before = last()
-        until(lambda: last() > before, "a round ends without it")
-        assert "0" in rows(run)[before]["dropped"]
-        os.kill(client_of(one.nodes["a"]), signal.SIGKILL)
+        told = "it failed with InputError; the log of the device says more"
+        until(lambda: any(row["dropped"].get("2") == told for row in rows(run)), "c has raised")
+        until(missed, "a round ends without a, whose ClientApp hangs")
+        signal_clients(signal.SIGKILL)
         before = last()
         until(lambda: took_part(run, 0, after=before), "a takes part again after its ClientApp was killed")
-        until(lambda: client_of(one.nodes["a"]) is not None, "a is in a round")
-        kill(one.nodes["a"])
+        until(lambda: bool(one.working("flwr-clientapp", "a")), "a is in a round")
+        one.kill("a")
         before = last()
         until(lambda: last() > before + 1, "rounds end without the SuperNode of a")
         assert not took_part(run, 0, after=before + 1)
@@ -213,7 +194,7 @@ def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places,
         one.wait_for_nodes(3)
         fedssl = one.submit(*words, "num_clients=3", f"output_dir={run}")
         until(lambda: len(rows(run)) >= 1, "a round has ended", fedssl)
-        kill(one.superlink)
+        one.kill("superlink")
         one.start_superlink()
         said = fedssl.communicate()[0]
         assert fedssl.returncode == 1, said
@@ -223,7 +204,8 @@ def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places,
         assert before < 5
         fedssl = one.submit(f"resume={run}")
         until(lambda: len(rows(run)) > before, "a round has ended", fedssl)
-        os.kill(server_of(one.superlink), signal.SIGKILL)
+        (server,) = one.working("flwr-serverapp", "superlink")
+        os.kill(server, signal.SIGKILL)
         said = fedssl.communicate()[0]
         assert fedssl.returncode == 1, said
         assert len(rows(run)) < 5
