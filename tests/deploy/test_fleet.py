@@ -6,6 +6,7 @@ import signal
 import ssl
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import numpy as np
 import pytest
