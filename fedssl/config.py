@@ -29,6 +29,7 @@ from fedssl.settings import (
     PrivacySettings,
     RecordingSettings,
     ScheduleSettings,
+    SecureSettings,
     Settings,
     TrainingSettings,
     UpdateSettings,
@@ -254,6 +255,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         ),
         calibration=_calibration(config),
         updates=UpdateSettings(**config.updates),
+        secure=None if config.secure.clipping_range is None else SecureSettings(**config.secure),
         privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,

@@ -243,6 +243,33 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecureSettings:
+    """Secure aggregation, see `server_app.secure`.
+
+    Attributes
+    ----------
+    clipping_range : float
+        No number of an update may change by more.
+    threshold : float
+        Share of the clients that must reply to the end, above 0.5 and at most 1.
+
+    Raises
+    ------
+    InputError
+        One of them is not such a number.
+    """
+
+    clipping_range: float
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if type(self.clipping_range) not in (int, float) or not 0 < self.clipping_range < math.inf:
+            raise InputError(f"secure.clipping_range={self.clipping_range} must be a number above 0")
+        if type(self.threshold) not in (int, float) or not 0.5 < self.threshold <= 1:
+            raise InputError(f"secure.threshold={self.threshold} must be a number above 0.5 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrivacySettings:
     """Differential privacy by the server, see `server_app.privacy`.
 
@@ -418,6 +445,7 @@ class Settings:
     calibration: CalibrationSettings | None
     updates: UpdateSettings
     privacy: PrivacySettings | None
+    secure: SecureSettings | None
     evaluation: EvaluationSettings
     machine: MachineSettings
     engine: EngineSettings

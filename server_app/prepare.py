@@ -124,6 +124,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
         updates=settings.updates,
+        secure=settings.secure,
         privacy=make_privacy(settings, method, devices=bool(task)),
         transport=settings.transport,
     )
@@ -181,6 +182,11 @@ def check_updates(settings: Settings, *, devices: bool) -> None:
     if updates.buffered and not devices:
         raise InputError(
             "updates.buffered=true is for devices: the clients of a simulation are never late; set it false"
+        )
+    if settings.secure and (settings.privacy or updates.buffered or updates.norm_factor is not None):
+        raise InputError(
+            "secure=secagg_plus shows the server nothing but a sum; set privacy=none updates.buffered=false "
+            "updates.norm_factor=null, which need single updates"
         )
     if updates.buffered and updates.extra_clients:
         raise InputError("updates.buffered=true waits for updates.min_updates; set updates.extra_clients=0")

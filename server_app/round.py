@@ -20,13 +20,17 @@ from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.records import content_bytes, from_message
 from fedssl.saying import printable
 from fedssl.schedule.phases import phase_at
+from fedssl.settings import SecureSettings
 from server_app.federation import Federation
 from server_app.overdue import brought_up
 from server_app.plausible import implausible
-from server_app.replies import BadUpdate, check_update, in_order, read_update
+from server_app.post import Post
+from server_app.replies import NO_REPLY, BadUpdate, check_update, in_order, read_update
 from server_app.report import ClientRow, RoundReport
+from server_app.secure import NotEnough, mean_way, moved
 from strategies.base import Rule
 from strategies.state import GLOBAL, Model, ServerState, suffix
+from strategies.weighted_sum import UNMEASURED, adds_equally
 
 log = logging.getLogger("fedssl")
 
@@ -125,9 +129,9 @@ class Round:
         if federation.updates.buffered:
             self._check_whole("updates.buffered=true")
         if federation.privacy:
-            self._check_whole("privacy=central")
-            for aggregation in self._aggregations.values():
-                federation.privacy.check(aggregation.rule)
+            self._check_sum("privacy=central")
+        if federation.secure:
+            self._check_sum("secure=secagg_plus")
 
     def end(
         self,
@@ -162,6 +166,36 @@ class Round:
         for one in usable:
             self._fold(one, observe)
             del one  # a streamed update is a whole model: let it go before the next one is made
+        return self._close()
+
+    def end_with_sum(self, post: Post, secure: SecureSettings) -> tuple[ServerState, RoundReport]:
+        """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdates`."""
+        federation, clients = self._federation, {node: client for client, node in self._federation.nodes.items()}
+        contents = {message.metadata.dst_node_id: message.content for message in self.messages}
+        updates, start = federation.updates, self._starts[GLOBAL]
+        try:
+            found = mean_way(
+                post, contents, secure, round=self.number, timeout=federation.timeout, deadline=updates.deadline
+            )
+            mean = ClientUpdate(layers=moved(start.sent.layers, found.way), partition_id=clients[found.nodes[0]])
+        except NotEnough as reason:
+            raise TooFewUpdates(f"round {self.number}: {reason}") from reason
+        for client in self._start_of.keys() - {clients[node] for node in found.nodes}:
+            self._drop(client, NO_REPLY)
+        aggregation = self._aggregations[GLOBAL]
+        aggregation.rule.start(start.sent)
+        aggregation.rule.add(mean, start.sent.compare(mean.layers))
+        for node in found.nodes:
+            client = clients[node]
+            aggregation.received[client] = self._received[client]
+            self._bytes_down[client] = found.bytes_down[node]
+            self._report.clients.append(
+                self._row(_Usable(replace(mean, partition_id=client), UNMEASURED, found.bytes_up[node]))
+            )
+        return self._close()
+
+    def _close(self) -> tuple[ServerState, RoundReport]:
+        """The new state, if enough updates were used; raises `TooFewUpdates`."""
         if len(self._report.clients) < self._federation.updates.min_updates:
             raise TooFewUpdates(self._too_few())
         fed = {name: self._aggregate(name) for name, one in self._aggregations.items() if one.received}
@@ -239,6 +273,18 @@ class Round:
             return tuple(start.frozen)
         held = self._federation.stages.frozen(phase_at(self._federation.phases, last), start.frozen)
         return tuple(name for name in start.frozen if name not in held)
+
+    def _check_sum(self, what: str) -> None:
+        self._check_whole(what)
+        if not all(adds_equally(aggregation.rule) for aggregation in self._aggregations.values()):
+            raise InputError(
+                f"{what} needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
+                "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
+            )
+        if self._federation.method.gathered:
+            raise InputError(
+                f"{what} does not cover what {type(self._federation.method).__name__} gathers; set another method"
+            )
 
     def _check_whole(self, what: str) -> None:
         one_model = {*self._start_of.values(), *(name for names in self._into.values() for name in names)} <= {GLOBAL}
