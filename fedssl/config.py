@@ -26,15 +26,13 @@ from fedssl.settings import (
     MachineSettings,
     ModelSettings,
     PartitionSettings,
-    PrivacySettings,
     RecordingSettings,
     ScheduleSettings,
-    SecureSettings,
     Settings,
     TrainingSettings,
-    UpdateSettings,
 )
 from fedssl.untrusted import damaged
+from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
 from fedssl.words import check_run_id, parse, quote
 
 log = logging.getLogger("fedssl")

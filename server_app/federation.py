@@ -13,7 +13,8 @@ from fedssl.model_layers import copied_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
-from fedssl.settings import EXACT, SecureSettings, UpdateSettings
+from fedssl.settings import EXACT
+from fedssl.update_settings import SecureSettings, UpdateSettings
 from server_app.privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer

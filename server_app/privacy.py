@@ -20,7 +20,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight
 from fedssl.methods.base import SSLMethod
-from fedssl.settings import PrivacySettings
+from fedssl.update_settings import PrivacySettings
 
 
 class Privacy:

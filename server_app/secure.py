@@ -17,7 +17,7 @@ from client_app.secure import LEAST_CLIENTS, summed
 from fedssl.errors import RunFailed
 from fedssl.layers import Layers
 from fedssl.records import content_bytes
-from fedssl.settings import SecureSettings
+from fedssl.update_settings import SecureSettings
 from server_app.post import Post
 
 

@@ -9,7 +9,7 @@ import pytest
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.layers import GlobalLayers
-from fedssl.settings import PrivacySettings
+from fedssl.update_settings import PrivacySettings
 from server_app.privacy import Privacy, _delta, epsilon
 from simulation.cli import run
 from strategies.l_dawa import LDAWA
