@@ -33,7 +33,8 @@ from fedssl.config import compose, read_client
 from fedssl.files import numbered_file, numbered_files, write_whole
 from fedssl.training import batches
 from server_app.app import prepare
-from server_app.round import run_round
+from server_app.attempts import run_round
+from server_app.post import Post
 from simulation.local_grid import LocalGrid
 from strategies.state import ServerState
 
@@ -53,7 +54,8 @@ class Federation:
     def __call__(self) -> float:
         """Run a round; its seconds."""
         start = time.perf_counter()
-        self.state, _ = run_round(self.grid, self.federation, self.state, keep_from=self.state.round)
+        post = Post(self.grid)
+        self.state, _ = run_round(post, lambda: self.federation, self.state, keep_from=self.state.round)
         return time.perf_counter() - start
 
     def bare(self) -> float:

@@ -15,11 +15,12 @@ from flwr.common.constant import ErrorCode
 from client_app.device import Device, told
 from client_app.limits import check_message, check_plan
 from client_app.resident import resident
+from client_app.secure import answer, is_secure
 from client_app.simulated import Simulated, is_simulated
 from fedssl.config import read_client
 from fedssl.errors import Refused
 from fedssl.fingerprint import code_fingerprint
-from fedssl.messages import TrainPlan, who_reply
+from fedssl.messages import ClientUpdate, TrainPlan, who_reply
 
 log = logging.getLogger("fedssl")
 
@@ -45,7 +46,17 @@ def train(message: Message, context: Context) -> Message:
 
 
 def train_round(message: Message, context: Context) -> Message:
-    """Unpack the plan, train, pack the update."""
+    """Unpack the plan, train, pack the update; or take the next step of secure aggregation."""
+    if is_secure(message):
+        return answer(message, context, _trained)
+    client = _client(context)
+    if isinstance(client, Device) and client.sums_only:
+        raise Refused("this device takes part in secure aggregation only (sums-only); set secure=secagg_plus")
+    plan, update = _trained(message, context)
+    return Message(update.to_content(plan), reply_to=message)
+
+
+def _trained(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdate]:
     client = _client(context)
     if isinstance(client, Device):
         check_message(message.content, client.limits)
@@ -57,8 +68,7 @@ def train_round(message: Message, context: Context) -> Message:
         settings, clock = client.settings(plan.settings), client.limits.clock()
     else:
         settings, clock = read_client(plan.settings), _no_end
-    update = resident(settings).train(plan, client.number, settings.states / client.name, before_step=clock)
-    return Message(update.to_content(plan), reply_to=message)
+    return plan, resident(settings).train(plan, client.number, settings.states / client.name, before_step=clock)
 
 
 def _client(context: Context) -> Device | Simulated:

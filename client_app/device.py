@@ -43,7 +43,17 @@ from fedssl.untrusted import read_text
 log = logging.getLogger("fedssl")
 
 DEVICES = ("auto", "cpu", "cuda")
-KEYS = ("data-path", "client-name", "state-path", "limits", "config-dir", "threads", "device", "partition-id")
+KEYS = (
+    "data-path",
+    "client-name",
+    "state-path",
+    "limits",
+    "config-dir",
+    "threads",
+    "device",
+    "partition-id",
+    "sums-only",
+)
 ALSO = ("num-partitions",)  # what Flower's templates set for a simulation; a device does not need it
 
 Value = bool | float | int | str
@@ -64,6 +74,8 @@ class Device:
     threads : int or None
         None: by the size of the pictures.
     device : {"auto", "cpu", "cuda"}
+    sums_only : bool
+        Whether it takes part in secure aggregation alone.
     limits : Limits
     """
 
@@ -74,6 +86,7 @@ class Device:
     folders: tuple[Path, ...] = ()
     threads: int | None = None
     device: str = "auto"
+    sums_only: bool = False
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
@@ -102,6 +115,7 @@ class Device:
             folders=tuple(search_folders([search_word([_path(folder)])])) if folder else (),
             threads=_number(node_config, "threads", least=1),
             device=device,
+            sums_only=_flag(node_config, "sums-only"),
             limits=read_limits(_path(limits)) if limits else Limits(),
         )
 
@@ -189,6 +203,13 @@ def _host(partition: int | None) -> str:
     """The name of the host, as far as it can name a device."""
     host = re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).lstrip("-.")[:30] or "device"
     return host if partition is None else f"{host}-{partition}"
+
+
+def _flag(node_config: Mapping[str, Value], key: str) -> bool:
+    value = node_config.get(key, False)
+    if not isinstance(value, bool):
+        raise InputError(f"{key}={value} is not valid; set it to true or false")
+    return value
 
 
 def _number(node_config: Mapping[str, Value], key: str, *, least: int) -> int | None:

@@ -26,14 +26,13 @@ from fedssl.settings import (
     MachineSettings,
     ModelSettings,
     PartitionSettings,
-    PrivacySettings,
     RecordingSettings,
     ScheduleSettings,
     Settings,
     TrainingSettings,
-    UpdateSettings,
 )
 from fedssl.untrusted import damaged
+from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
 from fedssl.words import check_run_id, parse, quote
 
 log = logging.getLogger("fedssl")
@@ -254,6 +253,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         ),
         calibration=_calibration(config),
         updates=UpdateSettings(**config.updates),
+        secure=None if config.secure.clipping_range is None else SecureSettings(**config.secure),
         privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,

@@ -1,13 +1,13 @@
 """The settings of a run as values: what each collaborator takes, and no more. `fedssl.config` makes them, once."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedssl.errors import InputError
+from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
 
 EXACT = "fp32"
 TRANSPORTS = (EXACT, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.transport`
@@ -195,84 +195,6 @@ class AlgorithmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateSettings:
-    """What a server takes from clients, and how long it waits for it.
-
-    Attributes
-    ----------
-    min_updates : int
-        How many a round needs.
-    repeats : int
-        How often a round with fewer is repeated, with other clients, before the run stops.
-    extra_clients : int
-        How many more clients than ``clients_per_round`` are asked; the first ``clients_per_round`` to reply count.
-    deadline : float or None
-        Seconds after which a round goes on without those that are missing; None: as long as replies come.
-    buffered : bool
-        Whether a round ends with ``min_updates``, and late ones count in the next, the less the older they are.
-    norm_factor : float or None
-        How many times as far as the median of a round an update may move, at least 1; None: any. With a number all
-        updates of a round are kept in memory until the last is there.
-    max_examples : int or None
-        How many pictures a client may say that it has, at least 1; None: any number.
-
-    Raises
-    ------
-    InputError
-        One of them is not such a value.
-    """
-
-    min_updates: int = 1
-    repeats: int = 0
-    extra_clients: int = 0
-    deadline: float | None = None
-    buffered: bool = False
-    norm_factor: float | None = None
-    max_examples: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in {"min_updates": 1, "repeats": 0, "extra_clients": 0, "max_examples": 1}.items():
-            value = getattr(self, name)
-            if (name, value) != ("max_examples", None) and (type(value) is not int or value < least):
-                raise InputError(f"updates.{name}={value} must be a whole number of at least {least}")
-        for name, low in {"deadline": 0, "norm_factor": 1}.items():
-            value = getattr(self, name)
-            if value is not None and (type(value) not in (int, float) or not low <= value < math.inf or not value):
-                range = f"of at least {low}" if low else "above 0"
-                raise InputError(f"updates.{name}={value} must be a number {range}, or null")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacySettings:
-    """Differential privacy by the server, see `server_app.privacy`.
-
-    Attributes
-    ----------
-    clip_norm : float
-        Longest way of an update, by its 2-norm over all weights.
-    noise_multiplier : float
-        Standard deviation of the noise on the sum, in multiples of ``clip_norm``.
-    delta : float
-        Probability with which epsilon may not hold.
-
-    Raises
-    ------
-    InputError
-        One of them is not such a number.
-    """
-
-    clip_norm: float
-    noise_multiplier: float
-    delta: float
-
-    def __post_init__(self) -> None:
-        for name, most in {"clip_norm": math.inf, "noise_multiplier": math.inf, "delta": 1.0}.items():
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < most:
-                raise InputError(f"privacy.{name}={value} must be a number above 0" + " and below 1" * (most == 1))
-
-
-@dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
     """Training on the server itself.
 
@@ -419,6 +341,7 @@ class Settings:
     calibration: CalibrationSettings | None
     updates: UpdateSettings
     privacy: PrivacySettings | None
+    secure: SecureSettings | None
     evaluation: EvaluationSettings
     machine: MachineSettings
     engine: EngineSettings

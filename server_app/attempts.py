@@ -47,6 +47,8 @@ def run_round(
             enough = federation.clients_per_round
         replies = post.exchange(one.messages, timeout=federation.timeout, deadline=updates.deadline, enough=enough)
         try:
+            if federation.secure:
+                return one.end_with_sum(post, federation.secure)
             return one.end(replies, late=post.late, observe=observe)
         except TooFewUpdates as reason:
             if attempt == updates.repeats:

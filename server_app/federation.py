@@ -13,7 +13,8 @@ from fedssl.model_layers import copied_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
-from fedssl.settings import EXACT, UpdateSettings
+from fedssl.settings import EXACT
+from fedssl.update_settings import SecureSettings, UpdateSettings
 from server_app.privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
@@ -58,6 +59,8 @@ class Federation:
         What is taken from clients, and how long it is waited for.
     privacy : Privacy or None
         None: the model is released as the rule made it.
+    secure : SecureSettings or None
+        None: the server sees every update.
     transport : str
         How layers travel, see `fedssl.transport`.
 
@@ -83,6 +86,7 @@ class Federation:
     calibration: Calibration | None = None
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     privacy: Privacy | None = None
+    secure: SecureSettings | None = None
     transport: str = EXACT
 
     def __post_init__(self) -> None:

@@ -124,6 +124,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
         updates=settings.updates,
+        secure=settings.secure,
         privacy=make_privacy(settings, method, devices=bool(task)),
         transport=settings.transport,
     )
@@ -181,6 +182,11 @@ def check_updates(settings: Settings, *, devices: bool) -> None:
     if updates.buffered and not devices:
         raise InputError(
             "updates.buffered=true is for devices: the clients of a simulation are never late; set it false"
+        )
+    if settings.secure and (settings.privacy or updates.buffered or updates.norm_factor is not None):
+        raise InputError(
+            "secure=secagg_plus shows the server nothing but a sum; set privacy=none updates.buffered=false "
+            "updates.norm_factor=null, which need single updates"
         )
     if updates.buffered and updates.extra_clients:
         raise InputError("updates.buffered=true waits for updates.min_updates; set updates.extra_clients=0")
@@ -248,7 +254,10 @@ def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Pri
         return None
     check_model(method)
     if settings.updates.norm_factor is not None:
-        raise InputError("updates.norm_factor lets clients decide on each other, which privacy=central does not count")
+        raise InputError(
+            "updates.norm_factor lets clients decide on each other, which privacy=central does not count; set "
+            "updates.norm_factor=null"
+        )
 
     def generator(round: int) -> np.random.Generator:
         return np.random.default_rng() if devices else numpy_generator(settings.seed, "noise", round)

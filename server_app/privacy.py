@@ -20,9 +20,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight
 from fedssl.methods.base import SSLMethod
-from fedssl.settings import PrivacySettings
-from strategies.base import Rule
-from strategies.weighted_sum import WeightedSum
+from fedssl.update_settings import PrivacySettings
 
 
 class Privacy:
@@ -41,14 +39,6 @@ class Privacy:
         self, settings: PrivacySettings, *, clients: int, generator: Callable[[int], np.random.Generator]
     ) -> None:
         self._settings, self._clients, self._generator = settings, clients, generator
-
-    def check(self, rule: Rule) -> None:
-        """Refuse, by an `InputError`, a rule that is no sum to which every client may add as much."""
-        if not (isinstance(rule, WeightedSum) and (rule.weighting, rule.scale) == ("uniform", "none")):
-            raise InputError(
-                "privacy=central needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
-                "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
-            )
 
     def clip(self, layers: Layers, begun: Layers) -> Layers:
         """An update that went no further than the longest way; statistics and counters as they were."""
@@ -77,8 +67,6 @@ class Privacy:
 
 def check_model(method: SSLMethod) -> None:
     """Refuse, by an `InputError`, a model that needs what is not released."""
-    if method.gathered:
-        raise InputError(f"privacy=central does not cover what {type(method).__name__} gathers; set another method")
     if _has_statistics(method.encoder):
         raise InputError(
             "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, or "

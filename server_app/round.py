@@ -1,47 +1,39 @@
-"""One round: plans down, updates up, and of the server's state the next one.
+"""One round: updates up, and of the server's state the next one.
 
 A `Round` knows no algorithm: it asks the halves of a strategy what they define, and does itself what is the same for
-all: who trains, what a client of a phase lacks, which replies count and in which order, and the rows of the log. Every
-client is checked and measured against the model that it started from.
+all: who trains, which replies count and in which order, and the rows of the log. Every client is checked and measured
+against the model that it started from.
 """
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.messages import ARRAYS, ClientUpdate
 from fedssl.records import content_bytes, from_message
 from fedssl.saying import printable
-from fedssl.schedule.phases import phase_at
+from fedssl.update_settings import SecureSettings
 from server_app.federation import Federation
 from server_app.overdue import brought_up
+from server_app.plans import Plans
 from server_app.plausible import implausible
-from server_app.replies import BadUpdate, check_update, in_order, read_update
+from server_app.post import Post
+from server_app.replies import NO_REPLY, BadUpdate, check_update, in_order, read_update
 from server_app.report import ClientRow, RoundReport
+from server_app.secure import NotEnough, mean_way, moved
 from strategies.base import Rule
 from strategies.state import GLOBAL, Model, ServerState, suffix
+from strategies.weighted_sum import UNMEASURED, adds_equally
 
 log = logging.getLogger("fedssl")
 
 Observe = Callable[[int, Layers], None]  # sees the client and the running layers of every update that is used
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A model as the round finds it: what its clients train, only use, and send back (None: all that they train)."""
-
-    model: Model
-    trained: Layers
-    frozen: Layers
-    up: tuple[str, ...] | None
-    sent: GlobalLayers
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,6 @@ class Round:
     ) -> None:
         self._federation, self._state = federation, state
         self.number = state.round + 1
-        self._phase = phase_at(federation.phases, self.number)
         server = federation.strategy.server
         clients = federation.sample(self.number, attempt=attempt, busy=busy)
         self._start_of = {client: server.start_of(state, self.number, client) for client in clients}
@@ -113,21 +104,18 @@ class Round:
         targets = dict.fromkeys(name for names in self._into.values() for name in names)
         if federation.updates.buffered:
             targets[GLOBAL] = None
-        untrained = functools.cache(federation.untrained)  # made once, and only if it is needed
-        names = dict.fromkeys([*self._start_of.values(), *targets])
-        self._starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
+        plans = Plans(federation, state, start_of=self._start_of, also=targets, keep_from=keep_from)
+        self._starts, self._received, self._bytes_down = plans.starts, plans.received, plans.bytes_down
+        self.messages = plans.messages
         self._aggregations = {name: _Aggregation(server.rule(self.number)) for name in targets}
         self._needs = server.rule(self.number).needs
-        self._received: dict[int, tuple[str, ...]] = {}
-        self._bytes_down: dict[int, int] = {}
         self._report = RoundReport(self.number)
-        self.messages = list(self._plans(keep_from=keep_from))
         if federation.updates.buffered:
             self._check_whole("updates.buffered=true")
         if federation.privacy:
-            self._check_whole("privacy=central")
-            for aggregation in self._aggregations.values():
-                federation.privacy.check(aggregation.rule)
+            self._check_sum("privacy=central")
+        if federation.secure:
+            self._check_sum("secure=secagg_plus")
 
     def end(
         self,
@@ -162,6 +150,36 @@ class Round:
         for one in usable:
             self._fold(one, observe)
             del one  # a streamed update is a whole model: let it go before the next one is made
+        return self._close()
+
+    def end_with_sum(self, post: Post, secure: SecureSettings) -> tuple[ServerState, RoundReport]:
+        """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdates`."""
+        federation, clients = self._federation, {node: client for client, node in self._federation.nodes.items()}
+        contents = {message.metadata.dst_node_id: message.content for message in self.messages}
+        updates, start = federation.updates, self._starts[GLOBAL]
+        try:
+            found = mean_way(
+                post, contents, secure, round=self.number, timeout=federation.timeout, deadline=updates.deadline
+            )
+            mean = ClientUpdate(layers=moved(start.sent.layers, found.way), partition_id=clients[found.nodes[0]])
+        except NotEnough as reason:
+            raise TooFewUpdates(f"round {self.number}: {reason}") from reason
+        for client in self._start_of.keys() - {clients[node] for node in found.nodes}:
+            self._drop(client, NO_REPLY)
+        aggregation = self._aggregations[GLOBAL]
+        aggregation.rule.start(start.sent)
+        aggregation.rule.add(mean, start.sent.compare(mean.layers))
+        for node in found.nodes:
+            client = clients[node]
+            aggregation.received[client] = self._received[client]
+            self._bytes_down[client] = found.bytes_down[node]
+            self._report.clients.append(
+                self._row(_Usable(replace(mean, partition_id=client), UNMEASURED, found.bytes_up[node]))
+            )
+        return self._close()
+
+    def _close(self) -> tuple[ServerState, RoundReport]:
+        """The new state, if enough updates were used; raises `TooFewUpdates`."""
         if len(self._report.clients) < self._federation.updates.min_updates:
             raise TooFewUpdates(self._too_few())
         fed = {name: self._aggregate(name) for name, one in self._aggregations.items() if one.received}
@@ -174,71 +192,19 @@ class Round:
             self._report.privacy.update(self._federation.privacy.spent(self.number))
         return ServerState(round=self.number, models=models, took_part=took_part), self._report
 
-    # --- plans ---
+    # --- what is not possible ---
 
-    def _start(self, model: Model) -> _Start:
-        federation = self._federation
-        model = federation.calibrated(federation.in_phase(model, self.number), self.number, at="start")
-        layers = model.layers
-        trained = {layer: layers[layer] for layer in federation.stages.trained(self._phase, layers)}
-        frozen = {layer: layers[layer] for layer in federation.stages.frozen(self._phase, layers)}
-        up = federation.strategy.server.up(model, self.number, trained)
-        sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
-        return _Start(model, trained, frozen, up, sent)
-
-    def _plans(self, *, keep_from: int) -> Iterator[Message]:
-        federation = self._federation
-        plan = TrainPlan(
-            round=self.number,
-            layers={},
-            settings=federation.settings,
-            metrics=federation.reported(self.number),
-            keep_from=keep_from,
-            code=federation.code,
-            transport=federation.transport,
-            lr_factor=federation.lr_factor(self.number),
-        )
-        contents: dict[tuple[str, tuple[str, ...]], RecordDict] = {}  # clients that receive the same share a record
-        for client, name in self._start_of.items():
-            start = self._starts[name]
-            last = self._state.last_round(client, name)
-            chosen = federation.strategy.server.down(start.model, self.number, start.trained, last)
-            self._received[client] = tuple(start.trained) if chosen is None else chosen
-            down = (*self._lacks(start, last), *self._received[client])
-            layers = {layer: start.model.layers[layer] for layer in down}
-            if (name, down) not in contents:
-                contents[name, down] = self._in_phase(
-                    replace(plan, layers=layers, shared=start.model.shared, up=start.up), start
-                ).to_content()
-            content = contents[name, down]
-            self._bytes_down[client] = content_bytes(content)
-            yield Message(content, federation.nodes[client], "train", group_id=str(self.number))
-
-    def _in_phase(self, plan: TrainPlan, start: _Start) -> TrainPlan:
-        """The plan with what a client must know of the phase, if there are several."""
-        phase = self._phase
-        if len(self._federation.phases) == 1:
-            return plan
-        return replace(
-            plan,
-            up=tuple(start.sent.layers),
-            depth=phase.depth,
-            frozen=phase.frozen,
-            hold=self._federation.hold,
-            depth_dropout=phase.dropout,
-        )
-
-    def _lacks(self, start: _Start, last: int | None) -> tuple[str, ...]:
-        """Those of the frozen layers that a client does not have from a round in which they were frozen already.
-
-        LW-FedSSL's Table 2 (Tun et al., arXiv 2401.11647) follows from what a client lacks, and so does what one that
-        joins late or missed a stage has to receive (end of Section 5.2). With calibration the server changes all stages
-        in every round, so that they travel down every time.
-        """
-        if last is None or not self._federation.hold:
-            return tuple(start.frozen)
-        held = self._federation.stages.frozen(phase_at(self._federation.phases, last), start.frozen)
-        return tuple(name for name in start.frozen if name not in held)
+    def _check_sum(self, what: str) -> None:
+        self._check_whole(what)
+        if not all(adds_equally(aggregation.rule) for aggregation in self._aggregations.values()):
+            raise InputError(
+                f"{what} needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
+                "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
+            )
+        if self._federation.method.gathered:
+            raise InputError(
+                f"{what} does not cover what {type(self._federation.method).__name__} gathers; set another method"
+            )
 
     def _check_whole(self, what: str) -> None:
         one_model = {*self._start_of.values(), *(name for names in self._into.values() for name in names)} <= {GLOBAL}

@@ -29,7 +29,7 @@ NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
 BUFFERS = ("average", "scale")
 
-_UNMEASURED = Cosines(weights={}, buffers={}, model=1.0, offender=None)
+UNMEASURED = Cosines(weights={}, buffers={}, model=1.0, offender=None)
 
 
 def one_of(setting: str, value: str, allowed: Sequence[str]) -> str:
@@ -115,7 +115,7 @@ class WeightedSum:
         """
         check_all(self._global, updates)
         if self.scale == "none":
-            all_cosines = [_UNMEASURED] * len(updates)
+            all_cosines = [UNMEASURED] * len(updates)
         else:
             all_cosines = self._global.compare_all([update.layers for update in updates])
         for update, cosines in zip(updates, all_cosines, strict=True):
@@ -200,6 +200,11 @@ class WeightedSum:
         if weight:
             return [term.weight * term.cosines.weights[name] for term in terms]  # Eqs. 4-6
         return [term.weight * term.cosines.buffers[name] for term in terms]
+
+
+def adds_equally(rule: object) -> bool:
+    """Whether a rule adds clients up, each with the same weight."""
+    return isinstance(rule, WeightedSum) and (rule.weighting, rule.scale) == ("uniform", "none")
 
 
 def check_all(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:

@@ -15,7 +15,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import travelling_layers
 from fedssl.records import content_bytes
 from fedssl.schedule.phases import end_to_end
-from fedssl.settings import UpdateSettings
+from fedssl.update_settings import UpdateSettings
 from server_app.federation import Federation, sample_clients
 from server_app.replies import receive
 from server_app.round import Round

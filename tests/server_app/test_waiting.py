@@ -13,7 +13,7 @@ from fedssl.errors import InputError, RunFailed
 from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.model_layers import travelling_layers
 from fedssl.schedule.phases import end_to_end
-from fedssl.settings import UpdateSettings
+from fedssl.update_settings import UpdateSettings
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.federation import Federation

@@ -1,0 +1,81 @@
+"""The client's side of secure aggregation, by Flower's SecAgg+ mod: its update leaves it masked.
+
+Flower's mod is of its older interface: it takes what the client sends for a ``FitRes``. The client also looks at what
+the server proposes, because masks protect from nobody if one node has a say over them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from fedssl.errors import Refused
+from fedssl.layers import Layers
+from fedssl.messages import ClientUpdate, TrainPlan
+
+CONFIGS = "secaggplus_configs"  # Flower's name of the record in which the stages of the protocol travel
+LEAST_CLIENTS = 3  # of two, each knows the other's update from the sum
+
+
+def is_secure(message: Message) -> bool:
+    """Whether a message belongs to the protocol."""
+    return CONFIGS in message.content.config_records
+
+
+def answer(
+    message: Message, context: Context, train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]]
+) -> Message:
+    """The answer to one stage of the protocol; ``train`` is asked in the one that collects.
+
+    Raises
+    ------
+    Refused
+        The server proposes what would let it see more than a sum.
+    """
+    from flwr.client.mod import secaggplus_mod  # here: takes half a second, and few runs need it
+    from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+    from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+
+    configs = message.content.config_records[CONFIGS]
+    _check(configs)
+    # A copy, because the mod takes parts out and in a simulation clients share what they receive.
+    message.content = RecordDict({**message.content, CONFIGS: ConfigRecord(dict(configs))})
+
+    def call(message: Message, context: Context) -> Message:
+        plan, update = train(message, context)
+        way = ndarrays_to_parameters([way_of(update.layers, plan.layers)])
+        found = FitRes(Status(Code.OK, ""), way, num_examples=1, metrics={})
+        return Message(fitres_to_recorddict(found, keep_input=False), reply_to=message)
+
+    return secaggplus_mod(message, context, call)
+
+
+def summed(layers: Layers) -> list[str]:
+    """Names of the layers that are summed: all but counters, in order."""
+    return [name for name, array in layers.items() if array.dtype.kind == "f"]
+
+
+def way_of(layers: Layers, begun: Layers) -> np.ndarray:
+    """How far all summed layers went, as one vector."""
+    ways = [layers[name].astype(np.float64) - begun[name] for name in summed(begun)]
+    return np.concatenate([way.reshape(-1) for way in ways])
+
+
+def _check(configs: ConfigRecord) -> None:
+    values = dict(configs)
+    if values.get("stage") == "setup":
+        numbers = [
+            value for key in ("sample_num", "share_num", "threshold") if isinstance(value := values.get(key), int)
+        ]
+        if len(numbers) < 3:
+            raise Refused("secure aggregation was proposed without saying for how many clients")
+        clients, shares, threshold = numbers
+        if min(clients, shares) < LEAST_CLIENTS or not shares < 2 * threshold <= 2 * shares:
+            raise Refused(
+                f"secure aggregation of {clients} clients with {shares} shares, {threshold} of which reveal a mask, "
+                f"was proposed; at least {LEAST_CLIENTS} clients and more than half of the shares are needed"
+            )
+    if values.get("stage") == "unmask":
+        active, dead = values.get("active_nids"), values.get("dead_nids")
+        if not (isinstance(active, list) and isinstance(dead, list)) or set(active) & set(dead):
+            raise Refused("secure aggregation was asked for both shares of a client, which would reveal its update")

@@ -1,0 +1,133 @@
+"""The plans of a round: what every client starts from, what of it the client lacks, and the messages that bring it."""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from flwr.app import Message, RecordDict
+
+from fedssl.layers import GlobalLayers, Layers
+from fedssl.messages import TrainPlan
+from fedssl.records import content_bytes
+from fedssl.schedule.phases import phase_at
+from server_app.federation import Federation
+from strategies.state import Model, ServerState
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model as the round finds it: what its clients train, only use, and send back (None: all that they train)."""
+
+    model: Model
+    trained: Layers
+    frozen: Layers
+    up: tuple[str, ...] | None
+    sent: GlobalLayers
+
+
+class Plans:
+    """What goes out in the round that follows a state.
+
+    Parameters
+    ----------
+    federation : Federation
+    state : ServerState
+    start_of : mapping of int to str
+        For each client that trains, the name of the model that it starts from.
+    also : iterable of str
+        Names of other models that updates will go into.
+    keep_from : int
+        Oldest round that a resumed run may go back to.
+
+    Attributes
+    ----------
+    starts : dict of str to Start
+    received : dict of int to tuple of str
+        Names of the trained layers that a client receives.
+    bytes_down : dict of int to int
+    messages : list of Message
+        One for each client, in order.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        state: ServerState,
+        *,
+        start_of: Mapping[int, str],
+        also: Iterable[str],
+        keep_from: int,
+    ) -> None:
+        self._federation, self._state = federation, state
+        self._number = state.round + 1
+        self._phase = phase_at(federation.phases, self._number)
+        untrained = functools.cache(federation.untrained)  # made once, and only if it is needed
+        names = dict.fromkeys([*start_of.values(), *also])
+        self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
+        self.received: dict[int, tuple[str, ...]] = {}
+        self.bytes_down: dict[int, int] = {}
+        self.messages = list(self._plans(start_of, keep_from=keep_from))
+
+    def _start(self, model: Model) -> Start:
+        federation = self._federation
+        model = federation.calibrated(federation.in_phase(model, self._number), self._number, at="start")
+        layers = model.layers
+        trained = {layer: layers[layer] for layer in federation.stages.trained(self._phase, layers)}
+        frozen = {layer: layers[layer] for layer in federation.stages.frozen(self._phase, layers)}
+        up = federation.strategy.server.up(model, self._number, trained)
+        sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
+        return Start(model, trained, frozen, up, sent)
+
+    def _plans(self, start_of: Mapping[int, str], *, keep_from: int) -> Iterator[Message]:
+        federation = self._federation
+        plan = TrainPlan(
+            round=self._number,
+            layers={},
+            settings=federation.settings,
+            metrics=federation.reported(self._number),
+            keep_from=keep_from,
+            code=federation.code,
+            transport=federation.transport,
+            lr_factor=federation.lr_factor(self._number),
+        )
+        contents: dict[tuple[str, tuple[str, ...]], RecordDict] = {}  # clients that receive the same share a record
+        for client, name in start_of.items():
+            start = self.starts[name]
+            last = self._state.last_round(client, name)
+            chosen = federation.strategy.server.down(start.model, self._number, start.trained, last)
+            self.received[client] = tuple(start.trained) if chosen is None else chosen
+            down = (*self._lacks(start, last), *self.received[client])
+            layers = {layer: start.model.layers[layer] for layer in down}
+            if (name, down) not in contents:
+                contents[name, down] = self._in_phase(
+                    replace(plan, layers=layers, shared=start.model.shared, up=start.up), start
+                ).to_content()
+            content = contents[name, down]
+            self.bytes_down[client] = content_bytes(content)
+            yield Message(content, federation.nodes[client], "train", group_id=str(self._number))
+
+    def _in_phase(self, plan: TrainPlan, start: Start) -> TrainPlan:
+        """The plan with what a client must know of the phase, if there are several."""
+        phase = self._phase
+        if len(self._federation.phases) == 1:
+            return plan
+        return replace(
+            plan,
+            up=tuple(start.sent.layers),
+            depth=phase.depth,
+            frozen=phase.frozen,
+            hold=self._federation.hold,
+            depth_dropout=phase.dropout,
+        )
+
+    def _lacks(self, start: Start, last: int | None) -> tuple[str, ...]:
+        """Those of the frozen layers that a client does not have from a round in which they were frozen already.
+
+        LW-FedSSL's Table 2 (Tun et al., arXiv 2401.11647) follows from what a client lacks, and so does what one that
+        joins late or missed a stage has to receive (end of Section 5.2). With calibration the server changes all stages
+        in every round, so that they travel down every time.
+        """
+        if last is None or not self._federation.hold:
+            return tuple(start.frozen)
+        held = self._federation.stages.frozen(phase_at(self._federation.phases, last), start.frozen)
+        return tuple(name for name in start.frozen if name not in held)

@@ -1,0 +1,184 @@
+"""The server's side of secure aggregation: Flower's SecAgg+ workflow, of which this takes the mean of clients' ways.
+
+The workflow is of Flower's older interface, and asks a strategy and a client manager what it needs; here one small
+object answers. What it sends goes through the `Post` of the run, with its deadline.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+
+from client_app.secure import LEAST_CLIENTS, summed
+from fedssl.errors import RunFailed
+from fedssl.layers import Layers
+from fedssl.records import content_bytes
+from fedssl.update_settings import SecureSettings
+from server_app.post import Post
+
+
+class NotEnough(RunFailed):
+    """Fewer clients replied than are needed to take the masks away."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What came of a round.
+
+    Attributes
+    ----------
+    way : ndarray
+        Mean over the clients of how far they went, as one vector in the order of `client_app.secure.summed`.
+    nodes : list of int
+        Of the clients in it.
+    bytes_down, bytes_up : dict of int to int
+        By node.
+    """
+
+    way: np.ndarray
+    nodes: list[int]
+    bytes_down: dict[int, int]
+    bytes_up: dict[int, int]
+
+
+def mean_way(
+    post: Post,
+    contents: Mapping[int, RecordDict],
+    settings: SecureSettings,
+    *,
+    round: int,
+    timeout: float,
+    deadline: float | None,
+) -> Sum:
+    """The four stages of the protocol with the nodes to which these contents go.
+
+    Raises
+    ------
+    NotEnough
+        Too few clients took part, or replied to the end.
+    """
+    from flwr.common import parameters_to_ndarrays
+    from flwr.server.workflow import SecAggPlusWorkflow
+    from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
+    from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
+
+    if len(contents) < LEAST_CLIENTS:
+        raise NotEnough(f"{len(contents)} clients are there, and secure aggregation needs {LEAST_CLIENTS}")
+    workflow = SecAggPlusWorkflow(
+        1.0, settings.threshold, max_weight=1.0, clipping_range=settings.clipping_range, timeout=timeout
+    )
+    stages, part = _Stages(post, timeout=timeout, deadline=deadline), _Part(list(contents))
+    records = RecordDict()
+    records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round})
+    records[MAIN_PARAMS_RECORD] = ArrayRecord()
+    context: Any = SimpleNamespace(state=records, strategy=part, client_manager=part, history=None)
+    grid: Any = stages
+    state = WorkflowState()
+    with _quiet("flwr"):
+        try:
+            went_on = workflow.setup_stage(grid, context, state)
+            # The plan goes out with the third stage, in a record of each client's own, to which Flower adds.
+            state.nid_to_fitins = {node: RecordDict({**content}) for node, content in contents.items()}
+            went_on = went_on and workflow.share_keys_stage(grid, context, state)
+            # Flower would ask for shares of those, too, that were lost before they gave any.
+            state.sampled_node_ids = there = set(state.active_node_ids)
+            state.nid_to_neighbours = {node: found & there for node, found in state.nid_to_neighbours.items()}
+            went_on = went_on and workflow.collect_masked_vectors_stage(grid, context, state)
+            nodes = sorted(state.active_node_ids)
+            went_on = went_on and workflow.unmask_stage(grid, context, state)
+        except Exception as error:  # whatever a peer may have put into a message
+            raise NotEnough(f"secure aggregation failed ({type(error).__name__}: {error})") from error
+    if not went_on:
+        reasons = "; ".join(stages.reasons) or "no reply in time"
+        raise NotEnough(f"too few clients took part in secure aggregation to the end ({reasons})")
+    (way,) = parameters_to_ndarrays(part.found)
+    return Sum(way, nodes, stages.bytes_down, stages.bytes_up)
+
+
+def moved(layers: Layers, way: np.ndarray) -> Layers:
+    """The layers after the way that `client_app.secure.way_of` tells; counters stay.
+
+    Raises
+    ------
+    NotEnough
+        The way is of another length or not finite.
+    """
+    names = summed(layers)
+    if way.ndim != 1 or len(way) != sum(layers[name].size for name in names) or not np.isfinite(way).all():
+        raise NotEnough("the sum of secure aggregation does not fit the model")
+    found, start = dict(layers), 0
+    for name in names:
+        array = layers[name]
+        part = way[start : start + array.size].reshape(array.shape)
+        found[name], start = (array + part).astype(array.dtype), start + array.size
+    return found
+
+
+@dataclass
+class _Part:
+    """What the workflow asks of a strategy and of a client manager."""
+
+    nodes: list[int]
+    found: Any = None
+
+    def configure_fit(self, *_: object) -> list[tuple[SimpleNamespace, Any]]:
+        from flwr.common import FitIns, Parameters
+
+        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self.nodes]
+
+    def aggregate_fit(self, round: int, results: list[tuple[Any, Any]], failures: object) -> tuple[None, None]:
+        self.found = results[0][1].parameters  # the same, the mean, with every client
+        return None, None
+
+    def num_available(self) -> int:
+        return len(self.nodes)
+
+
+@dataclass
+class _Stages:
+    """What the workflow needs of a grid: replies as a list, one of each node."""
+
+    post: Post
+    timeout: float
+    deadline: float | None
+    bytes_down: dict[int, int] = field(default_factory=dict)
+    bytes_up: dict[int, int] = field(default_factory=dict)
+    reasons: dict[str, None] = field(default_factory=dict)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        messages = list(messages)
+        for message in messages:
+            self._count(self.bytes_down, message.metadata.dst_node_id, content_bytes(message.content))
+        replies: dict[int, Message] = {}
+        asked: dict[str, int] = {}
+        for reply in self.post.exchange(messages, timeout=self.timeout, deadline=self.deadline):
+            asked = asked or {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if reply.has_error():
+                self.reasons[reply.error.reason or "an error"] = None
+            elif node == reply.metadata.src_node_id and node not in replies:
+                replies[node] = reply
+                self._count(self.bytes_up, node, content_bytes(reply.content))
+        return list(replies.values())
+
+    @staticmethod
+    def _count(counts: dict[int, int], node: int, number: int) -> None:
+        counts[node] = counts.get(node, 0) + number
+
+
+class _quiet:
+    """Without the lines that a logger of that name has for every stage."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def __enter__(self) -> None:
+        self._level = self._logger.level
+        self._logger.setLevel(logging.CRITICAL)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)

@@ -1,0 +1,216 @@
+"""Secure aggregation: the server sees a sum, the right one, and clients accept no protocol that would reveal more."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from client_app import secure as client_side
+from fedssl.config import compose
+from fedssl.errors import InputError, Refused, RunFailed
+from fedssl.messages import TrainPlan
+from server_app.attempts import run_round
+from server_app.post import Post
+from server_app.prepare import prepare
+from server_app.round import Round
+from server_app.secure import NotEnough, moved
+from simulation.cli import run
+from strategies.state import ServerState
+from tests.devices import Devices, ask, context, pictures
+from tests.federation import Federation
+
+SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "partition=iid"]
+SMALL += ["encoder.width=4", "method.projector.hidden=8", "method.projector.out=4"]
+UNIFORM = ["strategy=fedavg", "strategy.weighting=uniform"]
+SECURE = ["secure=secagg_plus", *UNIFORM]
+
+
+def within(one, other, step):
+    for name, array in one.items():
+        if array.dtype.kind == "f":
+            np.testing.assert_allclose(array, other[name], atol=step, err_msg=name)
+
+
+def test_the_sum_is_that_of_the_plain_round_within_the_step_of_the_integers(tmp_path):
+    """Values travel as multiples of 2 * 8 / 2^22 = 3.8e-6, rounded at random: the mean errs by less than that."""
+    plain = Federation(tmp_path / "a", *SMALL, *UNIFORM)
+    secure = Federation(tmp_path / "b", *SMALL, *SECURE)
+    within(secure.run(1), plain.run(1), 2 * 8 / 2**22)
+    assert [row.client for row in secure.report.clients] == [0, 1, 2, 3]
+    assert all(row.cosine == {} and row.loss is None and row.examples is None for row in secure.report.clients)
+    # Masked numbers are whole, of 4 to 8 bytes, so more travels up than down.
+    assert all(row.bytes_up > 4 * sum(array.size for array in plain.layers.values()) for row in secure.report.clients)
+
+
+def test_l_dawa_with_the_cosines_taken_by_the_clients(tmp_path):
+    words = ["strategy=l_dawa", "strategy.scale_at=client"]
+    plain = Federation(tmp_path / "a", *SMALL, *words).run(1)
+    within(Federation(tmp_path / "b", *SMALL, *words, "secure=secagg_plus").run(1), plain, 2 * 8 / 2**22)
+
+
+class Watched(Post):
+    """Remembers all that the server receives, and loses the replies of some nodes from some stage on."""
+
+    def __init__(self, grid, lost=()):
+        super().__init__(grid)
+        self.seen, self._lost, self.stage = [], dict(lost), 0
+
+    def exchange(self, messages, **options):
+        self.stage += 1
+        for reply in super().exchange(messages, **options):
+            if self.stage < self._lost.get(reply.metadata.src_node_id, 99):
+                self.seen.append((self.stage, reply))
+                yield reply
+
+
+def one_round(federation, post):
+    one = Round(federation.prepared.federation, federation.state)
+    return one.end_with_sum(post, federation.prepared.federation.secure)
+
+
+def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
+    """What comes up of a client has nothing to do with its update: the same update looks different each time."""
+    ways = []
+    original = client_side.way_of
+    monkeypatch.setattr(client_side, "way_of", lambda *layers: ways.append(original(*layers)) or ways[-1])
+    seen = []
+    for name in ("a", "b"):
+        federation = Federation(tmp_path / name, *SMALL, *SECURE)
+        post = Watched(federation.grid)
+        one_round(federation, post)
+        vectors = [reply for stage, reply in post.seen if stage == 3]
+        assert not any(reply.content.array_records[key] for reply in vectors for key in reply.content.array_records)
+        seen.append([np.load(_file(reply), allow_pickle=False) for reply in vectors])
+    assert np.array_equal(ways[0], ways[4])  # the second run's client 0 did the same
+    for first, second, way in zip(*seen, ways, strict=False):
+        assert np.mean(first == second) < 0.01
+        assert abs(np.corrcoef(first, way)[0, 1]) < 0.2
+        assert first.min() >= 0
+        assert first.max() < 2**32
+
+
+def _file(reply):
+    return io.BytesIO(reply.content.config_records[client_side.CONFIGS]["masked_params"][1])
+
+
+@pytest.mark.parametrize(("stage", "used"), [(1, [0, 2, 3]), (2, [0, 2, 3]), (3, [0, 2, 3]), (4, [0, 1, 2, 3])])
+def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, stage, used):
+    """With 4 clients and a threshold of 0.67 any 3 of them suffice. Who sent its masked update is in the sum."""
+    federation = Federation(tmp_path / "a", *SMALL, *SECURE)
+    nodes = federation.prepared.federation.nodes
+    state, report = one_round(federation, Watched(federation.grid, lost={nodes[1]: stage}))
+    assert [row.client for row in report.clients] == used
+    assert report.dropped == ({1: "no reply in time"} if 1 not in used else {})
+
+    plain = Federation(tmp_path / "b", *SMALL, *UNIFORM)
+    one = Round(plain.prepared.federation, plain.state)
+    replies = [
+        reply
+        for reply in Post(plain.grid).exchange(one.messages, timeout=60)
+        if reply.metadata.src_node_id in {nodes[client] for client in used}
+    ]
+    expected, _ = one.end(replies)
+    within(state.models["global"].layers, expected.models["global"].layers, 2 * 8 / 2**22)
+
+
+def test_too_few_to_take_the_masks_away_is_said(tmp_path):
+    federation = Federation(tmp_path, *SMALL, *SECURE)
+    nodes = federation.prepared.federation.nodes
+    with pytest.raises(RunFailed, match="round 1: too few clients took part in secure aggregation to the end"):
+        one_round(federation, Watched(federation.grid, lost={nodes[1]: 4, nodes[2]: 4}))
+    assert federation.state.round == 0
+
+
+def test_a_whole_run(tmp_path):
+    run([*SMALL, *SECURE, "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["clients"] for line in lines] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["strategy=l_dawa"], "secure=secagg_plus needs a rule that adds the clients up"),
+        (["strategy=fedavg"], "secure=secagg_plus needs a rule that adds the clients up"),
+        (["privacy=central", "encoder.norm=group"], "secure=secagg_plus shows the server nothing but a sum"),
+        (["updates.norm_factor=5"], "secure=secagg_plus shows the server nothing but a sum"),
+        (["secure.threshold=0.5"], "secure.threshold=0.5 must be a number above 0.5 and at most 1"),
+        (["secure.clipping_range=0"], "secure.clipping_range=0 must be a number above 0"),
+        (["clients_per_round=2"], "2 clients are there, and secure aggregation needs 3"),
+    ],
+)
+def test_what_needs_single_updates_is_refused(tmp_path, words, reason):
+    usual = SECURE if "strategy" not in words[0] else SECURE[:1]
+    with pytest.raises((InputError, RunFailed), match=reason):
+        Federation(tmp_path, *SMALL, *usual, *words).run(1)
+
+
+# --- a device obeys nobody ---
+
+SETUP = {
+    "stage": "setup",
+    "sample_num": 5,
+    "share_num": 5,
+    "threshold": 3,
+    "clipping_range": 8.0,
+    "target_range": 2**22,
+    "mod_range": 2**32,
+    "max_weight": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("configs", "reason"),
+    [
+        ({**SETUP, "threshold": 1}, "5 shares, 1 of which reveal a mask"),
+        ({**SETUP, "threshold": 2}, "5 shares, 2 of which reveal a mask"),
+        ({**SETUP, "sample_num": 2, "share_num": 2, "threshold": 2}, "at least 3 clients"),
+        ({**SETUP, "threshold": "3"}, "without saying for how many clients"),
+        ({"stage": "unmask", "active_nids": [1, 2, 3], "dead_nids": [3]}, "both shares of a client"),
+        ({"stage": "unmask"}, "both shares of a client"),
+        ({"stage": "collect_masked_vectors", "ctxts": [], "srcs": []}, "Abort secure aggregation"),
+        ({"stage": "nonsense"}, "Abort secure aggregation"),
+    ],
+)
+def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
+    message = Message(RecordDict({client_side.CONFIGS: ConfigRecord(configs)}), 2, "train")
+    state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+    with pytest.raises((Refused, ValueError), match=reason):
+        client_side.answer(message, state, lambda message, context: pytest.fail("it trained"))
+
+
+def test_a_device_that_gives_sums_only_answers_no_plain_plan(tmp_path):
+    device = context(data_path=pictures(tmp_path / "p", 4), state_path=tmp_path / "s", client_name="a", sums_only=True)
+    plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x")
+    reply = ask(plan.to_content(), device)
+    assert "this device takes part in secure aggregation only" in reply.error.reason
+
+
+def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
+    contexts = [
+        context(
+            data_path=pictures(tmp_path / f"p{number}", 12, seed=number),
+            state_path=tmp_path / "s",
+            client_name=f"d{number}",
+            sums_only=True,
+        )
+        for number in range(3)
+    ]
+    words = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]"]
+    words += ["encoder.width=4", "local_epochs=1", "rounds=1", "num_clients=3", "threads=1", *SECURE]
+    grid = Devices(*contexts)
+    prepared = prepare(grid, compose([*words, f"output_dir={tmp_path / 'run'}"]))
+    _, report = run_round(Post(grid), lambda: prepared.federation, ServerState())
+    assert [row.client for row in report.clients] == [0, 1, 2]
+
+
+def test_a_sum_that_does_not_fit_is_refused():
+    layers = {"w": np.zeros((2, 2), np.float32), "n": np.array(7)}
+    found = moved(layers, np.array([1.0, 2.0, 3.0, 4.0]))
+    assert found["w"].tolist() == [[1, 2], [3, 4]]
+    assert found["n"] == 7
+    for way in (np.zeros(3), np.zeros((2, 2)), np.array([1, 2, 3, np.nan])):
+        with pytest.raises(NotEnough, match="does not fit the model"):
+            moved(layers, way)
