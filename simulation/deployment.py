@@ -48,7 +48,7 @@ def run_deployment(words: Sequence[str], *, engine: EngineSettings) -> None:
     RunFailed
         The run has failed or was stopped, or the SuperLink has gone.
     """
-    with _control(engine) as control, _plain_errors(engine.address):
+    with control_api(engine) as control, _plain_errors(engine.address):
         fab = build_fab_from_disk(APP)
         request = StartRunRequest(
             fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
@@ -159,7 +159,7 @@ def _where(folder: str, engine: EngineSettings) -> str:
 
 
 @contextmanager
-def _control(engine: EngineSettings) -> Iterator[ControlHttpClient]:
+def control_api(engine: EngineSettings) -> Iterator[ControlHttpClient]:
     """The SuperLink's Control API."""
     address, certificates = str(engine.address), engine.root_certificates
     host, _, port = address.rpartition(":")

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from flwr.proto.control_pb2 import ListNodesRequest
 
 from fedssl.settings import EngineSettings
-from simulation.deployment import _control
+from simulation.deployment import control_api
 from simulation.processes import Place, private_place
 from tests.flower import ENVIRONMENT, free_port
 
@@ -112,7 +112,7 @@ class Fleet:
             client_cpus=None,
             client_gpus=None,
         )
-        with _control(port) as control:
+        with control_api(port) as control:
             return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
 
     def working(self, app: str, owner: str) -> list[int]:
