@@ -266,6 +266,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         engine=EngineSettings(
             name=config.engine.name,
             address=config.engine.get("address"),
+            root_certificates=config.engine.get("root_certificates"),
             client_cpus=config.engine.get("client_cpus"),
             client_gpus=config.engine.get("client_gpus"),
         ),

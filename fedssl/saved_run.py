@@ -18,8 +18,8 @@ from fedssl.errors import InputError
 from fedssl.untrusted import damaged, plain, printable, read_yaml
 from fedssl.words import check_run_id, groups, parse
 
-# Where decoded pictures are written, and the cluster that runs the clients' code.
-_PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address"}
+# Where decoded pictures are written, and the cluster or the fleet that runs the clients' code.
+_PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
 _HARMLESS = (None, "auto")  # values of these
 _SPECIAL = re.compile(r"_[a-z]+_")  # keys by which Hydra calls something
 
@@ -63,7 +63,7 @@ def check_words(words: Sequence[str], file: Path) -> None:
 def _reaches_out(override: Override, value: Any) -> bool:
     key = override.key_or_group.partition("@")[0]
     if key in groups():
-        return not isinstance(value, str | NoneType)
+        return not isinstance(value, str | NoneType) or (key, value) == ("engine", "deployment")
     return (
         "/" in key  # a group that is none of fedssl's
         or key.partition(".")[0] == "hydra"

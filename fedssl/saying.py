@@ -11,6 +11,7 @@ from fedssl import untrusted
 log = logging.getLogger("fedssl")
 
 SAY_EVERY = 30.0  # seconds between two lines
+OUTPUT_IN = "; output in "  # what stands before the run folder in the log
 
 
 @contextmanager

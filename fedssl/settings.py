@@ -281,6 +281,7 @@ class EngineSettings:
 
     name: str
     address: str | None
+    root_certificates: str | None = None
     client_cpus: int | None
     client_gpus: float | None
 

@@ -24,6 +24,7 @@ from fedssl.methods.build import build
 from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.records import record_bytes, to_message
 from fedssl.report.accuracy_table import format_table
+from fedssl.saying import OUTPUT_IN
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
 from fedssl.words import parse, quote
@@ -103,7 +104,7 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
     recorder.register(prepared.roll.clients.numbers)
     pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
-        "%d clients, %s, %d rounds; %d bytes of layers per client and direction; output in %s",
+        f"%d clients, %s, %d rounds; %d bytes of layers per client and direction{OUTPUT_IN}%s",
         *(settings.num_clients, pictures, settings.rounds),
         *(record_bytes(to_message(travelling_layers(prepared.method), settings.transport)), recorder.folder),
     )

@@ -31,7 +31,7 @@ from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments
 from fedssl.report.runs import read_summary
 from fedssl.untrusted import printable
-from fedssl.words import CONF, quote
+from fedssl.words import CONF, parse, quote
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
 JOBS: list[Path] = []
@@ -87,7 +87,12 @@ def job(hydra_settings: DictConfig) -> None:
 
 def run(words: Sequence[str]) -> None:
     """One run on the engine that the settings name."""
-    settings = load_run(words)
+    settings = compose(words) if _elsewhere(words) else load_run(words)
+    if settings.engine.name == "deployment":
+        from simulation.deployment import run_deployment
+
+        run_deployment(words, engine=settings.engine)
+        return
     folder = settings.recording.folder or new_run_folder()
     overrides = [*settings.recording.words, f"output_dir={quote(str(folder))}"]
     data = {"dataset": settings.data}
@@ -119,6 +124,13 @@ def run(words: Sequence[str]) -> None:
         from simulation.local_grid import run_local
 
         run_local(overrides, num_clients=settings.num_clients)
+
+
+def _elsewhere(words: Sequence[str]) -> bool:
+    """Whether the run to go on with is on the machine of a SuperLink, which alone can read its folder."""
+    said = {override.key_or_group: override.value() for override in parse(words)}
+    folder = said.get("resume")
+    return folder is not None and said.get("engine") == "deployment" and not Path(str(folder)).exists()
 
 
 def print_travels(words: Sequence[str]) -> None:

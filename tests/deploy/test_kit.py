@@ -1,0 +1,124 @@
+"""Keys and certificates, and what units, containers and nginx agree about."""
+
+import re
+import shlex
+import ssl
+import stat
+import subprocess
+import sys
+
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from tests.fleet import DEPLOY
+
+
+def keys(folder, *words):
+    ran = subprocess.run([sys.executable, DEPLOY / "keys.py", folder, *words], capture_output=True, text=True)
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def contents(folder):
+    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@pytest.fixture
+def made(tmp_path):
+    folder = tmp_path / "keys"
+    assert keys(folder, "--server", "fed.example.org", "203.0.113.7", "--nodes", "garden")[0] == 0
+    return folder
+
+
+def test_keys_are_private_and_certificates_hold(made):
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in contents(made)}
+    assert modes == dict.fromkeys(("ca.key", "server.key", "garden.key"), 0o600) | dict.fromkeys(
+        ("ca.crt", "server.crt", "garden.pub"), 0o644
+    )
+    ca, server = (x509.load_pem_x509_certificate((made / f"{name}.crt").read_bytes()) for name in ("ca", "server"))
+    server.verify_directly_issued_by(ca)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fed.example.org", "localhost"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["203.0.113.7", "127.0.0.1"]
+    key = load_ssh_private_key((made / "nodes" / "garden.key").read_bytes(), password=None)
+    public = (made / "nodes" / "garden.pub").read_bytes()
+    assert load_ssh_public_key(public) == key.public_key()
+    assert public.endswith(b" garden\n")
+
+
+def test_python_itself_trusts_the_certificate_strictly(made):
+    # What Python 3.13 asks for by default: the extensions of RFC 5280.
+    client, server = (
+        ssl.create_default_context(purpose) for purpose in (ssl.Purpose.SERVER_AUTH, ssl.Purpose.CLIENT_AUTH)
+    )
+    client.load_verify_locations(made / "ca.crt")
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    server.load_cert_chain(made / "server.crt", made / "server.key")
+    one, other = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(one, other, server_hostname="fed.example.org"),
+        server.wrap_bio(other, one, server_side=True),
+    ]
+    for _ in range(3):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    assert ends[0].getpeercert()["subject"] == ((("commonName", "fed.example.org"),),)
+
+
+def test_what_is_there_stays_and_what_is_missing_is_made(made):
+    before = contents(made)
+    status, said = keys(made, "--server", "fed.example.org", "203.0.113.7", "--nodes", "garden", "roof")
+    assert status == 0
+    after = contents(made)
+    assert {file.name for file in after.keys() - before.keys()} == {"roof.key", "roof.pub"}
+    assert all(after[file] == content for file, content in before.items())
+    assert f"kept {made / 'server.crt'}, valid until " in said
+    (made / "server.crt").unlink()  # as one does when it ends
+    assert keys(made, "--server", "fed.example.org")[0] == 0
+    assert contents(made)[made / "server.key"] == before[made / "server.key"]
+    assert contents(made)[made / "server.crt"] != before[made / "server.crt"]
+
+
+@pytest.mark.parametrize(
+    ("gone", "words", "sentence"),
+    [
+        (None, ["--server", "other.org"], "server.crt is for other names than other.org, localhost, 127.0.0.1"),
+        (None, ["--nodes", "../x"], "node '../x' cannot name a file; use letters, digits"),
+        ("ca.key", ["--nodes", "roof"], "ca.crt is there but"),
+        ("nodes/garden.key", ["--nodes", "garden"], "garden.pub is there but"),
+    ],
+)
+def test_nothing_is_replaced_unseen(made, gone, words, sentence):
+    if gone:
+        (made / gone).unlink()
+    before = contents(made)
+    status, said = keys(made, *words)
+    assert status == 1
+    assert sentence in said
+    assert contents(made) == before
+
+
+def test_units_and_containers_start_the_same_superlink():
+    unit = (DEPLOY / "systemd" / "fedssl-superlink.service").read_text().replace("\\\n", " ")
+    [line] = re.findall(r"^ExecStart=\S+/(.*)$", unit, flags=re.MULTILINE)
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert shlex.split(line) == shlex.split(services["superlink"]["command"])
+    assert "--host 127.0.0.1" in line
+    assert services["nginx"]["network_mode"] == "service:superlink"
+    assert services["superlink"]["ports"] == ["443:443"]  # nginx's
+    unit = (DEPLOY / "systemd" / "fedssl-supernode.service").read_text().replace("\\\n", " ")
+    [line] = re.findall(r"^ExecStart=\S+/(.*)$", unit, flags=re.MULTILINE)
+    command = " ".join(word.replace("=", " ", 1) for word in services["node"]["command"])
+    assert sorted(line.split()) == sorted(re.sub(r":-\}", "}", command).split())
+
+
+def test_nginx_lets_the_fleet_api_out_and_nothing_else():
+    text = (DEPLOY / "nginx.conf").read_text()
+    blocks = dict(re.findall(r"location (\S+) \{(.*?)\n    \}", text, flags=re.DOTALL))
+    assert list(blocks) == ["/v1/fleet/", "/"]
+    assert blocks["/"].split() == ["return", "403;"]
+    assert text.count("proxy_pass") == 1

@@ -1,0 +1,295 @@
+"""A fleet on this machine, started as ``deploy/`` says: SuperLink, proxy in front of it, SuperNodes with node keys.
+
+Commands are those of the systemd units, with other folders and free ports, and what the proxy lets through is what
+``deploy/nginx.conf`` says: nginx itself reads it where it is installed, else a proxy written here obeys its locations.
+"""
+
+import http.client
+import os
+import posixpath
+import re
+import shlex
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from flwr.proto.control_pb2 import ListNodesRequest
+
+from fedssl.settings import EngineSettings
+from simulation.deployment import _control
+from simulation.processes import Place, private_place
+from tests.flower import ENVIRONMENT, free_port
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEPLOY = REPOSITORY / "deploy"
+TORCH = 300 * 2**20  # bytes that a process with torch has at least
+PATIENCE = 300.0  # seconds: a busy machine only takes longer
+
+
+@dataclass
+class Fleet:
+    """What runs, and how to reach it."""
+
+    place: Place
+    port: int
+    public: int
+    nodes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    superlink: subprocess.Popen[str] | None = None
+
+    @property
+    def keys(self) -> Path:
+        return self.place.path / "keys"
+
+    @property
+    def engine(self) -> list[str]:
+        """The words that name this fleet."""
+        address = f"engine.address=127.0.0.1:{self.port}"
+        return ["engine=deployment", address, f"engine.root_certificates={self.keys / 'ca.crt'}"]
+
+    def start_superlink(self) -> None:
+        port, self.ports["superlink"] = str(self.port), self.port
+        command = [port if word == "8000" else word for word in self._unit("fedssl-superlink.service", self.place.work)]
+        self.superlink = self._start(command, "superlink")
+        until(lambda: listens(self.port), "the SuperLink listens", self.superlink)
+
+    def start_node(self, name: str, *, port: int | None = None, key: str | None = None, **config: object) -> None:
+        """Start the SuperNode of a device; its configuration has - for _."""
+        quoted = {key.replace("_", "-"): v if isinstance(v, int) else f'"{v}"' for key, v in config.items()}
+        said = " ".join(f"{key}={value}" for key, value in quoted.items())
+        own = self.place.path / name
+        own.mkdir(exist_ok=True)
+        values = {"${SUPERLINK}": f"127.0.0.1:{port or self.public}", "${NODE_CONFIG}": said}
+        values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{key or name}.key")
+        command = [values.get(word, word) for word in self._unit("fedssl-supernode.service", own)]
+        self.ports[name] = free_port()
+        self.nodes[name] = self._start([*command, "--port", str(self.ports[name])], name)
+
+    def register(self, *names: str) -> None:
+        """Tell the SuperLink the public halves of the nodes' keys."""
+        for name in names:
+            self.flwr("supernode", "register", str(self.keys / "nodes" / f"{name}.pub"), "fleet")
+
+    def flwr(self, *words: str) -> str:
+        """What Flower's command line says; its connection ``fleet`` is the SuperLink."""
+        (self.place.home / "config.toml").write_text(
+            f'[superlink.fleet]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{self.keys / "ca.crt"}"\n'
+        )
+        process = self._start([program("flwr"), *words], None)
+        said = process.communicate()[0]
+        assert process.returncode == 0, said
+        return said
+
+    def submit(self, *words: str) -> subprocess.Popen[str]:
+        """``fedssl engine=deployment WORDS``; its output is a pipe."""
+        return self._start(
+            [sys.executable, "-c", "from simulation.cli import main; main()", *self.engine, *words], None
+        )
+
+    def run(self, *words: str) -> tuple[int, str]:
+        """The same to its end: exit status and all that it said."""
+        process = self.submit(*words)
+        said = process.communicate()[0]
+        return process.returncode, said
+
+    def online(self) -> int:
+        """How many SuperNodes the SuperLink counts as there."""
+        port = EngineSettings(
+            name="deployment",
+            address=f"127.0.0.1:{self.port}",
+            root_certificates=str(self.keys / "ca.crt"),
+            client_cpus=None,
+            client_gpus=None,
+        )
+        with _control(port) as control:
+            return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
+
+    def working(self, app: str, owner: str) -> list[int]:
+        """Ids of processes in which a SuperLink or SuperNode runs ``flwr-serverapp`` or ``flwr-clientapp``.
+
+        Only those count that have got as far as torch: one that stops earlier has no task yet, and Flower starts
+        another.
+        """
+        found = []
+        for pid in self._of(owner):
+            with suppress(OSError):
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1]
+                if program.endswith(app.encode()) and pages * os.sysconf("SC_PAGE_SIZE") > TORCH:
+                    found.append(pid)
+        return found
+
+    def kill(self, owner: str) -> None:
+        """SIGKILL a SuperLink or SuperNode and all that it has started, as systemd does with a unit that has died."""
+        process = self.superlink if owner == "superlink" else self.nodes[owner]
+        process.kill()
+        process.wait()
+        while left := self._of(owner):
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _of(self, owner: str) -> list[int]:
+        """Processes that work for a SuperLink or SuperNode: they know its address, and have sessions of their own."""
+        address = b"\0".join([b"--runtime-api-address", f"127.0.0.1:{self.ports[owner]}".encode(), b""])
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if address in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def wait_for_nodes(self, number: int) -> None:
+        until(lambda: self.online() == number, f"{number} SuperNodes are there", self.superlink)
+
+    def log(self, name: str) -> str:
+        return (self.place.path / f"{name}.log").read_text()
+
+    def _unit(self, name: str, folder: Path) -> list[str]:
+        """The command of a systemd unit, with the folders of this fleet."""
+        text = (DEPLOY / "systemd" / name).read_text().replace("\\\n", " ")
+        [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
+        for place, own in (
+            ("/opt/fedssl/.venv/bin", str(Path(sys.executable).parent)),
+            ("/etc/fedssl", str(self.keys)),
+            ("/var/lib/fedssl", str(folder)),
+        ):
+            line = line.replace(place, own)
+        return shlex.split(line)
+
+    def _start(self, command: list[str], log: str | None) -> subprocess.Popen[str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, **ENVIRONMENT, "PATH": path, "HOME": str(self.place.home), "OMP_NUM_THREADS": "1"}
+        if log is None:
+            environment["PYTHONPATH"] = str(REPOSITORY)
+            return self.place.start(command, environment=environment, stdout=subprocess.PIPE)
+        with (self.place.path / f"{log}.log").open("a") as file:
+            return self.place.start(command, environment=environment, stdout=file)
+
+
+@contextmanager
+def fleet(*names: str) -> Iterator[Fleet]:
+    """A SuperLink and the proxy in front of it, and keys of nodes with these names, which are registered."""
+    with private_place() as place:
+        one = Fleet(place, free_port(), free_port())
+        subprocess.run(
+            [sys.executable, DEPLOY / "keys.py", one.keys, "--server", "127.0.0.1", "--nodes", *names, "stranger"],
+            check=True,
+            capture_output=True,
+        )
+        one.start_superlink()
+        with proxy(one):
+            one.register(*names)
+            yield one
+
+
+@contextmanager
+def proxy(one: Fleet) -> Iterator[None]:
+    """nginx with ``deploy/nginx.conf``, or what stands for it, on the public port of the fleet."""
+    text = (DEPLOY / "nginx.conf").read_text().replace("/etc/fedssl", str(one.keys))
+    text = text.replace("127.0.0.1:8000", f"127.0.0.1:{one.port}").replace(
+        "listen 443", f"listen 127.0.0.1:{one.public}"
+    )
+    if shutil.which("nginx"):
+        with nginx(text, one):
+            yield
+        return
+    server = ThreadingHTTPServer(("127.0.0.1", one.public), handler(text, one))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(one.keys / "server.crt", one.keys / "server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def nginx(site: str, one: Fleet) -> Iterator[None]:
+    folder = one.place.path / "nginx"
+    folder.mkdir()
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    kept = "".join(f"{kind}_temp_path {folder};" for kind in kinds)
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log stderr; events {{}} http {{ access_log off; {kept} {site} }}"
+    )
+    process = one._start(["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)], "nginx")
+    until(lambda: listens(one.public), "nginx listens", process)
+    yield
+
+
+def handler(text: str, one: Fleet) -> type[BaseHTTPRequestHandler]:
+    """What answers as nginx does for the locations of a configuration: the longest prefix counts."""
+    blocks = dict(re.findall(r"location (\S+) \{(.*?)\n    \}", text, flags=re.DOTALL))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = posixpath.normpath(unquote(urlsplit(self.path).path))
+            block = blocks[max((prefix for prefix in blocks if path.startswith(prefix)), key=len)]
+            refusal = re.search(r"return (\d+);", block)
+            if refusal:
+                self._answer(int(refusal[1]), [], b"")
+                return
+            [target] = re.findall(r"proxy_pass https://(\S+);", block)
+            trusted = ssl.create_default_context(cafile=str(one.keys / "ca.crt"))
+            upstream = http.client.HTTPSConnection(target, context=trusted)
+            try:
+                upstream.request("POST", self.path, content, {**self.headers, "Connection": "close"})
+                answer = upstream.getresponse()
+                self._answer(answer.status, answer.getheaders(), answer.read())
+            except OSError:
+                self._answer(502, [], b"")
+            finally:
+                upstream.close()
+
+        do_GET = do_POST
+
+        def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+            self.send_response(status)
+            for name, value in headers:
+                if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing is logged."""
+
+    return Handler
+
+
+def program(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def until(true: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until it is true; fails if the process has ended, or after `PATIENCE` seconds."""
+    last = time.monotonic() + PATIENCE
+    while not true():
+        assert process is None or process.poll() is None, f"{what}: the process has ended"
+        assert time.monotonic() < last, f"{what}: not within {PATIENCE:.0f} s"
+        time.sleep(0.2)

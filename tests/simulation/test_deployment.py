@@ -1,0 +1,48 @@
+"""``fedssl engine=deployment``: what is refused before anything is submitted; tests/deploy has real fleets."""
+
+import pytest
+
+from fedssl.config import compose, save_run
+from fedssl.errors import InputError
+from simulation.cli import run
+from tests.flower import free_port
+
+
+def test_the_engine_brings_what_devices_need_and_words_win():
+    settings = compose(["engine=deployment"])
+    assert settings.data.name == "image_folder"
+    assert (settings.updates.min_updates, settings.updates.repeats, settings.updates.norm_factor) == (2, 3, 10)
+    settings = compose(["engine=deployment", "updates.min_updates=1", "dataset=cifar10", "engine.address=one:9000"])
+    assert (settings.updates.min_updates, settings.data.name) == (1, "uoft-cs/cifar10")
+    assert (settings.engine.address, settings.engine.root_certificates) == ("one:9000", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["engine.address=here"], "engine.address=here is no address of a SuperLink; set it to HOST:PORT"),
+        (["engine.address=fed.example.org:443"], "is another machine, and without TLS anybody between could run code"),
+        (["engine.root_certificates=/not/here"], r"engine.root_certificates=/not/here cannot be used \(.*No such file"),
+        (["engine.root_certificates={file}"], "cannot be used .*; name the file ca.crt of deploy/keys.py"),
+        (["method=nothing"], "method=nothing does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_submitted(words, sentence, tmp_path):
+    (tmp_path / "file").write_text("no certificate")
+    with pytest.raises(InputError, match=sentence):
+        run(["engine=deployment", *(word.format(file=tmp_path / "file") for word in words)])
+
+
+def test_a_superlink_that_is_not_there_is_named():
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(InputError, match=f"no SuperLink answers at engine.address={address} .*; start it, or set"):
+        run(["engine=deployment", f"engine.address={address}"])
+
+
+@pytest.mark.parametrize("word", ["engine=deployment", "engine.root_certificates=/some/file"])
+def test_a_run_folder_does_not_choose_the_fleet_that_goes_on_with_it(word, tmp_path):
+    settings = compose(["engine=deployment", f"output_dir={tmp_path}"])
+    save_run(settings.recording, tmp_path)
+    (tmp_path / "overrides.yaml").write_text(f"- {word}\n")
+    with pytest.raises(InputError, match=f"says {word}, which reaches out of the folder and is taken from your own"):
+        run([f"resume={tmp_path}"])
