@@ -31,7 +31,16 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
     needs = set(federation.strategy.travels(method).needs)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         assert set(plan) == {"arrays", "shared", "plan"}
-        assert set(plan["plan"]) <= {"round", "settings", "keep-from", "lr-factor", "code", "metrics", "up"}
+        assert set(plan["plan"]) <= {
+            "round",
+            "settings",
+            "keep-from",
+            "lr-factor",
+            "code",
+            "transport",
+            "metrics",
+            "up",
+        }
         assert set(plan["arrays"]) <= travelling
         assert set(plan["shared"]) == set(method.shared)
         assert set(update) == {"arrays", "gathered", "metrics"}
