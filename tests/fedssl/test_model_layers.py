@@ -31,19 +31,11 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
     needs = set(federation.strategy.travels(method).needs)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         assert set(plan) == {"arrays", "shared", "plan"}
-        assert set(plan["plan"]) <= {
-            "round",
-            "settings",
-            "keep-from",
-            "lr-factor",
-            "code",
-            "transport",
-            "metrics",
-            "up",
-        }
+        known = {"round", "settings", "keep-from", "lr-factor", "code", "transport", "metrics", "up"}
+        assert set(plan["plan"]) <= known
         assert set(plan["arrays"]) <= travelling
         assert set(plan["shared"]) == set(method.shared)
-        assert set(update) == {"arrays", "gathered", "metrics"}
+        assert set(update) == {"arrays", "gathered", "metrics", "answers"}
         up = plan["plan"].get("up")
         assert set(update["arrays"]) == (travelling if up is None else set(up.splitlines()))
         assert set(update["gathered"]) == set(method.gathered)
