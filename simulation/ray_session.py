@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a client without a share of a GPU sees none
     "RAY_worker_niceness": "0",  # Ray's 15 leaves a client 3% of a core beside one process that never rests
+    "RAY_free_objects_period_milliseconds": "20",  # Ray waits for a second, in which dozens of models arrive
     **WAITING,
 }
 

@@ -77,6 +77,7 @@ def test_it_resumes_with_the_flag(run_folder, folder):
     assert summary(folder / "longer")["rounds"] == 3
 
 
+@pytest.mark.heavy
 def test_the_other_commands(folder):
     _, mixed, sweep, shown, evaluate = commands()
     small = [*SMALL, "encoder.width=4", "rounds=1", "final_evaluation=none"]
@@ -106,7 +107,7 @@ def test_a_package_that_is_not_there_is_one_sentence(folder, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_on_ray_the_numbers_are_the_same(run_folder, folder):
     one_actor = ["engine=ray", f"engine.client_cpus={available_cores()}"]
     fedssl(*commands()[0], *SMALL, *one_actor, "rounds=1", "final_evaluation=none", "output_dir=ray", folder=folder)

@@ -188,7 +188,7 @@ def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
         assert all(np.array_equal(array, other[client][name]) for name, array in model.items())
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_federation_stands_between_its_bounds(tmp_path):
     words = ["method=simclr", "rounds=4", "evaluate_every=0"]
     found = {}
