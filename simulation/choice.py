@@ -16,6 +16,7 @@ from fedssl.settings import Settings
 from fedssl.training import LocalTraining, number_of_batches, train
 
 RAY_STARTS_IN = 10.0  # seconds that starting and ending it take, with an actor for each of two cores
+FEW = 20  # steps, which are over before it is worth while to measure one
 LONG = 1.0  # seconds after which a step has been measured well enough
 
 
@@ -51,7 +52,10 @@ def choose_engine(settings: Settings) -> Choice:
     at_a_time = min(available_cores() // settings.machine.threads, settings.clients_per_round)
     if at_a_time < 2:
         return Choice("local", 1, "no two clients have place at a time")
-    training = number_of_steps(settings) * seconds_per_step(settings)
+    steps = number_of_steps(settings)
+    if steps < FEW:
+        return Choice("local", at_a_time, f"{steps} training steps")
+    training = steps * seconds_per_step(settings)
     free, each = available_memory(), peak_memory()
     fit = at_a_time if free is None else max(min(free // each, at_a_time), 1)
     why = f"about {training:.0f} s of training, clients at a time: {fit}"

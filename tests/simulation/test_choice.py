@@ -59,6 +59,13 @@ def test_no_more_at_a_time_than_memory_has_place_for(monkeypatch, free, expected
     assert choose_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
 
 
+def test_few_steps_are_not_measured(monkeypatch):
+    monkeypatch.setattr(choice, "available_cores", lambda: 2)
+    monkeypatch.setattr(choice, "seconds_per_step", lambda settings: pytest.fail("measured"))
+    words = [*WORDS, "rounds=1", "threads=1", "device=cpu"]  # 3 clients, 2 epochs of 2 batches
+    assert choose_engine(compose(words)) == Choice("local", 2, "12 training steps")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in a second way")
 def test_the_memory_of_this_process():
     status = Path("/proc/self/status").read_text().splitlines()
