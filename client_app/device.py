@@ -11,6 +11,7 @@ The SuperNode's ``--node-config`` has these keys, of which only the first is nee
 ``threads``       CPU threads
 ``device``        ``auto``, ``cpu`` or ``cuda``
 ``partition-id``  its place in the order of the clients and in the seeds, in place of its name
+``sums-only``     ``true``: it takes part in secure aggregation alone
 ================  ====================================================================================================
 
 No message changes any of them.
@@ -22,22 +23,19 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from client_app.limits import Limits, check_settings, read_limits
-from fedssl.config import client_settings
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError, Refused
 from fedssl.files import write_text
 from fedssl.machine.threads import default_threads
 from fedssl.messages import Who, check_device_name
-from fedssl.plugins import add_import_path, check_targets, search_folders, search_word
+from fedssl.plugins import search_folders, search_word
 from fedssl.saying import printable
-from fedssl.settings import ClientSettings
-from fedssl.task import compose_task
+from fedssl.settings import ClientSettings, Component
+from fedssl.task import read_task
 from fedssl.untrusted import read_text
 
 log = logging.getLogger("fedssl")
@@ -140,25 +138,21 @@ class Device:
         InputError
             Its own configuration is at fault.
         """
-        config = compose_task(text, self.folders)
-        self._set_own(config)
-        run = self.states / str(config.run_id)
-        settings = client_settings(config, states=run, partition=None)
-        if self.folders:
-            add_import_path([search_word(self.folders)])
-        check_targets(config)
+        settings = self._with_own(read_task(text, states=self.states, folders=self.folders))
         check_settings(settings, self.limits, pictures=self._count())
-        _remember(run, text)
+        _remember(settings.states, text)
         return settings
 
-    def _set_own(self, config: DictConfig) -> None:
-        """Set what is about the machine and the pictures."""
-        config.device = self.device
-        config.threads = min(self.threads or default_threads(config.dataset.size), self.limits.threads)
-        config.dataset.path = str(self.pictures)
-        config.dataset.splits = {"federated": "train", "train": None, "test": None}
-        config.dataset.test_fraction = 0.0
-        config.dataset.cache = str(self.states / ".pictures")
+    def _with_own(self, settings: ClientSettings) -> ClientSettings:
+        """These settings, with what is about the machine and the pictures."""
+        threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)
+        own = {"path": str(self.pictures), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
+        reader = Component({**settings.data.reader.values, **own})
+        return replace(
+            settings,
+            machine=replace(settings.machine, device=self.device, threads=threads),
+            data=replace(settings.data, reader=reader, federated="train", train=None, test=None),
+        )
 
     def _count(self) -> int:
         """How many pictures there are."""

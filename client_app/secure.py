@@ -4,6 +4,7 @@ Flower's mod is of its older interface: it takes what the client sends for a ``F
 the server proposes, because masks protect from nobody if one node has a say over them.
 """
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -13,8 +14,13 @@ from fedssl.errors import Refused
 from fedssl.layers import Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 
-CONFIGS = "secaggplus_configs"  # Flower's name of the record in which the stages of the protocol travel
+log = logging.getLogger("fedssl")
+
+# Flower's names of the record in which the stages of the protocol travel, and of what a client keeps between them.
+CONFIGS, STATE = "secaggplus_configs", "secaggplus_state"
 LEAST_CLIENTS = 3  # of two, each knows the other's update from the sum
+# How updates become whole numbers under masks; with others, masks may not cover all of a number.
+NUMBERS = {"target_range": 1 << 22, "mod_range": 1 << 32, "max_weight": 1.0}
 
 
 def is_secure(message: Message) -> bool:
@@ -43,8 +49,9 @@ def answer(
 
     def call(message: Message, context: Context) -> Message:
         plan, update = train(message, context)
-        way = ndarrays_to_parameters([way_of(update.layers, plan.layers)])
-        found = FitRes(Status(Code.OK, ""), way, num_examples=1, metrics={})
+        way = way_of(update.layers, plan.layers)
+        _check_way(way, most=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]  # set up
+        found = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([way]), num_examples=1, metrics={})
         return Message(fitres_to_recorddict(found, keep_input=False), reply_to=message)
 
     return secaggplus_mod(message, context, call)
@@ -61,6 +68,15 @@ def way_of(layers: Layers, begun: Layers) -> np.ndarray:
     return np.concatenate([way.reshape(-1) for way in ways])
 
 
+def _check_way(way: np.ndarray, *, most: float) -> None:
+    """Refuse what nobody could find in the sum, and say what will be cut."""
+    if not np.isfinite(way).all():
+        raise Refused("training diverged: the update has values that are not finite")
+    cut = int(np.count_nonzero(np.abs(way) > most))
+    if cut:
+        log.warning("%d numbers of the update went further than secure.clipping_range=%g and are cut to it", cut, most)
+
+
 def _check(configs: ConfigRecord) -> None:
     values = dict(configs)
     if values.get("stage") == "setup":
@@ -75,6 +91,9 @@ def _check(configs: ConfigRecord) -> None:
                 f"secure aggregation of {clients} clients with {shares} shares, {threshold} of which reveal a mask, "
                 f"was proposed; at least {LEAST_CLIENTS} clients and more than half of the shares are needed"
             )
+        for key, expected in NUMBERS.items():
+            if values.get(key) != expected:
+                raise Refused(f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}")
     if values.get("stage") == "unmask":
         active, dead = values.get("active_nids"), values.get("dead_nids")
         if not (isinstance(active, list) and isinstance(dead, list)) or set(active) & set(dead):

@@ -4,6 +4,7 @@ import functools
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,15 @@ def partition_without_labels(settings: Settings) -> Settings:
         return settings
     log.info("the pictures have no labels, which partition=dirichlet needs: partition=iid is taken")
     return load_run([*recording.words, "partition=iid"])
+
+
+def with_clients(settings: Settings, number: int, *, per_round: int) -> Settings:
+    """The settings of a run with so many clients, in what is recorded of it as well."""
+    text = OmegaConf.create(settings.recording.text)
+    assert isinstance(text, DictConfig)
+    text.num_clients, text.clients_per_round = number, per_round
+    recording = replace(settings.recording, text=OmegaConf.to_yaml(text))
+    return replace(settings, num_clients=number, clients_per_round=per_round, recording=recording)
 
 
 def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:

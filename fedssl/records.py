@@ -70,7 +70,7 @@ class LayerRecord(ArrayRecord):
     @property
     def children(self) -> dict[str, object]:  # type: ignore[override]  # what Flower calls an InflatableObject
         """The flat arrays by their ids."""
-        return self._packed.children  # type: ignore[return-value]
+        return self._packed.children  # type: ignore[return-value]  # as above
 
     def deflate(self) -> bytes:
         """What Flower sends of the record itself."""

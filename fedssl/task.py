@@ -15,11 +15,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.composition import check, check_type, compose_nodes, flatten
-from fedssl.config import learning_of, read_data
+from fedssl.config import client_settings, learning_of, read_data
 from fedssl.datasets.base import check as check_pictures
 from fedssl.errors import InputError, Refused
-from fedssl.plugins import search_folders, search_word
-from fedssl.settings import Settings
+from fedssl.plugins import add_import_path, check_targets, search_folders, search_word
+from fedssl.settings import ClientSettings, Settings
 from fedssl.words import check_run_id, groups, nearest
 
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
@@ -76,6 +76,30 @@ def task_of(settings: Settings) -> Task:
             "part taken away; put such settings into a file of a folder that devices have as well (--config-dir)"
         )
     return task
+
+
+def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> ClientSettings:
+    """What a device makes of a task; what is about its machine and its pictures is left to it.
+
+    Parameters
+    ----------
+    text, folders
+        As for `compose_task`.
+    states : Path
+        The folder below which the device keeps what it keeps of every run.
+
+    Raises
+    ------
+    Refused
+        As `compose_task` does.
+    InputError
+        A class of the device's own cannot be imported.
+    """
+    config = compose_task(text, folders)
+    if folders:
+        add_import_path([search_word(folders)])
+    check_targets(config)
+    return client_settings(config, states=states / config.run_id, partition=None)
 
 
 def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from fedssl.errors import InputError
 
@@ -47,11 +48,10 @@ class UpdateSettings:
             value = getattr(self, name)
             if (name, value) != ("max_examples", None) and (type(value) is not int or value < least):
                 raise InputError(f"updates.{name}={value} must be a whole number of at least {least}")
-        for name, low in {"deadline": 0, "norm_factor": 1}.items():
-            value = getattr(self, name)
-            if value is not None and (type(value) not in (int, float) or not low <= value < math.inf or not value):
-                range = f"of at least {low}" if low else "above 0"
-                raise InputError(f"updates.{name}={value} must be a number {range}, or null")
+        if self.deadline is not None:
+            _check_number("updates.deadline", self.deadline, also=", or null")
+        if self.norm_factor is not None:
+            _check_number("updates.norm_factor", self.norm_factor, least=1, also=", or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,8 @@ class SecureSettings:
     threshold: float
 
     def __post_init__(self) -> None:
-        if type(self.clipping_range) not in (int, float) or not 0 < self.clipping_range < math.inf:
-            raise InputError(f"secure.clipping_range={self.clipping_range} must be a number above 0")
-        if type(self.threshold) not in (int, float) or not 0.5 < self.threshold <= 1:
-            raise InputError(f"secure.threshold={self.threshold} must be a number above 0.5 and at most 1")
+        _check_number("secure.clipping_range", self.clipping_range)
+        _check_number("secure.threshold", self.threshold, above=0.5, most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,26 @@ class PrivacySettings:
     delta: float
 
     def __post_init__(self) -> None:
-        for name, most in {"clip_norm": math.inf, "noise_multiplier": math.inf, "delta": 1.0}.items():
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < most:
-                raise InputError(f"privacy.{name}={value} must be a number above 0" + " and below 1" * (most == 1))
+        _check_number("privacy.clip_norm", self.clip_norm)
+        _check_number("privacy.noise_multiplier", self.noise_multiplier)
+        _check_number("privacy.delta", self.delta, below=1)
+
+
+def _check_number(
+    key: str,
+    value: Any,
+    *,
+    above: float = 0,
+    least: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    also: str = "",
+) -> None:
+    """Refuse, by an `InputError`, what is no number within these bounds."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and above < value < below and least <= value <= most:
+        return
+    said = [f"of at least {least:g}" if least > -math.inf else f"above {above:g}"]
+    said += [f"below {below:g}"] if below < math.inf else []
+    said += [f"at most {most:g}"] if most < math.inf else []
+    raise InputError(f"{key}={value} must be a number {' and '.join(said)}{also}")

@@ -121,7 +121,24 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
 
 
 def rounds(post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int) -> ServerState:
-    """All rounds after ``state`` up to the last one, recorded; returns the state after it."""
+    """All rounds after ``state`` up to the last one, recorded; returns the state after it.
+
+    Whatever ends them early, the rounds that are done are in a checkpoint.
+    """
+    try:
+        for after in one_by_one(post, prepared, state, recorder, last=last):
+            state = after
+    except BaseException:
+        with suppress(OSError):  # the disk may be full
+            recorder.checkpoint(state, ends=True)
+        raise
+    return state
+
+
+def one_by_one(
+    post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int
+) -> Iterator[ServerState]:
+    """The state after each of the rounds up to the last one, when the round is recorded."""
     method, evaluator, monitor = prepared.method, prepared.evaluator, prepared.monitor
 
     def present() -> Federation:
@@ -150,7 +167,7 @@ def rounds(post: Post, prepared: Prepared, state: ServerState, recorder: Recorde
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         recorder.round(report, seconds=seconds, evaluation=evaluation, health=health, cost=cost)
         recorder.checkpoint(state)
-    return state
+        yield state
 
 
 def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:

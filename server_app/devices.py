@@ -3,8 +3,7 @@
 import logging
 from dataclasses import replace
 
-from omegaconf import DictConfig, OmegaConf
-
+from fedssl.config import with_clients
 from fedssl.errors import InputError
 from fedssl.settings import DataSettings, Settings
 from fedssl.words import parse
@@ -43,18 +42,12 @@ def with_devices(settings: Settings, clients: Clients) -> Settings:
             f"calibration.at={settings.calibration.at} takes a share of the clients' pictures, which are on the "
             "devices; name a data set of the server's with +dataset@calibration.dataset=NAME"
         )
-    text = OmegaConf.create(settings.recording.text)
-    assert isinstance(text, DictConfig)
-    text.num_clients, text.clients_per_round = number, per_round
     data = own_data(settings)
     measured = settings.evaluation.health_pictures if data.train else 0
     return replace(
-        settings,
-        num_clients=number,
-        clients_per_round=per_round,
+        with_clients(settings, number, per_round=per_round),
         data=data,
         evaluation=replace(settings.evaluation, health_pictures=measured, resources=False),
-        recording=replace(settings.recording, text=OmegaConf.to_yaml(text)),
     )
 
 

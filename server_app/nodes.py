@@ -162,7 +162,7 @@ class Roll:
             if not isinstance(who, Who) or who.partitions is not None:
                 log.warning("node %d takes no part: %s", node, who if isinstance(who, str) else "it is no device")
                 continue
-            number = self.clients.numbers.get(who.name, max(self.clients.numbers.values(), default=-1) + 1)
+            number = self.clients.numbers.get(who.name, _next(self.clients.numbers))
             former = self.clients.nodes.get(number)
             if former is not None and former in self._grid.get_node_ids():
                 log.warning("node %d takes no part: node %d has client-name=%s as well", node, former, who.name)
@@ -209,8 +209,12 @@ def _devices(devices: Mapping[int, Who], known: Mapping[str, int]) -> Clients:
     places = {who.name: (who.partition is None, who.partition or 0, who.name) for who in devices.values()}
     numbers = dict(known)
     for name in sorted(named.keys() - known.keys(), key=places.__getitem__):
-        numbers[name] = max(numbers.values(), default=-1) + 1
+        numbers[name] = _next(numbers)
     return Clients(nodes={numbers[name]: node for name, node in named.items()}, numbers=numbers)
+
+
+def _next(numbers: Mapping[str, int]) -> int:
+    return max(numbers.values(), default=-1) + 1
 
 
 def _who(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[int, Who | str]]:

@@ -25,7 +25,7 @@ from fedssl.config import DEVICES, save_run
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
-from fedssl.files import append_text, refuse_links, remove_leftovers, sync, write_text
+from fedssl.files import append_text, numbered_files, refuse_links, remove_leftovers, sync, write_text
 from fedssl.methods.base import SSLMethod
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
@@ -228,9 +228,12 @@ class Recorder:
         if told and (self.folder / "clients").is_dir():
             raise OSError(told[0], os.strerror(told[0]))
 
-    def checkpoint(self, state: ServerState) -> None:
-        """Save the server's state if a checkpoint is due."""
-        if state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds:
+    def checkpoint(self, state: ServerState, *, ends: bool = False) -> None:
+        """Save the server's state if a checkpoint is due; if the run ends, whenever rounds would be lost otherwise."""
+        due = state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds
+        if ends:
+            due = state.round > max(numbered_files(self.folder / "checkpoints"), default=0)
+        if due:
             for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
                 sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)

@@ -9,13 +9,15 @@ from flwr.serverapp import Grid
 
 from fedssl.errors import InputError
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
+from fedssl.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate
 from fedssl.settings import EXACT
 from server_app.post import Post
 
 log = logging.getLogger("fedssl")
 
 
+# What a metric may be; beyond it a client lies. Losses of methods and their regularisers are far smaller.
+RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
 NO_REPLY = "no reply in time"
 
 
@@ -148,5 +150,9 @@ def _check_metrics(update: ClientUpdate, needs: Collection[str], *, max_examples
         raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
     if max_examples is not None and (update.num_examples or 0) > max_examples:
         raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is more than updates.max_examples={max_examples}")
+    for name, value in ((TRAIN_LOSS, update.train_loss), (SECONDS, update.seconds)):
+        low, high = RANGES[name]
+        if value is not None and math.isfinite(value) and not low <= value <= high:
+            raise BadUpdate(f"{name}={value} is not from {low:g} to {high:g}")
     if TRAIN_LOSS in needs and not math.isfinite(update.train_loss or 0.0):
         raise BadUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from client_app.secure import LEAST_CLIENTS, summed
+from client_app.secure import LEAST_CLIENTS, NUMBERS, summed
 from fedssl.errors import RunFailed
 from fedssl.layers import Layers
 from fedssl.records import content_bytes
@@ -69,7 +69,13 @@ def mean_way(
     if len(contents) < LEAST_CLIENTS:
         raise NotEnough(f"{len(contents)} clients are there, and secure aggregation needs {LEAST_CLIENTS}")
     workflow = SecAggPlusWorkflow(
-        1.0, settings.threshold, max_weight=1.0, clipping_range=settings.clipping_range, timeout=timeout
+        1.0,
+        settings.threshold,
+        max_weight=NUMBERS["max_weight"],
+        quantization_range=int(NUMBERS["target_range"]),
+        modulus_range=int(NUMBERS["mod_range"]),
+        clipping_range=float(settings.clipping_range),
+        timeout=timeout,
     )
     stages, part = _Stages(post, timeout=timeout, deadline=deadline), _Part(list(contents))
     records = RecordDict()

@@ -35,7 +35,7 @@ def choose_engine(settings: Settings) -> Choice:
     On GPUs it is Ray if there are several, and clients for them. On CPUs as many clients run at a time as the cores
     have place for, with their threads each, as take part in a round, and as have place in memory, where each needs as
     much as this process once it has trained a step; if these are two or more, Ray is taken if it saves more time, by
-    how long that step took, than it needs to start.
+    how long that step took, than it needs to start. A run of a few steps is local, and nothing is measured.
 
     Raises
     ------

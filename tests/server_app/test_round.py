@@ -1,22 +1,17 @@
 """What a round does with replies under every strategy: order, bad updates, failed and silent clients, what travels."""
 
+import math
+
 import numpy as np
 import pytest
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import nn
 
-from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import GlobalLayers
 from fedssl.messages import ClientUpdate, TrainPlan
-from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import travelling_layers
 from fedssl.records import content_bytes
-from fedssl.schedule.phases import end_to_end
-from fedssl.update_settings import UpdateSettings
-from server_app.federation import Federation, sample_clients
+from server_app.federation import sample_clients
 from server_app.replies import receive
 from server_app.round import Round
 from simulation.local_grid import LocalGrid
@@ -24,12 +19,7 @@ from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
 from strategies.state import GLOBAL, ServerState
-
-LAYERS = {
-    "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),
-    "encoder.bn.running_mean": np.array([0.5], dtype=np.float32),
-}
-
+from tests.server_app.small import LAYERS, small_federation
 
 ANSWERS = ConfigRecord({"round": 1, "code": "x"})
 
@@ -66,18 +56,6 @@ def crash(layers, partition):
     raise ValueError("no camera")
 
 
-class Small(SSLMethod):
-    """A method whose layers are `LAYERS`."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = Encoder()
-        self.encoder.weight = nn.Parameter(torch.from_numpy(LAYERS["encoder.weight"].copy()))
-        self.encoder.bn = nn.Module()
-        self.encoder.bn.register_buffer("running_mean", torch.from_numpy(LAYERS["encoder.bn.running_mean"].copy()))
-        self.encoder.divide(stages=(), widths=())
-
-
 def make_grid(behaviours, received=None):
     """A grid whose client k does ``behaviours[k]``, reporting every metric it is asked for."""
     app = ClientApp()
@@ -100,21 +78,7 @@ def make_grid(behaviours, received=None):
 
 def configure(strategy, grid, *, clients_per_round=None, metrics=(), **updates):
     """The first round, whose messages are not sent yet."""
-    method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
-    federation = Federation(
-        strategy=strategy,
-        method=method,
-        phases=end_to_end(rounds=1, depth=0),
-        initial=lambda: travelling_layers(method),
-        nodes=nodes,
-        seed=0,
-        clients_per_round=clients_per_round or len(nodes),
-        timeout=60,
-        settings="{}",
-        code="x",
-        metrics=tuple(metrics),
-        updates=UpdateSettings(**updates),
-    )
+    federation = small_federation(grid, strategy, clients_per_round=clients_per_round, metrics=metrics, **updates)
     return Round(federation, ServerState())
 
 
@@ -181,6 +145,22 @@ def test_a_missing_metric_drops_the_update():
     del replies[0].content["metrics"]["num-examples"]
     _, report = end(configured, replies)
     assert report.dropped == {0: "metric num-examples is missing"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("train-loss", 1.1e6, "train-loss=1100000.0 is not from -1e+06 to 1e+06"),
+        ("train-loss", -1e300, "train-loss=-1e+300 is not from -1e+06 to 1e+06"),
+        ("train-loss", math.nan, "train-loss=nan is not finite"),
+        ("seconds", -1.0, "seconds=-1.0 is not from 0 to 1e+07"),
+    ],
+)
+def test_a_metric_that_cannot_be_drops_the_update(name, value, reason):
+    configured, replies = played(LDAWA(weighting="loss"), [good, good], metrics=["seconds"])
+    replies[0].content["metrics"][name] = value
+    _, report = end(configured, replies)
+    assert report.dropped == {0: reason}
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, LDAWA, MDAWA])

@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RunFailed
 from fedssl.export import load_encoder
+from server_app import app
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import main, run
 
@@ -236,6 +237,27 @@ def test_ctrl_c_is_noted(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the user")
     assert 1 <= summary["rounds"] < 500
+
+
+@pytest.mark.parametrize("error", [RunFailed("too few sent a usable update"), KeyboardInterrupt(), ValueError("bug")])
+def test_what_ends_a_run_loses_no_finished_round(tmp_path, error, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run([*QUICK, "rounds=4", "checkpoint_every=10", f"output_dir={whole}"])
+    original = app.run_round
+
+    def end_in_round_4(post, present, state, **options):
+        if state.round == 3:
+            raise error
+        return original(post, present, state, **options)
+
+    monkeypatch.setattr(app, "run_round", end_in_round_4)
+    with pytest.raises(type(error)):
+        run([*QUICK, "rounds=4", "checkpoint_every=10", f"output_dir={cut}"])
+    monkeypatch.undo()
+    assert latest_checkpoint(cut / "checkpoints").round == 3
+    run([f"resume={cut}"])
+    assert same(weights(whole), weights(cut))
+    assert [line["round"] for line in lines(cut / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path):

@@ -168,6 +168,9 @@ SETUP = {
         ({**SETUP, "threshold": 2}, "5 shares, 2 of which reveal a mask"),
         ({**SETUP, "sample_num": 2, "share_num": 2, "threshold": 2}, "at least 3 clients"),
         ({**SETUP, "threshold": "3"}, "without saying for how many clients"),
+        ({**SETUP, "mod_range": 2}, "mod_range=2 instead of 4294967296"),  # its masks are all 0
+        ({**SETUP, "target_range": 2**31}, "target_range=2147483648 instead of 4194304"),
+        ({**SETUP, "max_weight": 1e-9}, "max_weight=1e-09 instead of 1.0"),
         ({"stage": "unmask", "active_nids": [1, 2, 3], "dead_nids": [3]}, "both shares of a client"),
         ({"stage": "unmask"}, "both shares of a client"),
         ({"stage": "collect_masked_vectors", "ctxts": [], "srcs": []}, "Abort secure aggregation"),
@@ -179,6 +182,24 @@ def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
     state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises((Refused, ValueError), match=reason):
         client_side.answer(message, state, lambda message, context: pytest.fail("it trained"))
+
+
+def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path, monkeypatch, caplog):
+    """Under masks nobody else could find either."""
+    federation = Federation(tmp_path, *SMALL, *SECURE)
+    original = client_side.way_of
+
+    def far(*layers):
+        way = original(*layers)
+        way[0] = 100
+        return way
+
+    monkeypatch.setattr(client_side, "way_of", far)
+    federation.run(1)
+    assert "1 numbers of the update went further than secure.clipping_range=8 and are cut to it" in caplog.text
+    monkeypatch.setattr(client_side, "way_of", lambda *layers: original(*layers) * np.nan)
+    with pytest.raises(RunFailed, match="training diverged: the update has values that are not finite"):
+        federation.run(1)
 
 
 def test_a_device_that_gives_sums_only_answers_no_plain_plan(tmp_path):

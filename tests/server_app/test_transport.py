@@ -21,7 +21,7 @@ from server_app.prepare import prepare
 from simulation.local_grid import LocalGrid
 from strategies.state import GLOBAL, ServerState
 from tests.federation import TINY, Federation
-from tests.server_app.test_round import LAYERS
+from tests.server_app.small import LAYERS
 from tests.server_app.test_waiting import Run
 from tests.wire import NetworkGrid
 

@@ -11,12 +11,8 @@ from flwr.app import ArrayRecord, Error, Message
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
-from fedssl.model_layers import travelling_layers
-from fedssl.schedule.phases import end_to_end
-from fedssl.update_settings import UpdateSettings
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.federation import Federation
 from server_app.nodes import Clients, Roll
 from server_app.overdue import brought_up
 from server_app.post import Post
@@ -27,7 +23,7 @@ from strategies.fedavg import FedAvg
 from strategies.state import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation as Rounds
-from tests.server_app.test_round import LAYERS, Small
+from tests.server_app.small import LAYERS, small_federation
 
 NEVER = 10**9
 
@@ -81,22 +77,9 @@ class Scripted(SimulatedGrid):
         return [reply for _, reply in found]
 
 
-def federation(grid, strategy=None, *, clients_per_round=None, timeout=2, **updates):
+def federation(grid, strategy=None, *, timeout=2, **options):
     identify()
-    method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
-    return Federation(
-        strategy=strategy or FedAvg(weighting="uniform"),
-        method=method,
-        phases=end_to_end(rounds=1000, depth=0),
-        initial=lambda: travelling_layers(method),
-        nodes=nodes,
-        seed=0,
-        clients_per_round=clients_per_round or len(nodes),
-        timeout=timeout,
-        settings="{}",
-        code="x",
-        updates=UpdateSettings(**updates),
-    )
+    return small_federation(grid, strategy or FedAvg(weighting="uniform"), timeout=timeout, **options)
 
 
 class Run:

@@ -24,7 +24,8 @@ from strategies.gram import deviation_gram
 from strategies.krum import Krum, closest, krum, scores
 from strategies.robust import Median, TrimmedMean, median, trimmed_mean
 from tests.federation import Federation
-from tests.server_app.test_round import LAYERS, crash, good, run_round
+from tests.server_app.small import LAYERS
+from tests.server_app.test_round import crash, good, run_round
 
 RULES = {"median": median, "trimmed_mean": trimmed_mean, "krum": krum, "multi-krum": partial(krum, select=3)}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())

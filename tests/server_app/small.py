@@ -1,0 +1,48 @@
+"""A federation of a method with one weight and one statistic, whose layers are easy to follow by hand."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedssl.encoders.base import Encoder
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import travelling_layers
+from fedssl.schedule.phases import end_to_end
+from fedssl.update_settings import UpdateSettings
+from server_app.federation import Federation
+
+LAYERS = {
+    "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),
+    "encoder.bn.running_mean": np.array([0.5], dtype=np.float32),
+}
+
+
+class Small(SSLMethod):
+    """A method whose layers are `LAYERS`."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.encoder.weight = nn.Parameter(torch.from_numpy(LAYERS["encoder.weight"].copy()))
+        self.encoder.bn = nn.Module()
+        self.encoder.bn.register_buffer("running_mean", torch.from_numpy(LAYERS["encoder.bn.running_mean"].copy()))
+        self.encoder.divide(stages=(), widths=())
+
+
+def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metrics=(), **updates):
+    """All nodes of the grid as clients of a `Small`; ``updates`` are `UpdateSettings`."""
+    method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
+    return Federation(
+        strategy=strategy,
+        method=method,
+        phases=end_to_end(rounds=1000, depth=0),
+        initial=lambda: travelling_layers(method),
+        nodes=nodes,
+        seed=0,
+        clients_per_round=clients_per_round or len(nodes),
+        timeout=timeout,
+        settings="{}",
+        code="x",
+        metrics=tuple(metrics),
+        updates=UpdateSettings(**updates),
+    )
