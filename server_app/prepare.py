@@ -16,7 +16,7 @@ from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.partition import split
+from fedssl.partition import divide
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
@@ -104,7 +104,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         pictures = federated_pictures(settings, method)
         if pictures.labels is None:
             settings = partition_without_labels(settings)
-        held = Held(pictures, split(settings.partition, pictures))
+        held = Held(pictures, divide(settings.partition, pictures))
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
