@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from client_app.sample import Sample
 from client_app.state import load_state, save_state
 from fedssl.datasets.base import load_federated
 from fedssl.errors import Refused
@@ -74,10 +75,12 @@ class Resident:
             arrived = plan.layers
             plan = self._with_held(plan, state, state_folder / "frozen")
             load_layers(self.method, plan.shared)
+            rows = self._rows(client)
+            chosen, plan = self._choose(plan, client, rows, state)
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
             begun_with = self.half.load(self.method, plan, state)
-            result = self._train(plan, self._rows(client), torch_generator(*place), before_step)
+            result = self._train(plan, rows, torch_generator(*place), before_step)
             self.method.end_round()
             kept = self.half.keep(self.method, plan, start=begun_with, state=state)
             if kept:
@@ -89,10 +92,23 @@ class Resident:
                 layers=self.half.send(self.method, plan),
                 gathered=copied_layers(self.method, self.method.gathered),
                 partition_id=client,
+                chosen=chosen,
                 num_examples=result.num_examples,
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
             )
+
+    def _choose(self, plan: TrainPlan, client: int, rows: torch.Tensor, state: State | None) -> tuple[int, TrainPlan]:
+        """The model that the client takes of those in the plan, and the plan with it in their place."""
+        if not plan.others:
+            return 0, plan
+        if any(layers.keys() != plan.layers.keys() for layers in plan.others):
+            raise Refused("the models of the plan are not of the same layers")
+        plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
+        place = (self.settings.seed, "choose", plan.round, client)
+        pictures = Sample(self.images, rows, data=self.settings.data, training=self.training, place=place)
+        chosen = self.half.choose(self.method, plans, state, pictures)
+        return chosen, replace(plans[chosen], others=plan.others)
 
     def _with_held(self, plan: TrainPlan, state: State | None, folder: Path) -> TrainPlan:
         """The plan with the frozen layers that the client has from an earlier round.

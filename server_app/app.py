@@ -98,6 +98,7 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
                 clients=max([settings.num_clients, *(number + 1 for number in numbers.values())]),
                 phases=len(federation.phases),
                 knows=federation.strategy.server.knows,
+                recalls=federation.strategy.server.recalls,
             )
         )
     recorder.begin(settings.recording, prepared.held)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+from torch import Tensor
+
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import CLIENT_METRICS
@@ -27,6 +29,11 @@ class Calibration(Protocol):
     at: str
 
     def __call__(self, round: int, layers: Layers) -> Layers: ...
+
+
+def no_pictures(layers: Layers) -> Tensor:
+    """What stands for a server without pictures."""
+    raise InputError("the server has no pictures to compare models with; name a data set of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,8 @@ class Federation:
         None: the server sees every update.
     transport : str
         How layers travel, see `fedssl.transport`.
+    represent : callable
+        What a model with these layers makes of pictures of the server's own, for server halves that compare models.
 
     Raises
     ------
@@ -88,6 +97,7 @@ class Federation:
     privacy: Privacy | None = None
     secure: SecureSettings | None = None
     transport: str = EXACT
+    represent: Callable[[Layers], Tensor] = no_pictures
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)

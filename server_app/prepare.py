@@ -1,7 +1,7 @@
 """What a run works with, built from the settings and found usable before any round."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from fedssl.config import partition_without_labels
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
 from fedssl.fingerprint import code_fingerprint
+from fedssl.layers import Layers
 from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
@@ -28,11 +29,12 @@ from server_app.calibration import Calibration
 from server_app.costs import Costs
 from server_app.devices import say, with_devices
 from server_app.evaluator import Evaluator
-from server_app.federation import Federation
+from server_app.federation import Federation, no_pictures
 from server_app.held import Held
 from server_app.monitor import Monitor
 from server_app.nodes import Roll, find_clients
 from server_app.privacy import Privacy, check_model
+from server_app.represent import Represent
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
 
@@ -94,7 +96,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
     method = build(settings.model).to(device)
     check_batch(settings, method)
     evaluator.check(method.encoder)
-    strategy, server_optimizer = make_algorithm(settings, method)
+    strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
     method.encoder.check_pictures((data.channels, data.size, data.size))
     check_updates(settings, devices=bool(task))
     held = None
@@ -127,6 +129,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         secure=settings.secure,
         privacy=make_privacy(settings, method, devices=bool(task)),
         transport=settings.transport,
+        represent=make_represent(settings, method, strategy.server.pictures, device),
     )
     return Prepared(
         settings=settings,
@@ -198,7 +201,7 @@ def check_devices(method: SSLMethod) -> None:
         raise InputError(f"{type(method).__name__} needs labels, and devices agree on no classes; set another method")
 
 
-def make_algorithm(settings: Settings, method: SSLMethod) -> tuple[FedSSLStrategy, ServerOptimizer]:
+def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> tuple[FedSSLStrategy, ServerOptimizer]:
     """The strategy and the server optimiser, which must be able to work here; raises `InputError`."""
     strategy: FedSSLStrategy = settings.algorithm.strategy.make()
     server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
@@ -206,6 +209,9 @@ def make_algorithm(settings: Settings, method: SSLMethod) -> tuple[FedSSLStrateg
         Circumstances(
             method=method,
             clients_per_round=settings.clients_per_round,
+            num_clients=settings.num_clients,
+            devices=devices,
+            pictures=settings.data.train is not None,
             calibrated=settings.calibration is not None,
             server_optimizer=server_optimizer.steps,
         )
@@ -275,6 +281,15 @@ def make_monitor(
     return Monitor(
         method, data=settings.data, pictures=pictures, augment=training.augment, device=device, seed=settings.seed
     )
+
+
+def make_represent(
+    settings: Settings, method: SSLMethod, pictures: int, device: torch.device
+) -> Callable[[Layers], torch.Tensor]:
+    """What compares models on so many of the server's pictures, if the algorithm asks for any."""
+    if not pictures:
+        return no_pictures
+    return Represent(method, data=settings.data, pictures=pictures, device=device, seed=settings.seed)
 
 
 def federated_pictures(settings: Settings, method: SSLMethod) -> Pictures:

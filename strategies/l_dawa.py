@@ -29,6 +29,7 @@ from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, Rule, ServerHalf, State, Travels
+from strategies.state import GLOBAL
 from strategies.weighted_sum import BUFFERS, WeightedSum, one_of, weighted_sum
 
 
@@ -108,7 +109,7 @@ class WarmedUp(ServerHalf):
             raise InputError(f"strategy.warmup_rounds={rounds} is negative; 0 turns the warm-up off")
         self.rounds = rounds
 
-    def rule(self, round: int) -> Rule:
+    def rule(self, round: int, name: str = GLOBAL) -> Rule:
         return WeightedSum(weighting="examples") if round <= self.rounds else super().rule(round)
 
     def travels(self, usual: Travels) -> Travels:
