@@ -20,6 +20,7 @@ from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import copied_layers, load_layers, travelling_names
 from fedssl.partition import split
+from fedssl.regularizers.base import Both, Regularizer
 from fedssl.schedule.stages import at_stage, frozen_names
 from fedssl.seeding import derive, seed_torch, torch_generator
 from fedssl.settings import ClientSettings
@@ -80,9 +81,11 @@ class Resident:
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
             begun_with = self.half.load(self.method, plan, state)
-            result = self._train(plan, rows, torch_generator(*place), before_step)
+            result = self._train(self.training, plan, rows, torch_generator(*place), before_step)
             self.method.end_round()
-            kept = self.half.keep(self.method, plan, start=begun_with, state=state)
+            again = functools.partial(self._train_own, plan, rows, place, before_step)
+            own = self.half.train_own(self.method, plan, state, train=again)
+            kept = self.half.keep(self.method, plan, start=begun_with, state=state) | own
             if kept:
                 save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
             if plan.hold and not arrived.keys().isdisjoint(frozen_names(self.method)):
@@ -132,25 +135,43 @@ class Resident:
             torch.arange(len(self.images)) if self.parts is None else torch.from_numpy(np.asarray(self.parts[client]))
         )
 
+    def _train_own(
+        self,
+        plan: TrainPlan,
+        own: torch.Tensor,
+        place: tuple[int, str, int, int],
+        before_step: Callable[[], None],
+        term: Regularizer,
+    ) -> None:
+        """Train the method as it is now, with what was random in the first training, and with one term more."""
+        seed_torch(derive(*place), self.device)
+        training = replace(self.training, regularizer=Both(self.training.regularizer, term))
+        self._train(training, plan, own, torch_generator(*place), before_step)
+
     def _train(
-        self, plan: TrainPlan, own: torch.Tensor, generator: torch.Generator, before_step: Callable[[], None]
+        self,
+        training: LocalTraining,
+        plan: TrainPlan,
+        own: torch.Tensor,
+        generator: torch.Generator,
+        before_step: Callable[[], None],
     ) -> TrainResult:
         if len(own) < self.method.smallest_batch:
             raise Refused(
                 f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} pictures, "
                 f"and the client has {len(own)}"
             )
-        self.training.restart(lr_factor=plan.lr_factor)
+        training.restart(lr_factor=plan.lr_factor)
         result = train(
             self.method,
             self.images,
             own,
-            training=self.training,
+            training=training,
             generator=generator,
             labels=self.labels,
             before_step=before_step,
         )
-        if self.training.epochs and not math.isfinite(result.loss):
+        if training.epochs and not math.isfinite(result.loss):
             raise Refused(f"training diverged: the loss is {result.loss}; what it kept from before stays")
         return result
 

@@ -139,7 +139,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         held=held,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
-        costs=make_costs(settings, method, training, held, device),
+        costs=make_costs(settings, method, training, held, device, trainings=strategy.client.trainings),
     )
 
 
@@ -246,12 +246,18 @@ def make_calibration(
 
 
 def make_costs(
-    settings: Settings, method: SSLMethod, training: LocalTraining, held: Held | None, device: torch.device
+    settings: Settings,
+    method: SSLMethod,
+    training: LocalTraining,
+    held: Held | None,
+    device: torch.device,
+    *,
+    trainings: int,
 ) -> Costs | None:
     """What measures the costs; None: it is turned off, or nobody knows the clients' pictures."""
     if held is None or not settings.evaluation.resources:
         return None
-    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device)
+    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device, trainings=trainings)
 
 
 def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Privacy | None:
