@@ -251,6 +251,13 @@ class ClientHalf:
         """
         return start_from(method, {**plan.layers, **as_layers(state or {}, method)})
 
+    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        """The model that this client itself would use, of what it receives and what it kept last.
+
+        It is loaded into the method; layers that are not returned are as the method prepares them.
+        """
+        return self.load(method, plan, state)
+
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         """What the client keeps until its next participation; called after training, before `send`.
 
