@@ -20,6 +20,7 @@ from fedssl.messages import OWN, Ask, ClientUpdate, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import copied_layers, load_layers, travelling_names
 from fedssl.partition import split
+from fedssl.regularizers.base import Both, Regularizer
 from fedssl.schedule.stages import at_stage, frozen_names
 from fedssl.seeding import derive, seed_torch, torch_generator
 from fedssl.settings import ClientSettings
@@ -77,9 +78,11 @@ class Resident:
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
             begun_with = self.half.load(self.method, plan, state)
-            result = self._train(plan, rows, torch_generator(*place), before_step, self.training)
+            result = self._train(self.training, plan, rows, torch_generator(*place), before_step)
             self.method.end_round()
-            kept = self.half.keep(self.method, plan, start=begun_with, state=state)
+            again = functools.partial(self._train_own, plan, rows, place, before_step)
+            own = self.half.train_own(self.method, plan, state, train=again)
+            kept = self.half.keep(self.method, plan, start=begun_with, state=state) | own
             if kept:
                 save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
             if plan.hold and not arrived.keys().isdisjoint(frozen_names(self.method)):
@@ -108,13 +111,13 @@ class Resident:
             chosen, plan = self._choose(offered, client, rows, state)
             if plan.others and ask.epochs:
                 begun_with = self.half.load(self.method, plan, state)
-                self._train(plan, rows, torch_generator(*place, "first"), _nothing, training)
+                self._train(training, plan, rows, torch_generator(*place, "first"), _nothing)
                 state = self.half.keep(self.method, plan, start=begun_with, state=state)
                 chosen, plan = self._choose(offered, client, rows, state)
             seed_torch(derive(*place), self.device)
             load_layers(self.method, self.half.own(self.method, plan, state))
             if ask.adapted:
-                self._train(plan, rows, torch_generator(*place), _nothing, training)
+                self._train(training, plan, rows, torch_generator(*place), _nothing)
             names = [
                 name for name in self.method.tensors if name.startswith("encoder.") and name not in self.method.idle
             ]
@@ -160,13 +163,26 @@ class Resident:
             torch.arange(len(self.images)) if self.parts is None else torch.from_numpy(np.asarray(self.parts[client]))
         )
 
+    def _train_own(
+        self,
+        plan: TrainPlan,
+        own: torch.Tensor,
+        place: tuple[int, str, int, int],
+        before_step: Callable[[], None],
+        term: Regularizer,
+    ) -> None:
+        """Train the method as it is now, with what was random in the first training, and with one term more."""
+        seed_torch(derive(*place), self.device)
+        training = replace(self.training, regularizer=Both(self.training.regularizer, term))
+        self._train(training, plan, own, torch_generator(*place), before_step)
+
     def _train(
         self,
+        training: LocalTraining,
         plan: TrainPlan,
         own: torch.Tensor,
         generator: torch.Generator,
         before_step: Callable[[], None],
-        training: LocalTraining,
     ) -> TrainResult:
         if len(own) < self.method.smallest_batch:
             raise Refused(

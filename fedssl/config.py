@@ -305,6 +305,7 @@ def _partition(config: DictConfig) -> PartitionSettings:
         num_clients=config.num_clients,
         seed=config.seed,
         set_aside=node.share if node.at and node.dataset is None else None,
+        cache=config.dataset.get("cache"),
     )
 
 

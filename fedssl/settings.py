@@ -111,12 +111,15 @@ class PartitionSettings:
     num_clients, seed : int
     set_aside : float or None
         Share of the pictures that the server keeps for its calibration and that are no client's; None: nothing.
+    cache : str or None
+        The folder for what a rule computes of the pictures, that of decoded ones; None: nothing is kept.
     """
 
     rule: Component
     num_clients: int
     seed: int
     set_aside: float | None
+    cache: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

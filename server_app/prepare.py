@@ -18,7 +18,7 @@ from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.partition import split
+from fedssl.partition import divide
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
@@ -109,7 +109,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         if pictures.labels is None:
             settings = partition_without_labels(settings)
         check_clients_judged(settings, pictures)
-        held = Held(pictures, split(settings.partition, pictures))
+        held = Held(pictures, divide(settings.partition, pictures))
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
@@ -143,7 +143,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         held=held,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
-        costs=make_costs(settings, method, training, held, device),
+        costs=make_costs(settings, method, training, held, device, trainings=strategy.client.trainings),
     )
 
 
@@ -266,12 +266,18 @@ def make_calibration(
 
 
 def make_costs(
-    settings: Settings, method: SSLMethod, training: LocalTraining, held: Held | None, device: torch.device
+    settings: Settings,
+    method: SSLMethod,
+    training: LocalTraining,
+    held: Held | None,
+    device: torch.device,
+    *,
+    trainings: int,
 ) -> Costs | None:
     """What measures the costs; None: it is turned off, or nobody knows the clients' pictures."""
     if held is None or not settings.evaluation.resources:
         return None
-    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device)
+    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device, trainings=trainings)
 
 
 def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Privacy | None:

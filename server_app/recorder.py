@@ -155,7 +155,12 @@ class Recorder:
         save_run(self._settings, self.folder)
         if held:
             pictures = held.pictures
-            write_table(self.folder / "partition.csv", held.parts, pictures.labels, pictures.classes)
+            write_table(
+                self.folder / "partition.csv",
+                held.parts,
+                (pictures.labels, pictures.classes),
+                (held.division.groups, held.division.names),
+            )
 
     def restore(self, expected: Expected | None = None) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
@@ -271,8 +276,12 @@ class Recorder:
     def figures(self, held: Held | None) -> None:
         """Draw who holds what, if that is known, and the curves of the rounds."""
         if held:
-            pictures = held.pictures
-            draw(self.folder / "figures" / "partition.png", held.parts, pictures.labels, pictures.classes)
+            pictures, division = held.pictures, held.division
+            file = self.folder / "figures" / "partition.png"
+            if division.groups is None:
+                draw(file, held.parts, pictures.labels, pictures.classes)
+            else:
+                draw(file, held.parts, division.groups, division.names, kind=division.kind)
         draw_curves(self.folder)
 
     def summary(

@@ -16,9 +16,11 @@ from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
+from fedssl.regularizers.base import Regularizer
 from strategies.state import GLOBAL, Model, ServerState
 
 State = dict[str, torch.Tensor]
+TrainWith = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
 
 
 class Rule(Protocol):
@@ -235,7 +237,15 @@ class OwnPictures(Protocol):
 
 
 class ClientHalf:
-    """The client half of an algorithm; this one takes what it receives, and keeps what the method keeps."""
+    """The client half of an algorithm; this one takes what it receives, and keeps what the method keeps.
+
+    Attributes
+    ----------
+    trainings : int
+        How often it trains in a round, for what that costs.
+    """
+
+    trainings: int = 1
 
     def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: OwnPictures) -> int:
         """The place of the plan that the client follows, among several that differ in their layers only.
@@ -251,13 +261,6 @@ class ClientHalf:
         """
         return start_from(method, {**plan.layers, **as_layers(state or {}, method)})
 
-    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
-        """The model that this client itself would use, of what it receives and what it kept last.
-
-        It is loaded into the method; layers that are not returned are as the method prepares them.
-        """
-        return self.load(method, plan, state)
-
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         """What the client keeps until its next participation; called after training, before `send`.
 
@@ -265,6 +268,20 @@ class ClientHalf:
         goes on with ``state``.
         """
         return copies(method, kept_names(method))
+
+    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainWith) -> State:
+        """Train what the client has beside the model that it sends; what is returned is kept beside `keep`'s.
+
+        Called after training, before `keep`; the method is left as it was found. ``state`` is what `load` was given.
+        """
+        return {}
+
+    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        """The model that this client itself would use, of what it receives and what it kept last.
+
+        It is loaded into the method; layers that are not returned are as the method prepares them.
+        """
+        return self.load(method, plan, state)
 
     def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         """The layers that the client sends back; they may be taken out of the model."""
