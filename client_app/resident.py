@@ -16,7 +16,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import Refused
 from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
-from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.messages import OWN, Ask, ClientUpdate, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import copied_layers, load_layers, travelling_names
 from fedssl.partition import split
@@ -72,11 +72,8 @@ class Resident:
             private = set(plan.up or ()) - set(travelling_names(self.method))
             if private:
                 raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
-            state = load_state(state_folder, before=plan.round, like=self.method.tensors)
-            arrived = plan.layers
-            plan = self._with_held(plan, state, state_folder / "frozen")
-            load_layers(self.method, plan.shared)
-            rows = self._rows(client)
+            arrived, rows = plan.layers, self._rows(client)
+            plan, state = self._received(plan, state_folder)
             chosen, plan = self._choose(plan, client, rows, state)
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
@@ -100,6 +97,37 @@ class Resident:
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
             )
+
+    def show(self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask) -> ClientUpdate:
+        """The encoder that the client would use itself, with parts that never travel; nothing is kept.
+
+        A client that never trained cannot tell models apart by what it has learned: it first learns from the one that
+        it would take otherwise.
+        """
+        with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
+            training, rows = replace(self.training, epochs=ask.epochs), self._rows(client)
+            plan, state = self._received(plan, state_folder)
+            offered, place = plan, (self.settings.seed, OWN, plan.round, client)
+            chosen, plan = self._choose(offered, client, rows, state)
+            if plan.others and ask.epochs:
+                begun_with = self.half.load(self.method, plan, state)
+                self._train(training, plan, rows, torch_generator(*place, "first"), _nothing)
+                state = self.half.keep(self.method, plan, start=begun_with, state=state)
+                chosen, plan = self._choose(offered, client, rows, state)
+            seed_torch(derive(*place), self.device)
+            load_layers(self.method, self.half.own(self.method, plan, state))
+            if ask.adapted:
+                self._train(training, plan, rows, torch_generator(*place), _nothing)
+            names = [
+                name for name in self.method.tensors if name.startswith("encoder.") and name not in self.method.idle
+            ]
+            return ClientUpdate(layers=copied_layers(self.method, names), partition_id=client, chosen=chosen)
+
+    def _received(self, plan: TrainPlan, state_folder: Path) -> tuple[TrainPlan, State | None]:
+        """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
+        state = load_state(state_folder, before=plan.round, like=self.method.tensors)
+        load_layers(self.method, plan.shared)
+        return self._with_held(plan, state, state_folder / "frozen"), state
 
     def _choose(self, plan: TrainPlan, client: int, rows: torch.Tensor, state: State | None) -> tuple[int, TrainPlan]:
         """The model that the client takes of those in the plan, and the plan with it in their place."""
@@ -180,3 +208,7 @@ class Resident:
 def resident(settings: ClientSettings) -> Resident:
     """The resident client of this process for these settings."""
     return Resident(settings)
+
+
+def _nothing() -> None:
+    """Before a step that nobody limits."""

@@ -249,6 +249,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         num_clients=config.num_clients,
         clients_per_round=config.clients_per_round,
         rounds=config.rounds,
+        newcomers=config.newcomers,
         client_timeout=config.client_timeout,
         transport=config.transport,
         lr_schedule=_component(config.lr_schedule),
@@ -271,6 +272,8 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             final_protocol=_component(config.final_evaluation),
             health_pictures=config.health_pictures,
             resources=config.measure_resources,
+            clients=config.evaluate_clients,
+            adapt_epochs=config.adapt_epochs,
         ),
         machine=_machine(config),
         engine=EngineSettings(

@@ -17,7 +17,7 @@ from fedssl.settings import EXACT
 from fedssl.transport import check_transport
 
 ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
-ANSWERS, WHO = "answers", "who"
+ANSWERS, WHO, OWN = "answers", "who", "own"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -224,6 +224,33 @@ class ClientUpdate:
             seconds=values.get(SECONDS),
             answers=(int(_number(answers["round"])), str(answers["code"])),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a client of a simulation is asked to show beside a plan: the encoder that it would use itself.
+
+    Attributes
+    ----------
+    epochs : int
+        How long it trains for that, if it never trained before; 0: it took part.
+    adapted : bool
+        Whether it shows what it has after these epochs, or what it would have begun with.
+    """
+
+    epochs: int = 0
+    adapted: bool = False
+
+    def beside(self, plan: RecordDict) -> RecordDict:
+        """The content of a message that has both."""
+        asked = ConfigRecord({"epochs": self.epochs, "adapted": self.adapted})
+        return RecordDict({**plan, OWN: asked})
+
+    @classmethod
+    def from_content(cls, content: RecordDict) -> "Ask":
+        """What the content of a message asks."""
+        asked = content.config_records[OWN]
+        return cls(epochs=_whole(asked["epochs"]), adapted=bool(asked["adapted"]))
 
 
 def read_choice(content: RecordDict, *, among: int) -> int:

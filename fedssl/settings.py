@@ -236,6 +236,10 @@ class EvaluationSettings:
         On how many pictures collapse is looked for; 0: not at all.
     resources : bool
         Whether FLOPs and memory of a training step are counted.
+    clients : bool
+        Whether what every client would use is judged at the end.
+    adapt_epochs : int
+        For how long clients train for that which never did.
     """
 
     every: int
@@ -243,6 +247,8 @@ class EvaluationSettings:
     final_protocol: Component
     health_pictures: int
     resources: bool
+    clients: bool
+    adapt_epochs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +325,8 @@ class Settings:
     Attributes
     ----------
     seed, num_clients, clients_per_round, rounds : int
+    newcomers : int
+        How many clients never train.
     client_timeout : float
         Seconds that a round waits for the next reply.
     transport : str
@@ -333,6 +341,7 @@ class Settings:
     num_clients: int
     clients_per_round: int
     rounds: int
+    newcomers: int
     client_timeout: float
     transport: str
     lr_schedule: Component

@@ -34,6 +34,7 @@ from server_app.evaluator import Judged
 from server_app.federation import Federation
 from server_app.log import logging_to, writing
 from server_app.nodes import federation_size
+from server_app.own_models import own_models
 from server_app.post import Post
 from server_app.prepare import Prepared, prepare
 from server_app.proven import Expected
@@ -117,7 +118,11 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
     problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    state = rounds(Post(grid, keep=settings.updates.buffered), prepared, state, recorder, last=settings.rounds)
+    post = Post(grid, keep=settings.updates.buffered)
+    state = rounds(post, prepared, state, recorder, last=settings.rounds)
+    if settings.evaluation.clients:
+        with at_stage(prepared.method, depth=prepared.federation.phases[-1].depth):
+            recorder.own_models(own_models(post, prepared, state, epochs=settings.evaluation.adapt_epochs))
     return (*finish(prepared, state, settings, recorder), problem)
 
 

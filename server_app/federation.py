@@ -51,6 +51,8 @@ class Federation:
         Makes the untrained layers, from which a model begins that does not exist yet.
     nodes : mapping of int to int
         Node ids by the numbers of the clients, which are partition ids in a simulation.
+    newcomers : frozenset of int
+        Clients that never train.
     seed, clients_per_round : int
     timeout : float
         Seconds without a reply after which a round goes on without the clients that are missing.
@@ -98,6 +100,7 @@ class Federation:
     secure: SecureSettings | None = None
     transport: str = EXACT
     represent: Callable[[Layers], Tensor] = no_pictures
+    newcomers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)
@@ -141,7 +144,7 @@ class Federation:
         Of those that are there as many as are to train in a round, and ``updates.extra_clients`` more; those that are
         ``busy`` with an older plan count, and are not asked. Another attempt asks others.
         """
-        numbers = sorted(self.nodes.keys() - busy)
+        numbers = sorted(self.nodes.keys() - busy - self.newcomers)
         wanted = self.clients_per_round + self.updates.extra_clients - len(busy)
         places = sample_clients(
             self.seed,

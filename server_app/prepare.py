@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from fedssl.config import partition_without_labels
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
+from fedssl.evaluation.subject import lacking
 from fedssl.fingerprint import code_fingerprint
 from fedssl.layers import Layers
 from fedssl.machine.process import set_up
@@ -102,10 +103,12 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
     held = None
     if task:
         check_devices(method)
+        check_no_clients_judged(settings)
     else:
         pictures = federated_pictures(settings, method)
         if pictures.labels is None:
             settings = partition_without_labels(settings)
+        check_clients_judged(settings, pictures)
         held = Held(pictures, divide(settings.partition, pictures))
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
@@ -129,6 +132,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         secure=settings.secure,
         privacy=make_privacy(settings, method, devices=bool(task)),
         transport=settings.transport,
+        newcomers=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
         represent=make_represent(settings, method, strategy.server.pictures, device),
     )
     return Prepared(
@@ -199,6 +203,22 @@ def check_devices(method: SSLMethod) -> None:
     """Refuse, by an `InputError`, a method that devices cannot be asked for."""
     if method.uses_labels:
         raise InputError(f"{type(method).__name__} needs labels, and devices agree on no classes; set another method")
+
+
+def check_no_clients_judged(settings: Settings) -> None:
+    """Refuse, by an `InputError`, to look at what only clients of a simulation show."""
+    if settings.evaluation.clients or settings.newcomers:
+        raise InputError(
+            "evaluate_clients and newcomers are for simulations: what a device uses itself stays on it; set "
+            "evaluate_clients=false newcomers=0"
+        )
+
+
+def check_clients_judged(settings: Settings, pictures: Pictures) -> None:
+    """Refuse, by an `InputError`, to judge clients' encoders without labels."""
+    problem = lacking(settings.data)
+    if settings.evaluation.clients and (problem or pictures.labels is None):
+        raise InputError(f"evaluate_clients=true needs labels; {problem or 'the pictures of the clients have none'}")
 
 
 def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> tuple[FedSSLStrategy, ServerOptimizer]:
