@@ -1,0 +1,138 @@
+"""examples/theory.py: minimisers against their objectives, by hand, and the trends that the paper proves."""
+
+import csv
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.optimize import minimize
+
+from fedssl.errors import InputError
+
+spec = importlib.util.spec_from_file_location("theory", Path(__file__).parents[2] / "examples" / "theory.py")
+theory = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(theory)
+
+
+def eq_3_1(features, sources):
+    """Eq. 3.1, averaged over sources, picture by picture; augmentations are independent of each other, with mean 0."""
+    aligned = [np.mean([(features @ x) @ (features @ x) for x in pictures]) for pictures in sources]
+    return -np.mean(aligned) + 0.5 * np.linalg.norm(features.T @ features) ** 2
+
+
+def test_self_supervised_features_minimise_the_objective():
+    generator = np.random.default_rng(0)
+    sources = [generator.normal(size=(30, 6)) * [3, 1, 2, 1, 1, 1], generator.normal(size=(30, 6)) * [1, 3, 1, 1, 1, 1]]
+    features = theory.self_supervised(sources, width=3)
+    least = eq_3_1(features, sources)
+
+    def objective(flat):
+        return eq_3_1(flat.reshape(3, 6), sources)
+
+    slow = min(minimize(objective, generator.normal(size=18)).fun for _ in range(3))
+    assert slow == pytest.approx(least, rel=1e-6)
+    # By hand: S has eigenvalues l_1 >= l_2 >= ..., and -sum l_i a_i + a_i^2 / 2 is least for a_i = l_i.
+    moment = sum(pictures.T @ pictures for pictures in sources) / 60
+    assert least == pytest.approx(-0.5 * np.square(np.linalg.eigvalsh(moment)[-3:]).sum())
+
+
+def test_supervised_features_by_hand():
+    # Classes +-e_1, +-e_2 in three dimensions: M has the rows +-a e_k, with margins a (from the other axis) and 2 a: a = 1.
+    # M' M = 2 (e_1 e_1' + e_2 e_2'), and u' u is its square root.
+    pictures = np.array([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
+    features = theory.supervised(pictures, np.arange(4))
+    np.testing.assert_allclose(features.T @ features, np.diag([2**0.5, 2**0.5, 0]), atol=1e-5)
+    np.testing.assert_allclose(theory.representability(features), [1, 1, 0], atol=1e-6)
+
+
+def test_supervised_features_are_those_of_the_two_layer_network():
+    """The problem of section 4.2 as it stands, over both layers, by a general solver."""
+    generator = np.random.default_rng(1)
+    pictures, labels = generator.normal(size=(6, 4)), np.array([0, 0, 1, 1, 2, 2])
+    classes, width = 3, 3
+
+    def layers(flat):
+        return flat[: width * 4].reshape(width, 4), flat[width * 4 :].reshape(classes, width)
+
+    def cost(flat):
+        u, v = layers(flat)
+        return np.linalg.norm(u.T @ u) ** 2 + np.linalg.norm(v.T @ v) ** 2
+
+    def margins(flat):
+        u, v = layers(flat)
+        outputs = pictures @ (v @ u).T
+        return np.array(
+            [
+                row[y] - row[other] - 1
+                for row, y in zip(outputs, labels, strict=True)
+                for other in range(3)
+                if other != y
+            ]
+        )
+
+    options = {"maxiter": 1000, "ftol": 1e-12}
+    found = [
+        minimize(cost, generator.normal(size=21), constraints={"type": "ineq", "fun": margins}, options=options)
+        for _ in range(3)
+    ]
+    best = min((one for one in found if margins(one.x).min() > -1e-6), key=lambda one: one.fun)
+    slow, _ = layers(best.x)
+    features = theory.supervised(pictures, labels)
+    # ||v' v||_F^2 = ||u' u||_F^2 at the optimum.
+    assert 2 * np.linalg.norm(features.T @ features) ** 2 == pytest.approx(best.fun, rel=1e-4)
+    np.testing.assert_allclose(features.T @ features, slow.T @ slow, atol=5e-3)
+
+
+def test_classes_that_overlap_are_one_sentence():
+    with pytest.raises(InputError, match=r"the classes of 6 pictures in 1 dimensions overlap; raise --dims"):
+        theory.supervised(np.array([[1.0], [2], [3], [4], [5], [6]]), np.array([0, 1, 2, 0, 1, 2]))
+
+
+def test_representability_by_hand():
+    # The span of (1, 1, 0) and twice it is one direction, which has half of e_1 and of e_2.
+    np.testing.assert_allclose(theory.representability(np.array([[1.0, 1, 0], [2, 2, 0]])), [0.5, 0.5, 0])
+
+
+def test_pictures_of_a_source():
+    # Noise of standard deviation 1024^(-1/5) = 1/4; e_2 has +-1, e_1 and e_3 have 0 or 1024^(1/5) = 4, others nothing.
+    pictures, labels = theory.draw_source(1, sources=3, dim=1024, generator=np.random.default_rng(0))
+    assert np.bincount(labels).tolist() == [2, 2, 1024, 1024, 2, 2]
+    plus, minus = (pictures[labels == label].mean(axis=0) for label in (2, 3))
+    np.testing.assert_allclose(plus[:4], [2, 1, 2, 0], atol=0.3)
+    np.testing.assert_allclose(minus[:4], [2, -1, 2, 0], atol=0.3)
+    assert pictures[:, 3:].std() == pytest.approx(0.25, rel=0.01)
+    assert set(np.rint(pictures[labels == 2, 0] / 4)) == {0, 1}
+
+
+def test_what_the_paper_proves(tmp_path, capsys):
+    dims = [64, 256]
+    assert theory.main(["--dims", "64", "256", "--seeds", "2", "--sources", "3", "--folder", str(tmp_path)]) == 0
+    rows = list(csv.DictReader((tmp_path / "theory.csv").read_text().splitlines()))
+    assert len(rows) == 2 * 2 * 3 * 3
+    assert Image.open(tmp_path / "theory.png").size[0] > 1000
+
+    def mean(kind, column, dim, *, own):
+        chosen = [row for row in rows if (row["features"], int(row["dim"])) == (kind, dim)]
+        return np.mean([float(row[column]) for row in chosen if (row["direction"] == "1") == own])
+
+    for dim in dims:
+        missing = [1 - mean("local SSL", "representability", dim, own=False)]
+        missing += [1 - mean("global SSL", "representability", dim, own=own) for own in (True, False)]
+        assert max(missing) * dim**0.8 < 2  # Theorem 3.2
+        assert mean("local SL", "representability", dim, own=False) < 0.3
+        assert mean("local SL", "correlation", dim, own=True) > 0.8  # Proposition 4.1
+    small, large = (mean("local SL", "correlation", dim, own=False) for dim in dims)
+    assert large < small < 0.3
+    assert "smallest that holds in every draw" in capsys.readouterr().out
+    again = tmp_path / "again"
+    again.mkdir()
+    theory.main(["--dims", "64", "256", "--seeds", "2", "--sources", "3", "--folder", str(again)])
+    assert (again / "theory.csv").read_bytes() == (tmp_path / "theory.csv").read_bytes()
+
+
+@pytest.mark.parametrize("words", [["--sources", "1"], ["--dims", "8"], ["--seeds", "0"], ["--folder", "/no/such"]])
+def test_bad_settings_are_one_sentence(words, capsys):
+    assert theory.main(words) == 2
+    assert capsys.readouterr().err.startswith("theory: --sources ")
