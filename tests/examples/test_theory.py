@@ -39,7 +39,7 @@ def test_self_supervised_features_minimise_the_objective():
 
 
 def test_supervised_features_by_hand():
-    # Classes +-e_1, +-e_2 in three dimensions: M has the rows +-a e_k, with margins a (from the other axis) and 2 a: a = 1.
+    # Classes +-e_1, +-e_2 in three dimensions: M has the rows +-a e_k, margins a (from the other axis) and 2 a: a = 1.
     # M' M = 2 (e_1 e_1' + e_2 e_2'), and u' u is its square root.
     pictures = np.array([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
     features = theory.supervised(pictures, np.arange(4))

@@ -10,7 +10,7 @@ from server_app.round import Round
 from strategies.state import GLOBAL
 from tests.federation import Federation
 
-RULES = ["fedavg", "l_dawa", "m_dawa", "eua", "fedu", "fedema", "euc", "median", "local_only"]
+RULES = ["fedavg", "l_dawa", "m_dawa", "eua", "fedu", "fedema", "euc", "median", "local_only", "per_ssl"]
 SMALL = ["num_clients=3", "clients_per_round=3", "dataset.limit=90", "batch_size=16", "method=orchestra"]
 SMALL += ["method.local_clusters=3", "method.global_clusters=5", "method.memory_size=24"]
 SMALL += ["method.projector.hidden=16", "method.projector.out=8"]

@@ -41,7 +41,7 @@ EVERY = {
 }
 OTHERS = {
     name: [f"strategy={name}", "num_clients=5"]
-    for name in ("fedavg", "fedprox", "krum", "l_dawa_fedu", "loss", "m_dawa", "median", "trimmed_mean")
+    for name in ("fedavg", "fedprox", "krum", "l_dawa_fedu", "loss", "m_dawa", "median", "per_ssl", "trimmed_mean")
 }
 
 
