@@ -61,6 +61,8 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
         config.output_dir = str(config.output_dir)
+    if config.teacher is not None:
+        config.teacher = str(Path(str(config.teacher)).expanduser().absolute())
     for node in (config.dataset, config.calibration.get("dataset")):
         if node is not None and node.get("path"):
             node.path = str(Path(str(node.path)).expanduser().absolute())

@@ -8,6 +8,7 @@ from flwr.app import Message, RecordDict
 
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import TrainPlan
+from fedssl.model_layers import part_of
 from fedssl.records import content_bytes
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
@@ -90,7 +91,7 @@ class Plans:
             transport=federation.transport,
             lr_factor=federation.lr_factor(self._number),
         )
-        contents: dict[tuple[str, tuple[str, ...]], RecordDict] = {}  # clients that receive the same share a record
+        contents: dict[tuple[str, ...], RecordDict] = {}  # clients that receive the same share a record
         for client, name in start_of.items():
             start = self.starts[name]
             last = self._state.last_round(client, name)
@@ -98,11 +99,13 @@ class Plans:
             self.received[client] = tuple(start.trained) if chosen is None else chosen
             down = (*self._lacks(start, last), *self.received[client])
             layers = {layer: start.model.layers[layer] for layer in down}
-            if (name, down) not in contents:
-                contents[name, down] = self._in_phase(
-                    replace(plan, layers=layers, shared=start.model.shared, up=start.up), start
+            shared = self._shared(start.model, last)
+            key = (name, *down, *shared)
+            if key not in contents:
+                contents[key] = self._in_phase(
+                    replace(plan, layers=layers, shared=shared, up=start.up), start
                 ).to_content()
-            content = contents[name, down]
+            content = contents[key]
             self.bytes_down[client] = content_bytes(content)
             yield Message(content, federation.nodes[client], "train", group_id=str(self._number))
 
@@ -119,6 +122,11 @@ class Plans:
             hold=self._federation.hold,
             depth_dropout=phase.dropout,
         )
+
+    def _shared(self, model: Model, last: int | None) -> Layers:
+        """What the method's server half gives to a client, but for what this holds from an earlier round."""
+        held = () if last is None else self._federation.method.constant
+        return {layer: array for layer, array in model.shared.items() if part_of(layer) not in held}
 
     def _lacks(self, start: Start, last: int | None) -> tuple[str, ...]:
         """Those of the frozen layers that a client does not have from a round in which they were frozen already.

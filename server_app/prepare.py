@@ -33,6 +33,7 @@ from server_app.held import Held
 from server_app.monitor import Monitor
 from server_app.nodes import Roll, find_clients
 from server_app.privacy import Privacy, check_model
+from server_app.teacher import give_teacher
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
 
@@ -108,6 +109,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
+    give_teacher(method, settings.teacher, data=data)
     federation = Federation(
         strategy=strategy,
         method=method,
