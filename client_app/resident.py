@@ -18,7 +18,7 @@ from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
 from fedssl.messages import OWN, Ask, ClientUpdate, TrainPlan
 from fedssl.methods.build import build
-from fedssl.model_layers import copied_layers, load_layers, travelling_names
+from fedssl.model_layers import copied_layers, layers_of, load_layers, travelling_names
 from fedssl.partition import split
 from fedssl.regularizers.base import Both, Regularizer
 from fedssl.schedule.stages import at_stage, frozen_names
@@ -72,7 +72,7 @@ class Resident:
             private = set(plan.up or ()) - set(travelling_names(self.method))
             if private:
                 raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
-            arrived, rows = plan.layers, self._rows(client)
+            arrived, rows = {*plan.layers, *plan.shared}, self._rows(client)
             plan, state = self._received(plan, state_folder)
             chosen, plan = self._choose(plan, client, rows, state)
             place = (self.settings.seed, "train", plan.round, client)
@@ -85,12 +85,16 @@ class Resident:
             kept = self.half.keep(self.method, plan, start=begun_with, state=state) | own
             if kept:
                 save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
-            if plan.hold and not arrived.keys().isdisjoint(frozen_names(self.method)):
+            if plan.hold and not arrived.isdisjoint(frozen_names(self.method)):
                 held = {name: torch.from_numpy(plan.layers[name]) for name in frozen_names(self.method)}
                 save_state(state_folder / "frozen", held, round=plan.round, keep_from=plan.keep_from)
+            constant = layers_of(self.method, self.method.constant)
+            if not arrived.isdisjoint(constant):
+                held = {name: torch.from_numpy(plan.shared[name]) for name in constant}
+                save_state(state_folder / "constant", held, round=plan.round, keep_from=plan.keep_from)
             return ClientUpdate(
                 layers=self.half.send(self.method, plan),
-                gathered=copied_layers(self.method, self.method.gathered),
+                gathered=copied_layers(self.method, layers_of(self.method, self.method.gathered)),
                 partition_id=client,
                 chosen=chosen,
                 num_examples=result.num_examples,
@@ -126,8 +130,10 @@ class Resident:
     def _received(self, plan: TrainPlan, state_folder: Path) -> tuple[TrainPlan, State | None]:
         """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
         state = load_state(state_folder, before=plan.round, like=self.method.tensors)
+        plan = self._with_held(plan, state, state_folder / "frozen")
+        plan = self._with_constant(plan, state_folder / "constant")
         load_layers(self.method, plan.shared)
-        return self._with_held(plan, state, state_folder / "frozen"), state
+        return plan, state
 
     def _choose(self, plan: TrainPlan, client: int, rows: torch.Tensor, state: State | None) -> tuple[int, TrainPlan]:
         """The model that the client takes of those in the plan, and the plan with it in their place."""
@@ -155,6 +161,24 @@ class Resident:
         absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
             raise Refused(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
+        return plan
+
+    def _with_constant(self, plan: TrainPlan, folder: Path) -> TrainPlan:
+        """The plan with what of the method's server half the client has from an earlier round.
+
+        Raises
+        ------
+        Refused
+            A layer of that half is then still missing.
+        """
+        wanted = set(layers_of(self.method, self.method.shared))
+        if wanted <= plan.shared.keys():
+            return plan
+        before = load_state(folder, before=plan.round, like=self.method.tensors) or {}
+        plan = replace(plan, shared={name: value.numpy() for name, value in before.items()} | plan.shared)
+        absent = wanted - plan.shared.keys()
+        if absent:
+            raise Refused(f"the plan lacks {len(absent)} layers of the method's server half, such as {min(absent)}")
         return plan
 
     def _rows(self, client: int) -> torch.Tensor:

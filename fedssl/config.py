@@ -263,6 +263,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             metrics=tuple(config.strategy.get("metrics", ())),
         ),
         calibration=_calibration(config),
+        teacher=None if config.teacher is None else Path(config.teacher),
         updates=UpdateSettings(**config.updates),
         secure=None if config.secure.clipping_range is None else SecureSettings(**config.secure),
         privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),

@@ -179,6 +179,31 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     return result
 
 
+def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
+    """Load the weights in an encoder's file into an encoder that is there already, in place.
+
+    Returns
+    -------
+    mapping
+        What the file says of the pictures: ``size``, ``mean`` and ``std``.
+
+    Raises
+    ------
+    InputError
+        If the file is missing, damaged, not an encoder's, or another encoder's.
+    """
+    content = _read(Path(path))
+    try:
+        _check_weights(encoder, content["weights"])
+        encoder.load_state_dict(content["weights"], strict=True)
+    except Exception as error:  # a name or a value may be of any kind
+        reason = printable(" ".join(str(error).split())[:300])
+        raise InputError(
+            f"{path} holds another encoder than this run's ({reason}); give one with the same settings of encoder"
+        ) from error
+    return {"size": content["encoder"]["size"], "mean": content["mean"], "std": content["std"]}
+
+
 def saved_target(path: str | Path) -> str:
     """Return the dotted name that the encoder in the file was built by; raises `InputError` as `load_encoder` does."""
     return str(_read(Path(path))["encoder"].get("_target_"))

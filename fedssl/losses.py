@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
+def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | None = None) -> Tensor:
     """Normalised temperature-scaled cross entropy of SimCLR (arXiv 2002.05709, Eq. 1).
 
     With s the cosine divided by the temperature and j the other view of i among the ``2 * batch`` vectors,
-    the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``.
+    the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``. Further negatives d add ``sum_d exp(s_id)`` to
+    the denominator.
 
     Parameters
     ----------
@@ -22,15 +23,21 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
         Projections of the two views, ``(batch, dim)``; need not be normalised. The gradient flows into both.
     temperature : float
         Positive; the smaller, the more the most similar other pictures weigh.
+    negatives : Tensor, optional
+        Vectors of pictures that are no picture's of the batch, ``(n, dim)``; need not be normalised, but none is zero.
+        None, or n = 0: there are no others.
 
     Returns
     -------
     Tensor
-        Scalar >= 0; 0 without gradient for one picture, which has no negatives.
+        Scalar >= 0; 0 without gradient for one picture, which has no negatives, unless there are further ones.
     """
     batch = z1.shape[0]
     z = F.normalize(at_least_float32(torch.cat((z1, z2))), dim=1)
     similarity = _product(z / temperature, z.T).fill_diagonal_(-torch.inf)  # k != i
+    if negatives is not None and len(negatives):
+        further = F.normalize(negatives.to(z.dtype), dim=1)
+        similarity = torch.cat((similarity, _product(z / temperature, further.T)), dim=1)
     other_view = torch.arange(2 * batch, device=z.device).roll(batch)
     return F.cross_entropy(similarity, other_view)  # Eq. 1
 

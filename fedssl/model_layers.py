@@ -23,6 +23,12 @@ def copied_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
     return {name: value.numpy() for name, value in copies(method, names).items()}
 
 
+def layers_of(method: SSLMethod, parts: Iterable[str]) -> list[str]:
+    """Names of all layers of these parts."""
+    wanted = set(parts)
+    return [name for name in method.tensors if part_of(name) in wanted]
+
+
 def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
     """The named layers, taken out of the model.
 
@@ -46,13 +52,13 @@ def copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
 
 def kept_names(method: SSLMethod) -> list[str]:
     """Names of the layers in use of the parts that never leave the client."""
-    return [name for name in method.tensors if _part(name) in method.kept and name not in method.idle]
+    return [name for name in method.tensors if part_of(name) in method.kept and name not in method.idle]
 
 
 def travelling_names(method: SSLMethod) -> list[str]:
     """Names of the layers in use of all parts that are exchanged, but for what the method's server half deals with."""
     others = {*method.kept, *method.gathered, *method.shared}
-    return [name for name in method.tensors if _part(name) not in others and name not in method.idle]
+    return [name for name in method.tensors if part_of(name) not in others and name not in method.idle]
 
 
 def start_from(method: SSLMethod, layers: Layers) -> Layers:
@@ -79,5 +85,6 @@ def load_layers(method: SSLMethod, layers: Layers) -> None:
         tensor.copy_(torch.from_numpy(array))
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
+    """Name of the part that a layer belongs to."""
     return name.partition(".")[0]

@@ -333,6 +333,8 @@ class Settings:
         How layers travel, see `fedssl.transport`.
     lr_schedule : Component
         A function of `fedssl.schedule.lr`, without its last arguments.
+    teacher : Path or None
+        The file of the encoder that the server gives to clients as a teacher; None: there is none.
     client_text : str
         What `fedssl.config.read_client` makes `ClientSettings` of, for simulated clients.
     """
@@ -351,6 +353,7 @@ class Settings:
     training: TrainingSettings
     algorithm: AlgorithmSettings
     calibration: CalibrationSettings | None
+    teacher: Path | None
     updates: UpdateSettings
     privacy: PrivacySettings | None
     secure: SecureSettings | None

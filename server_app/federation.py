@@ -11,7 +11,7 @@ from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import CLIENT_METRICS
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copied_layers
+from fedssl.model_layers import copied_layers, layers_of
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
@@ -113,7 +113,7 @@ class Federation:
     @cached_property
     def gathered(self) -> GlobalLayers:
         """What a client's part for the method's server half must be like."""
-        return GlobalLayers(copied_layers(self.method, self.method.gathered))
+        return GlobalLayers(self._copied(self.method.gathered))
 
     @property
     def hold(self) -> bool:
@@ -122,7 +122,10 @@ class Federation:
 
     def untrained(self) -> Model:
         """The model that nobody has trained yet."""
-        return Model(layers=self.initial(), shared=copied_layers(self.method, self.method.shared))
+        return Model(layers=self.initial(), shared=self._copied(self.method.shared))
+
+    def _copied(self, parts: tuple[str, ...]) -> Layers:
+        return copied_layers(self.method, layers_of(self.method, parts))
 
     def in_phase(self, model: Model, round: int) -> Model:
         """The model as a round begins with it, brought through all phases since it was trained last."""

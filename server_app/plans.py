@@ -9,6 +9,7 @@ from flwr.app import Message, RecordDict
 
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import TrainPlan
+from fedssl.model_layers import part_of
 from fedssl.records import content_bytes
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
@@ -99,11 +100,13 @@ class Plans:
             chosen = federation.strategy.server.down(start.model, self._number, start.trained, last)
             self.received[client] = tuple(start.trained) if chosen is None else chosen
             down = (*self._lacks(start, last), *self.received[client])
-            if (names, down) not in contents:
+            shared = self._shared(start.model, last)
+            key = (names, down, tuple(shared))
+            if key not in contents:
                 models = [{layer: self.starts[name].model.layers[layer] for layer in down} for name in names]
-                one = replace(plan, layers=models[0], others=tuple(models[1:]), shared=start.model.shared, up=start.up)
-                contents[names, down] = self._in_phase(one, start).to_content()
-            content = contents[names, down]
+                one = replace(plan, layers=models[0], others=tuple(models[1:]), shared=shared, up=start.up)
+                contents[key] = self._in_phase(one, start).to_content()
+            content = contents[key]
             self.bytes_down[client] = content_bytes(content)
             yield Message(content, federation.nodes[client], "train", group_id=str(self._number))
 
@@ -120,6 +123,11 @@ class Plans:
             hold=self._federation.hold,
             depth_dropout=phase.dropout,
         )
+
+    def _shared(self, model: Model, last: int | None) -> Layers:
+        """What the method's server half gives to a client, but for what this holds from an earlier round."""
+        held = () if last is None else self._federation.method.constant
+        return {layer: array for layer, array in model.shared.items() if part_of(layer) not in held}
 
     def _lacks(self, start: Start, last: int | None) -> tuple[str, ...]:
         """Those of the frozen layers that a client does not have from a round in which they were frozen already.

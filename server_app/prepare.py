@@ -36,6 +36,7 @@ from server_app.monitor import Monitor
 from server_app.nodes import Roll, find_clients
 from server_app.privacy import Privacy, check_model
 from server_app.represent import Represent
+from server_app.teacher import give_teacher
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
 
@@ -113,6 +114,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
+    give_teacher(method, settings.teacher, data=data)
     federation = Federation(
         strategy=strategy,
         method=method,

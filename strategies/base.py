@@ -317,10 +317,11 @@ class FedSSLStrategy:
         """What is exchanged and what stays, in words."""
         parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in travelling_names(method)))
         usual = Travels(down=parts, up=parts, needs=(), stays=", ".join(method.kept) or "nothing")
+        given = {False: "made by the server half", True: "of the server half, once"}
         found = self.client.travels(method, self.server.travels(usual))
         return replace(
             found,
-            down=", ".join([found.down, *(f"{name} (made by the server half)" for name in method.shared)]),
+            down=", ".join([found.down, *(f"{name} ({given[name in method.constant]})" for name in method.shared)]),
             up=", ".join([found.up, *(f"{name} (for the server half)" for name in method.gathered)]),
         )
 

@@ -17,15 +17,17 @@ from fedssl.errors import InputError
 from fedssl.layers import Layers
 from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names
+from fedssl.model_layers import copies, kept_names, part_of
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels
 from strategies.fedavg import mean
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:
-    """Names of all layers of all batch normalisations in the method, in the order of the model."""
+    """Names of the layers of all batch normalisations but those that a server half gives, in the order of the model."""
     modules = {name for name, module in method.named_modules() if isinstance(module, _BatchNorm)}
-    return [name for name in method.tensors if name.rpartition(".")[0] in modules]
+    return [
+        name for name in method.tensors if name.rpartition(".")[0] in modules and part_of(name) not in method.shared
+    ]
 
 
 class OwnBatchNorm(ClientHalf):

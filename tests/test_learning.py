@@ -24,6 +24,7 @@ METHODS = {
     "moco_v3": [],
     "fedx": [],
     "orchestra": [],
+    "fedca": [],
     "supervised": [],
 }
 ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from fedssl.encoders.base import Encoder
 from fedssl.layers import Layers
 
+TEACHER = "teacher"  # the constant part whose weights the server reads from the file of the setting `teacher`
+
 
 class SSLMethod(nn.Module):
     """An encoder with the heads and the loss that train it.
@@ -27,8 +29,10 @@ class SSLMethod(nn.Module):
     kept : tuple of str
         Parts that never leave the client.
     gathered, shared : tuple of str
-        Buffers that every client sends to the method's server half, and that this gives to the clients. Their shapes
-        and dtypes are those of the buffers.
+        Parts that every client sends to the method's server half, and that this gives to the clients. Names, shapes
+        and dtypes of their layers are those of the method as it is built.
+    constant : tuple of str
+        Those of ``shared`` that `gather` leaves as they are: a client receives them once, and holds them.
     frozen : int
         Stages of the encoder that are not trained at present, see `fedssl.schedule.stages`.
     idle : frozenset of str
@@ -47,6 +51,7 @@ class SSLMethod(nn.Module):
     kept: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
     frozen: int = 0
     idle: frozenset[str] = frozenset()
     target: str | None = None

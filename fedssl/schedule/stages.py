@@ -8,7 +8,7 @@ from dataclasses import replace
 from fedssl.encoders.base import Lifetime
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.methods.base import SSLMethod
+from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.model_layers import travelling_names
 from fedssl.schedule.phases import Phase
 
@@ -119,7 +119,19 @@ class Stages:
 
 
 def check(method: SSLMethod, phases: Sequence[Phase]) -> None:
-    """Refuse depth dropout where leaving out a stage changes what the next one takes; raises `InputError`."""
+    """Refuse what the method or its encoder cannot do.
+
+    Raises
+    ------
+    InputError
+        Depth dropout where leaving out a stage changes what the next one takes; a teacher, which is a whole encoder,
+        where the encoder grows.
+    """
+    if TEACHER in method.constant and len(phases) > 1:
+        raise InputError(
+            "a teacher knows what the whole encoder makes of pictures, and the schedule trains parts of it; set "
+            "schedule=end_to_end, or leave the teacher out with method.alignment_weight=0"
+        )
     if any(phase.dropout for phase in phases) and not method.encoder.even:
         raise InputError(
             "schedule.depth_dropout leaves out stages of the encoder, which only a vision transformer allows; "

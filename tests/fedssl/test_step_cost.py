@@ -301,6 +301,7 @@ def same(one, other):
             for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
         ),
         ["method=orchestra"],
+        ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],
     ids=lambda words: words[0],

@@ -1,0 +1,200 @@
+"""Who talks to whom without a server in the middle: graphs over the clients, and how neighbours mix their models.
+
+Graphs are networkx's, on the nodes 0 to n - 1, which are the clients. A star is the exception: its hub is `SERVER`, a
+node of its own without pictures, because a star over the server is federated averaging (`mixing_weights`).
+
+Weights are Metropolis-Hastings' (Xiao, Boyd and Lall, *Distributed average consensus with time-varying Metropolis
+weights*, 2006): a client needs to know its own and its neighbours' numbers of neighbours only, and the matrix is
+symmetric and doubly stochastic, so that mixing changes no mean. What is between the clients shrinks by the second
+eigenvalue at every step, in the long run.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedssl.errors import InputError
+from fedssl.seeding import derive
+from strategies.edge_file import read_edges
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+KINDS = ("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file")
+SERVER = "server"  # the hub of a star
+DRAWS = 100  # of a random graph, until one is connected
+
+Weights = dict[int, dict[int, float]]
+
+
+def make_graph(
+    kind: str,
+    num_clients: int,
+    *,
+    seed: int = 0,
+    degree: int | None = None,
+    probability: float | None = None,
+    file: str | Path | None = None,
+) -> "nx.Graph":
+    """A connected graph over the clients; ``graph.graph["kind"]`` is its kind.
+
+    Parameters
+    ----------
+    kind : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
+        grid: as square as possible, row by row, without edges around; the last row may be shorter. star: every client
+        and `SERVER`. random_regular: every client has ``degree`` neighbours. erdos_renyi: every pair is joined with
+        ``probability``. Random ones are drawn anew, up to `DRAWS` times, until they are connected.
+    num_clients : int
+        At least 1.
+    seed : int
+        Of the run. The same seed gives the same graph with the same version of networkx.
+    degree : int, optional
+        For random_regular.
+    probability : float, optional
+        In (0, 1], for erdos_renyi.
+    file : str or Path, optional
+        For file: a text file with an edge "i j" per line; what follows a ``#`` is a comment.
+
+    Raises
+    ------
+    InputError
+        There is no such graph, it is not connected, or the file does not hold one.
+    """
+    import networkx as nx  # here: it takes a third of a second, and few strategies have a topology
+
+    if num_clients < 1:
+        raise InputError(f"num_clients={num_clients} but a topology needs a client; set num_clients=2 or more")
+    if kind == "random_regular":
+        _check_degree(degree, num_clients)
+        graph = _connected(
+            lambda draw: nx.random_regular_graph(degree, num_clients, seed=derive(seed, "topology", draw)),
+            f"strategy.degree={degree}",
+        )
+    elif kind == "erdos_renyi":
+        _check_probability(probability)
+        graph = _connected(
+            lambda draw: nx.gnp_random_graph(num_clients, probability, seed=derive(seed, "topology", draw)),
+            f"strategy.probability={probability}, while {math.log(num_clients) / num_clients:.2g} is where graphs of "
+            f"{num_clients} clients begin to be connected",
+        )
+    else:
+        graph = nx.Graph()
+        graph.add_nodes_from(range(num_clients))
+        graph.add_edges_from(_edges(kind, num_clients, file=file))
+    graph.graph["kind"] = kind
+    return graph
+
+
+def metropolis_weights(graph: "nx.Graph") -> Weights:
+    """How every node weighs itself and its neighbours: ``W_ij = 1 / (1 + max(d_i, d_j))``, ``W_ii = 1 - sum_j W_ij``.
+
+    Parameters
+    ----------
+    graph : networkx.Graph
+        On the nodes 0 to n - 1; d are the degrees.
+
+    Returns
+    -------
+    dict of int to dict of int to float
+        For each node, the weights of itself and its neighbours, ascending; they are positive and sum to 1.
+    """
+    weights: Weights = {}
+    for node in sorted(graph):
+        beside = {other: 1 / (1 + max(graph.degree[node], graph.degree[other])) for other in graph[node]}
+        weights[node] = dict(sorted({**beside, node: 1 - math.fsum(beside.values())}.items()))
+    return weights
+
+
+def mixing_weights(graph: "nx.Graph") -> Weights:
+    """`metropolis_weights`; of a star the plain mean over all clients, which its server makes: federated averaging."""
+    if SERVER not in graph:
+        return metropolis_weights(graph)
+    clients = range(len(graph) - 1)
+    return {client: dict.fromkeys(clients, 1 / len(clients)) for client in clients}
+
+
+def weight_matrix(weights: Mapping[int, Mapping[int, float]]) -> np.ndarray:
+    """The weights as a matrix, float64, ``(n, n)``; row i has those of client i."""
+    matrix = np.zeros((len(weights), len(weights)))
+    for node, row in weights.items():
+        for other, weight in row.items():
+            matrix[node, other] = weight
+    return matrix
+
+
+def second_eigenvalue(matrix: np.ndarray) -> float:
+    """The largest absolute eigenvalue beside 1: by which differences shrink at every mixing, in the long run.
+
+    Parameters
+    ----------
+    matrix : ndarray
+        Symmetric and doubly stochastic, ``(n, n)``.
+
+    Returns
+    -------
+    float
+        In [0, 1]; 0: all are equal after one mixing. 1: not all influence each other.
+    """
+    ascending = np.linalg.eigvalsh(matrix)
+    return float(np.abs(ascending[:-1]).max(initial=0.0))
+
+
+def grid_columns(num_clients: int) -> int:
+    """Columns of the grid: as many as there are rows, or a few more."""
+    return -(-num_clients // math.isqrt(num_clients))
+
+
+def _edges(kind: str, num_clients: int, *, file: str | Path | None) -> Iterator[tuple[int, int | str]]:
+    """The edges of a graph that is not random."""
+    last = num_clients - 1
+    if kind == "ring":
+        yield from ((client, client + 1) for client in range(last))
+        if num_clients > 2:
+            yield (last, 0)
+    elif kind == "grid":
+        columns = grid_columns(num_clients)
+        yield from ((client, client + 1) for client in range(last) if (client + 1) % columns)
+        yield from ((client, client + columns) for client in range(num_clients - columns))
+    elif kind == "star":
+        yield from ((client, SERVER) for client in range(num_clients))
+    elif kind == "complete":
+        yield from ((client, other) for client in range(num_clients) for other in range(client))
+    elif kind == "file":
+        yield from read_edges(file, num_clients)
+    else:
+        raise InputError(f"strategy.topology={kind} is unknown; set strategy.topology to one of {', '.join(KINDS)}")
+
+
+def _connected(draw: Callable[[int], "nx.Graph"], said: str) -> "nx.Graph":
+    """The first of `DRAWS` graphs that is connected."""
+    import networkx as nx
+
+    for number in range(DRAWS):
+        graph = draw(number)
+        if nx.is_connected(graph):
+            return graph
+    raise InputError(f"none of {DRAWS} random graphs with {said}, is connected; raise it, or set another seed")
+
+
+def _check_degree(degree: int | None, num_clients: int) -> None:
+    if degree is None:
+        raise InputError("strategy.topology=random_regular needs strategy.degree, the neighbours of a client; set it")
+    if not 1 <= degree < num_clients:
+        raise InputError(
+            f"strategy.degree={degree} but it must be from 1 to num_clients - 1 = {num_clients - 1}; set another one"
+        )
+    if degree * num_clients % 2:
+        raise InputError(
+            f"strategy.degree={degree} with num_clients={num_clients} is not possible, because edges have two ends; "
+            "make one of them even"
+        )
+
+
+def _check_probability(probability: float | None) -> None:
+    if probability is None:
+        raise InputError("strategy.topology=erdos_renyi needs strategy.probability, that of an edge; set it")
+    if not 0 < probability <= 1:
+        raise InputError(f"strategy.probability={probability} must be above 0 and at most 1; set another one")

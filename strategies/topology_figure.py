@@ -1,0 +1,73 @@
+"""The figure of a topology."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedssl.report.figures import new_figure, write_png
+from strategies.topology import SERVER, grid_columns, mixing_weights, second_eigenvalue, weight_matrix
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+# Two colours of Okabe and Ito, which everybody can tell apart; the server has another form as well.
+_CLIENT, _SERVER, _EDGE = "#0072B2", "#E69F00", "0.6"
+_LABELLED = 100  # clients; the numbers of more would not be legible
+
+Place = tuple[float, float]
+
+
+def draw_topology(graph: "nx.Graph", file: Path) -> None:
+    """Draw the graph of `strategies.topology.make_graph` into a PNG file; raises `InputError` if it cannot be written.
+
+    Nodes have the numbers of the clients. The title names kind, numbers of nodes and edges, and the second eigenvalue.
+    """
+    from matplotlib.collections import LineCollection
+
+    place = places(graph)
+    clients = [node for node in graph if node != SERVER]
+    size = min(max(3.0 + 0.04 * len(clients), 5.0), 10.0)
+    figure = new_figure(width=size, height=size)
+    axes = figure.add_subplot()
+    axes.set_title(describe(graph), fontsize=9)
+    edges = [(place[one], place[other]) for one, other in graph.edges]
+    axes.add_collection(
+        LineCollection(edges, colors=_EDGE, linewidths=0.8, alpha=max(0.1, min(1.0, 400 / (len(edges) + 1))))
+    )
+    labelled = len(clients) <= _LABELLED
+    dot = 160 if len(clients) <= 30 else 80 if labelled else 12
+    across, up = zip(*(place[client] for client in clients), strict=True)
+    axes.scatter(across, up, s=dot, color=_CLIENT, zorder=2)
+    if SERVER in graph:
+        axes.scatter(place[SERVER][0], place[SERVER][1], s=2 * dot, color=_SERVER, marker="s", zorder=2)
+        axes.annotate(SERVER, place[SERVER], xytext=(0, 15), textcoords="offset points", ha="center", fontsize=8)
+    if labelled:
+        for node in clients:
+            axes.text(*place[node], str(node), color="white", ha="center", va="center", fontsize=7 if dot > 100 else 5)
+    axes.margins(0.08)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    write_png(figure, file)
+
+
+def describe(graph: "nx.Graph") -> str:
+    """A line about the graph: its kind, its nodes and edges, and how fast it mixes."""
+    eigenvalue = second_eigenvalue(weight_matrix(mixing_weights(graph)))
+    hub = SERVER in graph
+    nodes = f"{len(graph) - hub} clients{' and the server' if hub else ''}"
+    return f"{graph.graph['kind']}: {nodes}, {graph.number_of_edges()} edges, second eigenvalue {eigenvalue:.3f}"
+
+
+def places(graph: "nx.Graph") -> dict[int | str, Place]:
+    """Where the nodes are: rows of a grid, a circle around a hub, or near their neighbours; always the same."""
+    import networkx as nx
+
+    kind, clients = graph.graph["kind"], [node for node in graph if node != SERVER]
+    if kind == "grid":
+        columns = grid_columns(len(clients))
+        return {client: (client % columns, -(client // columns)) for client in clients}
+    if kind in ("ring", "star", "complete"):
+        turn = 2 * math.pi / len(clients)
+        circle: dict[int | str, Place] = {c: (math.sin(turn * c), math.cos(turn * c)) for c in clients}
+        return {**circle, SERVER: (0.0, 0.0)} if SERVER in graph else circle
+    return {node: (float(x), float(y)) for node, (x, y) in nx.spring_layout(graph, seed=0).items()}

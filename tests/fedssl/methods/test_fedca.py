@@ -1,0 +1,390 @@
+"""FedCA: its loss slowly and by hand, the dictionary, the teacher, what travels, and whole runs."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.config import compose
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.export import save_encoder
+from fedssl.losses import nt_xent
+from fedssl.methods.build import build
+from fedssl.methods.fedca import FedCA, enqueue, nearness
+from fedssl.methods.heads import MLP
+from fedssl.methods.simclr import SimCLR
+from fedssl.model_layers import copied_layers, layers_of, travelling_names
+from fedssl.records import to_record
+from server_app.checkpoint import latest_checkpoint
+from server_app.replies import receive
+from server_app.round import Round
+from simulation.cli import run
+from strategies.state import GLOBAL
+from tests.federation import Federation
+
+HEAD = partial(MLP, hidden=16, out=4)
+WORDS = ["method=fedca", "strategy=fedavg", "method.projector.hidden=16", "method.projector.out=8"]
+WORDS += ["method.dictionary_size=3", "method.entries=8"]
+ALIGNED = ["method.alignment_weight=0.5"]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pictures(batch: int = 6) -> tuple[Tensor, Tensor]:
+    return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
+
+
+def make_method(*, temperature=0.5, dictionary_size=3, entries=5, alignment_weight=0.0) -> FedCA:
+    torch.manual_seed(0)
+    return FedCA(
+        conv_small(channels=1, size=8, width=4),
+        projector=HEAD,
+        temperature=temperature,
+        dictionary_size=dictionary_size,
+        entries=entries,
+        alignment_weight=alignment_weight,
+    )
+
+
+def with_entries(method: FedCA, rows: Tensor) -> FedCA:
+    method.dictionary.zero_()
+    method.dictionary[: len(rows)] = rows.float()
+    method.start_round(first=False)
+    return method
+
+
+# --- the loss ---
+
+
+def slowly(z1: Tensor, z2: Tensor, negatives: Tensor, temperature: float) -> float:
+    z, n = [*z1, *z2], len(z1)
+
+    def s(a: Tensor, b: Tensor) -> float:
+        return math.exp(float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) / temperature)
+
+    losses = []
+    for i in range(2 * n):
+        others = sum(s(z[i], z[k]) for k in range(2 * n) if k != i) + sum(s(z[i], d) for d in negatives)
+        losses.append(-math.log(s(z[i], z[(i + n) % (2 * n)]) / others))
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(("batch", "entries"), [(1, 1), (4, 7), (5, 0)])
+def test_further_negatives_against_the_equation(batch, entries):
+    z1, z2, negatives = draw(batch, 6, seed=1), draw(batch, 6, seed=2), draw(entries, 6, seed=3)
+    found = nt_xent(z1, z2, temperature=0.3, negatives=negatives)
+    assert found.item() == pytest.approx(slowly(z1, z2, negatives, 0.3), rel=1e-12)
+
+
+def test_further_negatives_by_hand():
+    """One picture with both views e1, temperature 1, negatives e2 (twice as long) and e1.
+
+    The other view has cosine 1, so e; the negatives e^0 and e^1. The loss of either view is -log(e / (e + 1 + e)).
+    """
+    e1, e2 = torch.eye(2)
+    found = nt_xent(e1[None], e1[None], temperature=1.0, negatives=torch.stack((2 * e2, e1)))
+    assert found.item() == pytest.approx(math.log((2 * math.e + 1) / math.e), rel=1e-6)
+
+
+def test_nearness_by_hand_and_where_it_flows():
+    """Directions e1 and e1 are 0 apart, e1 and e2 have the squared distance 2, e1 and -e1 have 4: the mean is 2."""
+    h = torch.tensor([[3.0, 0.0], [1.0, 0.0], [1.0, 0.0]], requires_grad=True)
+    taught = torch.tensor([[1.0, 0.0], [0.0, 5.0], [-1.0, 0.0]], requires_grad=True)
+    found = nearness(h, taught)
+    assert found.item() == pytest.approx(2)
+    found.backward()
+    assert h.grad.any()
+    assert taught.grad is None
+
+
+def test_nearness_is_two_less_twice_the_cosine():
+    h, taught = draw(5, 7, seed=1), draw(5, 7, seed=2)
+    slow = sum(2 - 2 * float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) for a, b in zip(h, taught, strict=True))
+    assert nearness(h, taught).item() == pytest.approx(slow / 5, rel=1e-12)
+
+
+def test_the_loss_has_both_terms():
+    method = with_entries(make_method(alignment_weight=0.25), draw(2, 4, seed=5))
+    with torch.no_grad():
+        for parameter in method.teacher.parameters():
+            parameter.mul_(1.5)  # another encoder than the one that learns
+    method.train()
+    view1, view2 = pictures()
+    both = torch.cat((view1, view2))
+    found = method.loss(view1, view2)
+    with torch.no_grad():
+        h = method.encoder(both)
+        z1, z2 = method.projector(h).double().chunk(2)
+        taught = method.teacher(both)
+    expected = slowly(z1, z2, method.dictionary[:2].double(), 0.5) + 0.25 * nearness(h.double(), taught.double()).item()
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    found.backward()
+    assert all((value.grad is None) == name.startswith("teacher.") for name, value in method.named_parameters())
+
+
+def test_the_teacher_stays_as_it_is_in_training():
+    method = make_method(alignment_weight=0.5)
+    before = copied_layers(method, layers_of(method, ["teacher"]))
+    optimizer = torch.optim.SGD([method.tensors[name] for name in method.trainable], lr=0.1)
+    method.train()
+    method.loss(*pictures()).backward()
+    optimizer.step()
+    assert not method.teacher.training
+    assert method.encoder.training
+    for name, array in copied_layers(method, layers_of(method, ["teacher"])).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_bf16_passes_end_in_a_loss_of_full_precision():
+    method = with_entries(make_method(alignment_weight=0.5), draw(2, 4, seed=5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = method.loss(*pictures())
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, method.loss(*pictures()), rtol=0.05, atol=0.05)
+
+
+# --- the dictionary ---
+
+
+def test_the_queue_by_hand():
+    """Three entries: first from two clients, then one more pushes the oldest off; zeros are no entries."""
+    e = np.eye(4, dtype=np.float32)
+    nothing = np.zeros((1, 4), np.float32)
+    first = enqueue(np.zeros((3, 4), np.float32), [np.stack([2 * e[0], 0 * e[0]]), 0.1 * e[1:2]])
+    np.testing.assert_array_equal(first, [e[0], e[1], 0 * e[0]])
+    assert first.dtype == np.float32
+    np.testing.assert_array_equal(enqueue(first, [nothing, nothing]), first)
+    second = enqueue(first, [nothing, e[2:4]])
+    np.testing.assert_array_equal(second, [e[2], e[3], e[0]])
+    np.testing.assert_array_equal(enqueue(second, [e]), e[:3])
+
+
+def test_what_clients_send_is_normalised_whoever_sends_it():
+    rows = np.array([[3e4, 4e4], [3e-30, 4e-30]], np.float32)
+    np.testing.assert_allclose(enqueue(np.zeros((2, 2), np.float32), [rows]), [[0.6, 0.8]] * 2, rtol=1e-6)
+
+
+def test_a_client_sends_its_newest_projections():
+    method = make_method(dictionary_size=8, entries=8)
+    rows = torch.eye(4)
+    method.remember(2 * rows[:3])
+    method.remember(3 * rows[3:])
+    assert torch.equal(method.local_dictionary, torch.cat((rows[3:], rows[:3], torch.zeros(4, 4))))
+    assert method.tensors["local_dictionary"] is method.local_dictionary
+    method.start_round(first=False)
+    assert not method.local_dictionary.any()
+    view1, view2 = pictures()
+    method.loss(view1, view2)
+    z1, _ = method.projector(method.encoder(torch.cat((view1, view2)))).chunk(2)
+    torch.testing.assert_close(method.local_dictionary[:6], torch.nn.functional.normalize(z1, dim=1))
+
+
+def test_the_server_gives_a_queue_and_the_teacher_as_it_was():
+    method = make_method(alignment_weight=0.5)
+    shared = copied_layers(method, layers_of(method, method.shared))
+    made = method.gather([{"local_dictionary": np.eye(4, dtype=np.float32)[:3]}], shared)
+    assert made.keys() == shared.keys()
+    np.testing.assert_array_equal(made["dictionary"][:3], np.eye(4)[:3])
+    assert all(made[name] is array for name, array in shared.items() if name != "dictionary")
+
+
+def test_parts():
+    method = make_method(alignment_weight=0.5)
+    assert {name.partition(".")[0] for name in travelling_names(method)} == {"encoder", "projector"}
+    assert (method.gathered, method.shared) == (("local_dictionary",), ("dictionary", "teacher"))
+    assert (method.constant, method.kept) == (("teacher",), ())
+    plain = make_method(dictionary_size=0)
+    assert (plain.gathered, plain.shared, plain.constant) == ((), (), ())
+    assert {name.partition(".")[0] for name in plain.tensors} == {"encoder", "projector"}
+
+
+@pytest.mark.parametrize("off", ["method.dictionary_size=0", "method.dictionary_size=8"])
+def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
+    words = ["encoder.width=4", "batch_size=16"]
+    ours = build(compose([*words, "method=fedca", off]).model)
+    simclr = build(compose([*words, "method=simclr"]).model)
+    assert isinstance(simclr, SimCLR)
+    for method in (ours, simclr):
+        method.start_round(first=True)
+        loss = method.loss(*pictures(16))
+        loss.backward()
+    for name, parameter in simclr.named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name))
+        assert torch.equal(parameter.grad, ours.get_parameter(name).grad), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": 0}, "method.temperature=0 must be positive"),
+        ({"dictionary_size": -1}, "method.dictionary_size=-1 must not be negative"),
+        ({"entries": 2}, "method.entries=2 must be at least method.dictionary_size=3"),
+        ({"dictionary_size": 0, "entries": 0}, "method.entries=0 must be at least"),
+        ({"alignment_weight": -1}, "method.alignment_weight=-1 must be a number from 0 on"),
+        ({"alignment_weight": math.nan}, "method.alignment_weight=nan"),
+    ],
+)
+def test_refused_settings(settings, words):
+    with pytest.raises(InputError, match=words):
+        make_method(**settings)
+
+
+# --- whole runs ---
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """An encoder's file as a run writes it, with weights of another seed."""
+    settings = compose(["encoder.width=4", "seed=7"])
+    file = tmp_path_factory.mktemp("teacher") / "encoder.pt"
+    encoder, data = build(settings.model).encoder, settings.data
+    save_encoder(file, encoder, settings=settings.model.encoder.values, mean=data.mean, std=data.std, metadata={})
+    return file
+
+
+def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
+    """Two of three clients a round; the teacher comes to each of them once."""
+    words = [*WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=3", "clients_per_round=2"]
+    federation = Federation(tmp_path, *words)
+    method = federation.method
+    given, seen, bytes_down = np.zeros((8, 8), np.float32), set(), {}
+    for _ in range(4):
+        federation.run(1)
+        assert federation.report.dropped == {}
+        rows = federation.report.clients
+        for row, plan, update in zip(rows, federation.plans[-2:], federation.updates[-2:], strict=True):
+            first = row.client not in seen
+            seen.add(row.client)
+            assert set(plan["shared"]) == {"dictionary", *(layers_of(method, ["teacher"]) if first else ())}
+            np.testing.assert_array_equal(plan["shared"]["dictionary"].numpy(), given)
+            assert set(plan["arrays"]) == set(update["arrays"]) == set(travelling_names(method))
+            local = update["gathered"]["local_dictionary"].numpy()
+            np.testing.assert_allclose(np.linalg.norm(local, axis=1), 1, rtol=1e-5)
+            bytes_down.setdefault(first, set()).add(row.bytes_down)
+        sent = [update["gathered"]["local_dictionary"].numpy() for update in federation.updates[-2:]]
+        given = enqueue(given, sent)
+        np.testing.assert_array_equal(federation.state.models[GLOBAL].shared["dictionary"], given)
+    assert given.any(axis=1).all()
+    teacher_bytes = sum(method.tensors[name].nbytes for name in layers_of(method, ["teacher"]))
+    assert min(bytes_down[True]) - max(bytes_down[False]) > teacher_bytes
+    travels = federation.strategy.travels(method)
+    assert travels.down == (
+        "encoder, projector, dictionary (made by the server half), teacher (of the server half, once)"
+    )
+    assert travels.up == "encoder, projector, local_dictionary (for the server half)"
+
+
+def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, teacher):
+    federation = Federation(tmp_path, *WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=2")
+    federation.run(1)
+    for file in (tmp_path / "clients" / "1" / "constant").iterdir():
+        file.unlink()
+    federation.run(1)
+    assert list(federation.report.dropped) == [1]
+    reason = "the plan lacks 24 layers of the method's server half, such as teacher.blocks.0.0.weight"
+    assert reason in federation.report.dropped[1]
+    federation.run(1)
+    assert federation.report.dropped == {}
+    assert [len(plan["shared"]) for plan in federation.plans[-2:]] == [1, 25]
+
+
+def test_rows_of_any_length_make_unit_entries_and_bad_ones_drop_the_client(tmp_path):
+    federation = Federation(tmp_path, *WORDS, "num_clients=3")
+    one = Round(federation.prepared.federation, federation.state)
+    replies = list(receive(federation.grid, one.messages, timeout=60))
+    sent = [reply.content["gathered"]["local_dictionary"].numpy() for reply in replies]
+    not_finite = sent[2].copy()
+    not_finite[0, 0] = np.inf
+    replies[0].content["gathered"] = to_record({"local_dictionary": 1e4 * sent[0]})
+    replies[2].content["gathered"] = to_record({"local_dictionary": not_finite})
+    state, report = one.end(replies)
+    assert report.dropped == {2: "layer local_dictionary has values that are not finite, or far too large"}
+    found = state.models[GLOBAL].shared["dictionary"]
+    np.testing.assert_allclose(found, np.concatenate([*sent[:2], np.zeros((2, 8))]), atol=1e-6)
+
+
+def test_clients_learn_from_the_teacher(tmp_path, teacher):
+    """The teacher of the file, not the untrained one; and the weight of the alignment counts."""
+    words = [*WORDS, "num_clients=2", "rounds=2"]
+    plain = Federation(tmp_path / "plain", *words).run(2)
+    federation = Federation(tmp_path / "aligned", *words, *ALIGNED, f"teacher={teacher}")
+    aligned = federation.run(2)
+    assert plain.keys() == aligned.keys()
+    assert any(not np.array_equal(array, aligned[name]) for name, array in plain.items())
+    held = torch.load(teacher, weights_only=True)["weights"]
+    for name, value in held.items():
+        np.testing.assert_array_equal(federation.state.models[GLOBAL].shared[f"teacher.{name}"], value.numpy())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["strategy=fedbn"],
+        ["strategy=local_only", "server_optimizer=none"],
+        ["calibration=auxiliary", "precision=bf16"],
+        ["method.dictionary_size=0"],
+    ],
+)
+def test_other_federations(tmp_path, teacher, words):
+    federation = Federation(tmp_path, *WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=2", *words)
+    federation.run(2)
+    assert federation.report.dropped == {}
+    for model in federation.state.models.values():
+        assert all(np.isfinite(array).all() for array in {**model.layers, **model.shared}.values())
+
+
+RUN = [*WORDS, *ALIGNED, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
+RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "health_pictures=0", "rounds=3"]
+RUN += ["measure_resources=false"]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    models = [latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in (one, other)]
+    left, right = ({**model.layers, **model.shared} for model in models)
+    assert left.keys() == right.keys()
+    assert left["dictionary"].any()
+    for name, array in left.items():
+        assert np.array_equal(array, right[name]), name
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, teacher):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run([*RUN, f"teacher={teacher}", f"output_dir={whole}"])
+    run([*RUN, f"teacher={teacher}", "rounds=2", f"output_dir={parts}"])
+    run([f"resume={parts}", "rounds=3"])
+    assert_same(whole, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.heavy
+def test_local_and_ray_agree_to_the_last_bit(tmp_path, teacher):
+    for engine in ("local", "ray"):
+        run([*RUN, f"teacher={teacher}", f"engine={engine}", f"output_dir={tmp_path / engine}"])
+    assert_same(tmp_path / "local", tmp_path / "ray")
+
+
+@pytest.mark.heavy
+def test_it_learns_near_a_teacher_of_its_own_making(tmp_path):
+    """The two commands of docs/strategies.md, on the digits: a teacher of 300 pictures, then the federation."""
+    first = [
+        "experiment=centralised",
+        "method=simclr",
+        "dataset.limit=300",
+        "rounds=3",
+        "seed=5",
+        "final_evaluation=none",
+    ]
+    run([*first, f"output_dir={tmp_path / 'teacher'}"])
+    words = ["method=fedca", "strategy=fedavg", "method.alignment_weight=0.1", "rounds=10", "evaluate_every=0"]
+    words += [f"teacher={tmp_path / 'teacher' / 'encoder.pt'}", "final_evaluation=few_labels"]
+    run([*words, f"output_dir={tmp_path / 'run'}"])
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    assert final["federated"]["linear_2_per_class"] > final["untrained"]["linear_2_per_class"] + 0.04

@@ -1,0 +1,102 @@
+"""The teacher's file: read into the method, or refused in one sentence before any work."""
+
+import logging
+
+import pytest
+import torch
+
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.export import save_encoder
+from fedssl.methods.build import build
+from server_app.prepare import make_lr_schedule
+from server_app.round import Round
+from server_app.teacher import give_teacher
+from tests.federation import Federation
+
+WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]
+
+
+def save(folder, *words):
+    settings = compose(["encoder.width=4", "seed=3", *words])
+    file, encoder, data = folder / "encoder.pt", build(settings.model).encoder, settings.data
+    save_encoder(file, encoder, settings=settings.model.encoder.values, mean=data.mean, std=data.std, metadata={})
+    return file, encoder
+
+
+def give(*words):
+    settings = compose([*WORDS, *words])
+    method = build(settings.model)
+    make_lr_schedule(settings, method)
+    give_teacher(method, settings.teacher, data=settings.data)
+    return method
+
+
+def test_the_weights_of_the_file_become_the_teachers(tmp_path, caplog):
+    file, encoder = save(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        method = give(f"teacher={file}")
+    for name, value in encoder.state_dict().items():
+        assert torch.equal(method.tensors[f"teacher.{name}"], value), name
+    assert not torch.equal(method.encoder.state_dict()[name], value) or not value.is_floating_point()
+    assert not caplog.records
+
+
+def test_a_path_is_that_of_where_the_command_was_given(tmp_path, monkeypatch):
+    file, _ = save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert compose([*WORDS, "teacher=encoder.pt"]).teacher == file
+    assert "encoder.pt" not in compose([*WORDS, "teacher=encoder.pt"]).client_text
+
+
+def test_other_pictures_are_told(tmp_path, caplog):
+    file, _ = save(tmp_path, "dataset.mean=[0.25]")
+    with caplog.at_level(logging.WARNING):
+        give(f"teacher={file}", "dataset.mean=[0.5]")
+    assert "trained on other pictures than it sees here: dataset.mean=[0.5] (there [0.25])" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "teacher=null but FedCA is aligned with a teacher; give teacher=FILE"),
+        (["teacher=/nowhere/encoder.pt"], "/nowhere/encoder.pt does not exist"),
+        (["teacher=5"], "5 does not exist"),
+        (["teacher={file}", "method.alignment_weight=0"], "FedCA learns from no teacher; set method=fedca method"),
+        (["teacher={file}", "method.alignment_weight=0", "encoder.width=8"], "FedCA learns from no teacher"),
+        (["teacher={file}", "encoder.width=8"], "holds another encoder than this run's"),
+        (["teacher={file}", "schedule=layer_wise", "rounds=5"], "a teacher knows what the whole encoder makes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, words, sentence):
+    file, _ = save(tmp_path)
+    with pytest.raises(InputError, match=sentence):
+        give(*(word.format(file=file) for word in words))
+
+
+def test_another_method_takes_no_teacher(tmp_path):
+    file, _ = save(tmp_path)
+    settings = compose(["encoder.width=4", f"teacher={file}"])
+    with pytest.raises(InputError, match="but SimCLR learns from no teacher"):
+        give_teacher(build(settings.model), settings.teacher, data=settings.data)
+
+
+def test_a_file_that_is_no_encoder(tmp_path):
+    (tmp_path / "encoder.pt").write_text("no encoder")
+    with pytest.raises(InputError, match="damaged or not an encoder's file"):
+        give(f"teacher={tmp_path / 'encoder.pt'}")
+
+
+@pytest.mark.parametrize(
+    "words", [["privacy=central", "encoder.norm=group"], ["secure=secagg_plus"]], ids=lambda words: words[0]
+)
+def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, words):
+    words = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *words]
+    federation = Federation(tmp_path, *words)
+    with pytest.raises(InputError, match="does not cover what FedCA gathers"):
+        Round(federation.prepared.federation, federation.state)
+    norm = [word for word in words if word.startswith("encoder.norm")]
+    file, _ = save(tmp_path, *norm)
+    words += ["method.dictionary_size=0", "method.alignment_weight=0.1", f"teacher={file}"]
+    federation = Federation(tmp_path, *words)
+    Round(federation.prepared.federation, federation.state)

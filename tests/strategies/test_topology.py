@@ -1,0 +1,247 @@
+"""Topologies: graphs by hand, Metropolis weights by hand and in general, how fast clients agree, what is refused."""
+
+import math
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedssl.errors import InputError
+from strategies.topology import (
+    KINDS,
+    SERVER,
+    make_graph,
+    metropolis_weights,
+    mixing_weights,
+    second_eigenvalue,
+    weight_matrix,
+)
+from strategies.topology_figure import describe, draw_topology, places
+
+OPTIONS = {"random_regular": {"degree": 3}, "erdos_renyi": {"probability": 0.4}}
+
+
+def make(kind, num_clients, folder=None, **options):
+    if kind == "file":
+        file = folder / "edges.txt"
+        file.write_text("".join(f"0 {client}\n" for client in range(1, num_clients)))
+        options = {"file": file}
+    return make_graph(kind, num_clients, **{**OPTIONS.get(kind, {}), **options})
+
+
+def edges(graph):
+    return {frozenset(edge) for edge in graph.edges}
+
+
+def pairs(*words):
+    return {frozenset(map(int, word)) for word in words}
+
+
+def matrix_of(graph):
+    return weight_matrix(mixing_weights(graph))
+
+
+# --- graphs ---
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 5, 6, 7, 16, 23])
+@pytest.mark.parametrize("kind", ["ring", "grid", "star", "complete", "erdos_renyi"])
+def test_every_size_is_connected(kind, num_clients):
+    graph = make(kind, num_clients, probability=0.9) if kind == "erdos_renyi" else make(kind, num_clients)
+    assert set(graph) == {*range(num_clients), *([SERVER] if kind == "star" else [])}
+    assert nx.is_connected(graph)
+    assert graph.graph["kind"] == kind
+    assert not list(nx.selfloop_edges(graph))
+
+
+def test_small_graphs_by_hand():
+    assert edges(make("ring", 2)) == pairs("01")
+    assert edges(make("ring", 5)) == pairs("01", "12", "23", "34", "40")
+    assert edges(make("complete", 4)) == pairs("01", "02", "03", "12", "13", "23")
+    assert edges(make("star", 2)) == {frozenset((0, SERVER)), frozenset((1, SERVER))}
+    # 0 1 2     0 1 2 3
+    # 3 4       4 5 6 7
+    #           8 9
+    assert edges(make("grid", 5)) == pairs("01", "12", "34", "03", "14")
+    ten = pairs("01", "12", "23", "45", "56", "67", "89", "04", "15", "26", "37", "48", "59")
+    assert edges(make("grid", 10)) == ten
+    assert edges(make("grid", 3)) == pairs("01", "12")
+
+
+def test_random_graphs_are_those_of_the_seed():
+    for kind in ("random_regular", "erdos_renyi"):
+        first, again, other = (edges(make(kind, 20, seed=seed)) for seed in (1, 1, 2))
+        assert first == again != other
+    assert {degree for _, degree in make("random_regular", 20).degree} == {3}
+
+
+def test_a_random_graph_is_drawn_until_it_is_connected():
+    """With two neighbours each, twenty clients are often in several rings: in six of these ten first draws."""
+    assert all(nx.is_connected(make("random_regular", 20, degree=2, seed=seed)) for seed in range(10))
+
+
+def test_a_file_of_edges(tmp_path):
+    file = tmp_path / "edges.txt"
+    file.write_text("# five clients\n0 1  # a neighbour\n\n  2\t1\n3 2\r\n4 3\n")
+    assert edges(make_graph("file", 5, file=file)) == pairs("01", "12", "23", "34")
+    assert edges(make_graph("file", 5, file=str(file))) == pairs("01", "12", "23", "34")
+
+
+# --- weights ---
+
+
+def test_a_path_of_three_by_hand():
+    """Degrees 1, 2, 1: both edges weigh 1 / (1 + 2). Eigenvectors (1, 1, 1), (1, 0, -1), (1, -2, 1): 1, 2/3, 0."""
+    weights = metropolis_weights(nx.path_graph(3))
+    assert list(weights) == [0, 1, 2]
+    expected = np.array([[2, 1, 0], [1, 1, 1], [0, 1, 2]]) / 3
+    np.testing.assert_allclose(weight_matrix(weights), expected, rtol=1e-15)
+    assert list(weights[1]) == [0, 1, 2]
+    assert list(weights[0]) == [0, 1]
+    assert second_eigenvalue(weight_matrix(weights)) == pytest.approx(2 / 3)
+
+
+def test_a_star_of_four_whose_hub_is_a_client_by_hand():
+    """Every edge weighs 1 / (1 + 3), the hub itself 1 - 3/4, the others 3/4.
+
+    Differences between two of the others shrink by 3/4; the trace is 1/4 + 9/4 = 1 + 3/4 + 3/4 + 0.
+    """
+    found = weight_matrix(metropolis_weights(nx.star_graph(3)))
+    expected = np.array([[1, 1, 1, 1], [1, 3, 0, 0], [1, 0, 3, 0], [1, 0, 0, 3]]) / 4
+    np.testing.assert_allclose(found, expected, rtol=1e-15)
+    assert second_eigenvalue(found) == pytest.approx(0.75)
+
+
+def test_a_ring_of_five_by_hand():
+    """All weigh 1/3; the eigenvalues are 1/3 + 2/3 cos(2 pi k / 5), the largest beside 1 is that of k = 1."""
+    found = matrix_of(make("ring", 5))
+    row = np.array([1, 1, 0, 0, 1]) / 3
+    np.testing.assert_allclose(found, [np.roll(row, client) for client in range(5)], rtol=1e-15)
+    assert second_eigenvalue(found) == pytest.approx((1 + 2 * math.cos(2 * math.pi / 5)) / 3)
+
+
+@pytest.mark.parametrize("kind", ["star", "complete"])
+@pytest.mark.parametrize("num_clients", [1, 2, 7])
+def test_over_a_server_or_with_all_others_clients_agree_at_once(kind, num_clients):
+    matrix = matrix_of(make(kind, num_clients))
+    np.testing.assert_allclose(matrix, np.full((num_clients, num_clients), 1 / num_clients), rtol=1e-12)
+    assert second_eigenvalue(matrix) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_graph_in_two_pieces_never_agrees():
+    assert second_eigenvalue(weight_matrix(metropolis_weights(nx.Graph([(0, 1), (2, 3)])))) == pytest.approx(1)
+
+
+@st.composite
+def graphs(draw):
+    nodes = draw(st.integers(1, 12))
+    possible = [(i, j) for i in range(nodes) for j in range(i)]
+    graph = nx.empty_graph(nodes)
+    graph.add_edges_from(draw(st.lists(st.sampled_from(possible), unique=True)) if possible else [])
+    return graph
+
+
+@given(graphs())
+def test_weights_are_symmetric_and_doubly_stochastic(graph):
+    weights = metropolis_weights(graph)
+    matrix = weight_matrix(weights)
+    np.testing.assert_array_equal(matrix, matrix.T)
+    np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=1e-12)
+    assert all(weight > 0 for row in weights.values() for weight in row.values())
+    assert {node: set(row) for node, row in weights.items()} == {node: {node, *graph[node]} for node in graph}
+    assert 0 <= second_eigenvalue(matrix) <= 1 + 1e-12
+
+
+@pytest.mark.parametrize(("kind", "num_clients"), [("ring", 8), ("grid", 12), ("random_regular", 20)])
+def test_differences_shrink_by_the_second_eigenvalue(kind, num_clients):
+    matrix = matrix_of(make(kind, num_clients))
+    values = np.random.default_rng(0).normal(size=(num_clients, 100))
+    mean, distances = values.mean(axis=0), []
+    for _ in range(60):
+        values = matrix @ values
+        distances.append(np.linalg.norm(values - mean))
+    np.testing.assert_allclose(values.mean(axis=0), mean, atol=1e-12)
+    shrunk = (distances[49] / distances[29]) ** (1 / 20)
+    assert shrunk == pytest.approx(second_eigenvalue(matrix), rel=0.05)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_clients", "options", "sentence"),
+    [
+        ("circle", 4, {}, "strategy.topology=circle is unknown; set strategy.topology to one of ring, grid, star"),
+        ("ring", 0, {}, "num_clients=0 but a topology needs a client"),
+        ("random_regular", 4, {"degree": None}, "strategy.topology=random_regular needs strategy.degree"),
+        ("random_regular", 4, {"degree": 4}, r"strategy.degree=4 but it must be from 1 to num_clients - 1 = 3"),
+        ("random_regular", 4, {"degree": 0}, "strategy.degree=0 but it must be from 1"),
+        ("random_regular", 5, {"degree": 3}, "strategy.degree=3 with num_clients=5 is not possible"),
+        ("random_regular", 8, {"degree": 1}, "none of 100 random graphs with strategy.degree=1, is connected"),
+        ("erdos_renyi", 4, {"probability": None}, "strategy.topology=erdos_renyi needs strategy.probability"),
+        ("erdos_renyi", 4, {"probability": 1.5}, "strategy.probability=1.5 must be above 0 and at most 1"),
+        ("erdos_renyi", 4, {"probability": math.nan}, "strategy.probability=nan must be above 0"),
+        ("erdos_renyi", 50, {"probability": 0.01}, "none of 100 random graphs with strategy.probability=0.01, while"),
+    ],
+)
+def test_what_gives_no_graph_is_refused(kind, num_clients, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make(kind, num_clients, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("0 1\n1 4\n", r"edges.txt, line 2: there is no client 4; the 4 clients are 0 to 3"),
+        ("0 1\n# ...\n2 2\n", "line 3: client 2 is joined to itself"),
+        ("0 1\n1 2\n2 1\n", "line 3: the edge 1 2 is there already, in line 2; remove one"),
+        ("0 1 2\n", "line 1: '0 1 2' is no edge; write the numbers of two clients"),
+        ("0 -1\n", "line 1: '0 -1' is no edge"),
+        ("0 1e0\n", "no edge"),
+        ("0 " + 5000 * "9", "no edge"),
+        ("0 \x1b[2J\n", r"line 1: '0  \[2J' is no edge"),
+        ("0 1\n1 2\n", "has no edge for client 3; every client needs a neighbour"),
+        ("", "has no edge for clients 0, 1, 2, 3; every"),
+        ("0 1\n2 3\n", "has 2 pieces with no edge between them, one of clients 0, 1; add edges that join them"),
+    ],
+)
+def test_a_file_that_holds_no_topology_is_refused(tmp_path, text, sentence):
+    file = tmp_path / "edges.txt"
+    file.write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        make_graph("file", 4, file=file)
+
+
+def test_a_file_that_is_none(tmp_path):
+    with pytest.raises(InputError, match=r"strategy.topology=file needs strategy.file"):
+        make_graph("file", 4)
+    with pytest.raises(InputError, match=r"strategy.file=/nowhere is not there"):
+        make_graph("file", 4, file="/nowhere")
+    (tmp_path / "edges").write_bytes(b"\xff\x00")
+    with pytest.raises(InputError, match="is not UTF-8 text"):
+        make_graph("file", 4, file=tmp_path / "edges")
+    with pytest.raises(InputError, match="no regular file"):
+        make_graph("file", 4, file=tmp_path)
+
+
+# --- the figure ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_drawn_and_labelled(kind, tmp_path):
+    graph = make(kind, 12, tmp_path)
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "figures" / "topology.png"
+    draw_topology(graph, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    place = places(graph)
+    assert set(place) == set(graph)
+    assert len(set(place.values())) == len(graph)
+    assert place == places(make(kind, 12, tmp_path))
+
+
+def test_the_words_of_a_figure():
+    assert describe(make("ring", 5)) == "ring: 5 clients, 5 edges, second eigenvalue 0.539"
+    assert describe(make("star", 5)) == "star: 5 clients and the server, 5 edges, second eigenvalue 0.000"
