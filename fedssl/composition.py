@@ -66,6 +66,8 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
         config.output_dir = str(config.output_dir)
     if config.partition.get("encoder"):  # a file, which clients read in another folder
         config.partition.encoder = str(Path(str(config.partition.encoder)).expanduser().absolute())
+    if config.strategy.get("file"):
+        config.strategy.file = str(Path(str(config.strategy.file)).expanduser().absolute())
     if config.teacher is not None:
         config.teacher = str(Path(str(config.teacher)).expanduser().absolute())
     for node in (config.dataset, config.calibration.get("dataset")):

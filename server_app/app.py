@@ -104,6 +104,7 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
         )
     recorder.begin(settings.recording, prepared.held)
     recorder.register(prepared.roll.clients.numbers)
+    prepared.federation.strategy.server.draw(recorder.folder / "figures")
     pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per client and direction{OUTPUT_IN}%s",

@@ -232,6 +232,7 @@ def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> t
             method=method,
             clients_per_round=settings.clients_per_round,
             num_clients=settings.num_clients,
+            seed=settings.seed,
             devices=devices,
             pictures=settings.data.train is not None,
             calibrated=settings.calibration is not None,

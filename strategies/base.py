@@ -8,6 +8,7 @@ not said is as in federated averaging. `server_app.round.Round` makes rounds of 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +73,7 @@ class Circumstances:
     ----------
     method : SSLMethod
     clients_per_round, num_clients : int
+    seed : int
     calibrated : bool
         Whether the server trains models as well.
     server_optimizer : bool
@@ -85,6 +87,7 @@ class Circumstances:
     method: SSLMethod
     clients_per_round: int
     num_clients: int
+    seed: int = 0
     calibrated: bool = False
     server_optimizer: bool = False
     devices: bool = False
@@ -217,7 +220,10 @@ class ServerHalf:
         return not memory
 
     def check(self, circumstances: Circumstances) -> None:
-        """Refuse circumstances by an `InputError`."""
+        """Refuse circumstances by an `InputError`, and take from them what the algorithm must know; comes first."""
+
+    def draw(self, folder: Path) -> None:
+        """Draw figures of the algorithm's own into the folder, before the first round."""
 
     def travels(self, usual: Travels) -> Travels:
         """What is exchanged, given what is usual."""

@@ -65,11 +65,14 @@ RUNS = {
     "eua-layer-wise-fedadam-byol": ["strategy=eua", "method=byol", "server_optimizer=fedadam", *STAGES],
     "orchestra": ["method=orchestra", "strategy=fedavg", "rounds=3"],
     "orchestra-layer-wise": ["method=orchestra", "strategy=fedavg", "clients_per_round=2", *STAGES],
-    "per_ssl-byol": ["strategy=per_ssl", "method=byol", "rounds=3", "clients_per_round=2"],
     "fedca": ["method=fedca", "method.dictionary_size=16", "strategy=fedavg", "clients_per_round=2", "rounds=3"],
     "local_only-byol": ["strategy=local_only", "method=byol", "rounds=3"],
     "local_only-orchestra": ["strategy=local_only", "method=orchestra"],
     "local_only-layer-wise": ["strategy=local_only", *VIT, "schedule=layer_wise", "rounds=4"],
+    "featarc-simclr": ["strategy=featarc", "strategy.pictures=16", "rounds=3"],
+    "clustered-byol-l_dawa": ["strategy=clustered", "method=byol", "strategy.rule=l_dawa", "strategy.pictures=16"],
+    "gossip-simclr": ["strategy=gossip", "rounds=3", "clients_per_round=2"],
+    "per_ssl-byol": ["strategy=per_ssl", "method=byol", "rounds=3"],
     "simclr-bf16-adam": ["precision=bf16", "optimizer=adam", "channels_last=false"],
 }
 
