@@ -6,6 +6,7 @@ which is whatever is not proven to be a simulation.
 
 import logging
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import Context, Error, Message
@@ -20,7 +21,8 @@ from client_app.simulated import Simulated, is_simulated
 from fedssl.config import read_client
 from fedssl.errors import Refused
 from fedssl.fingerprint import code_fingerprint
-from fedssl.messages import ClientUpdate, TrainPlan, who_reply
+from fedssl.messages import Ask, ClientUpdate, TrainPlan, who_reply
+from fedssl.settings import EXACT
 
 log = logging.getLogger("fedssl")
 
@@ -42,6 +44,21 @@ def train(message: Message, context: Context) -> Message:
     try:
         return train_round(message, context)
     except Exception as error:  # the server decides what follows from a failed client, whatever failed
+        return _failed(message, context, error)
+
+
+@app.train("own")
+def own(message: Message, context: Context) -> Message:
+    """Show the encoder that this client would use itself; it leaves no device."""
+    try:
+        client = _client(context)
+        if isinstance(client, Device):
+            raise Refused("what a device uses itself stays on it")
+        plan, ask = TrainPlan.from_content(message.content), Ask.from_content(message.content)
+        settings = read_client(plan.settings)
+        shown = resident(settings).show(plan, client.number, settings.states / client.name, ask=ask)
+        return Message(shown.to_content(replace(plan, transport=EXACT)), reply_to=message)
+    except Exception as error:  # as for a failure of training
         return _failed(message, context, error)
 
 

@@ -10,15 +10,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from client_app.sample import Sample
 from client_app.state import load_state, save_state
 from fedssl.datasets.base import load_federated
 from fedssl.errors import Refused
 from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
-from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.messages import OWN, Ask, ClientUpdate, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import copied_layers, layers_of, load_layers, travelling_names
 from fedssl.partition import split
+from fedssl.regularizers.base import Both, Regularizer
 from fedssl.schedule.stages import at_stage, frozen_names
 from fedssl.seeding import derive, seed_torch, torch_generator
 from fedssl.settings import ClientSettings
@@ -70,17 +72,17 @@ class Resident:
             private = set(plan.up or ()) - set(travelling_names(self.method))
             if private:
                 raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
-            state = load_state(state_folder, before=plan.round, like=self.method.tensors)
-            arrived = {*plan.layers, *plan.shared}
-            plan = self._with_held(plan, state, state_folder / "frozen")
-            plan = self._with_constant(plan, state_folder / "constant")
-            load_layers(self.method, plan.shared)
+            arrived, rows = {*plan.layers, *plan.shared}, self._rows(client)
+            plan, state = self._received(plan, state_folder)
+            chosen, plan = self._choose(plan, client, rows, state)
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
             begun_with = self.half.load(self.method, plan, state)
-            result = self._train(plan, self._rows(client), torch_generator(*place), before_step)
+            result = self._train(self.training, plan, rows, torch_generator(*place), before_step)
             self.method.end_round()
-            kept = self.half.keep(self.method, plan, start=begun_with, state=state)
+            again = functools.partial(self._train_own, plan, rows, place, before_step)
+            own = self.half.train_own(self.method, plan, state, train=again)
+            kept = self.half.keep(self.method, plan, start=begun_with, state=state) | own
             if kept:
                 save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
             if plan.hold and not arrived.isdisjoint(frozen_names(self.method)):
@@ -94,10 +96,56 @@ class Resident:
                 layers=self.half.send(self.method, plan),
                 gathered=copied_layers(self.method, layers_of(self.method, self.method.gathered)),
                 partition_id=client,
+                chosen=chosen,
                 num_examples=result.num_examples,
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
             )
+
+    def show(self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask) -> ClientUpdate:
+        """The encoder that the client would use itself, with parts that never travel; nothing is kept.
+
+        A client that never trained cannot tell models apart by what it has learned: it first learns from the one that
+        it would take otherwise.
+        """
+        with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
+            training, rows = replace(self.training, epochs=ask.epochs), self._rows(client)
+            plan, state = self._received(plan, state_folder)
+            offered, place = plan, (self.settings.seed, OWN, plan.round, client)
+            chosen, plan = self._choose(offered, client, rows, state)
+            if plan.others and ask.epochs:
+                begun_with = self.half.load(self.method, plan, state)
+                self._train(training, plan, rows, torch_generator(*place, "first"), _nothing)
+                state = self.half.keep(self.method, plan, start=begun_with, state=state)
+                chosen, plan = self._choose(offered, client, rows, state)
+            seed_torch(derive(*place), self.device)
+            load_layers(self.method, self.half.own(self.method, plan, state))
+            if ask.adapted:
+                self._train(training, plan, rows, torch_generator(*place), _nothing)
+            names = [
+                name for name in self.method.tensors if name.startswith("encoder.") and name not in self.method.idle
+            ]
+            return ClientUpdate(layers=copied_layers(self.method, names), partition_id=client, chosen=chosen)
+
+    def _received(self, plan: TrainPlan, state_folder: Path) -> tuple[TrainPlan, State | None]:
+        """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
+        state = load_state(state_folder, before=plan.round, like=self.method.tensors)
+        plan = self._with_held(plan, state, state_folder / "frozen")
+        plan = self._with_constant(plan, state_folder / "constant")
+        load_layers(self.method, plan.shared)
+        return plan, state
+
+    def _choose(self, plan: TrainPlan, client: int, rows: torch.Tensor, state: State | None) -> tuple[int, TrainPlan]:
+        """The model that the client takes of those in the plan, and the plan with it in their place."""
+        if not plan.others:
+            return 0, plan
+        if any(layers.keys() != plan.layers.keys() for layers in plan.others):
+            raise Refused("the models of the plan are not of the same layers")
+        plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
+        place = (self.settings.seed, "choose", plan.round, client)
+        pictures = Sample(self.images, rows, data=self.settings.data, training=self.training, place=place)
+        chosen = self.half.choose(self.method, plans, state, pictures)
+        return chosen, replace(plans[chosen], others=plan.others)
 
     def _with_held(self, plan: TrainPlan, state: State | None, folder: Path) -> TrainPlan:
         """The plan with the frozen layers that the client has from an earlier round.
@@ -139,25 +187,43 @@ class Resident:
             torch.arange(len(self.images)) if self.parts is None else torch.from_numpy(np.asarray(self.parts[client]))
         )
 
+    def _train_own(
+        self,
+        plan: TrainPlan,
+        own: torch.Tensor,
+        place: tuple[int, str, int, int],
+        before_step: Callable[[], None],
+        term: Regularizer,
+    ) -> None:
+        """Train the method as it is now, with what was random in the first training, and with one term more."""
+        seed_torch(derive(*place), self.device)
+        training = replace(self.training, regularizer=Both(self.training.regularizer, term))
+        self._train(training, plan, own, torch_generator(*place), before_step)
+
     def _train(
-        self, plan: TrainPlan, own: torch.Tensor, generator: torch.Generator, before_step: Callable[[], None]
+        self,
+        training: LocalTraining,
+        plan: TrainPlan,
+        own: torch.Tensor,
+        generator: torch.Generator,
+        before_step: Callable[[], None],
     ) -> TrainResult:
         if len(own) < self.method.smallest_batch:
             raise Refused(
                 f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} pictures, "
                 f"and the client has {len(own)}"
             )
-        self.training.restart(lr_factor=plan.lr_factor)
+        training.restart(lr_factor=plan.lr_factor)
         result = train(
             self.method,
             self.images,
             own,
-            training=self.training,
+            training=training,
             generator=generator,
             labels=self.labels,
             before_step=before_step,
         )
-        if self.training.epochs and not math.isfinite(result.loss):
+        if training.epochs and not math.isfinite(result.loss):
             raise Refused(f"training diverged: the loss is {result.loss}; what it kept from before stays")
         return result
 
@@ -166,3 +232,7 @@ class Resident:
 def resident(settings: ClientSettings) -> Resident:
     """The resident client of this process for these settings."""
     return Resident(settings)
+
+
+def _nothing() -> None:
+    """Before a step that nobody limits."""

@@ -32,6 +32,8 @@ MINIMUM = {
     "client_timeout": 1,
     "evaluate_every": 0,
     "health_pictures": 0,
+    "newcomers": 0,
+    "adapt_epochs": 0,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
 }
@@ -42,6 +44,7 @@ CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "tr
 MAY_CHANGE = {
     *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
     *("evaluate_every", "final_evaluation", "health_pictures", "measure_resources"),
+    *("evaluate_clients", "adapt_epochs"),
     *("checkpoint_every", "keep_checkpoints", "dataset.cache", "calibration.dataset.cache"),
 }
 
@@ -61,6 +64,10 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
         config.output_dir = str(config.output_dir)
+    if config.partition.get("encoder"):  # a file, which clients read in another folder
+        config.partition.encoder = str(Path(str(config.partition.encoder)).expanduser().absolute())
+    if config.strategy.get("file"):
+        config.strategy.file = str(Path(str(config.strategy.file)).expanduser().absolute())
     if config.teacher is not None:
         config.teacher = str(Path(str(config.teacher)).expanduser().absolute())
     for node in (config.dataset, config.calibration.get("dataset")):
@@ -119,11 +126,7 @@ def check(config: DictConfig) -> None:
             raise InputError(f"{key}={config[key]} is not valid; choose one of {', '.join(choices)}")
     if config.health_pictures == 1:
         raise InputError("health_pictures=1 but a picture alone has no spread; set 2 or more, or 0 to turn it off")
-    if config.clients_per_round > config.num_clients:
-        raise InputError(
-            f"clients_per_round={config.clients_per_round} is more than num_clients={config.num_clients}; "
-            "lower clients_per_round or raise num_clients"
-        )
+    _check_clients(config)
     if config.calibration.at and "share" not in config.calibration:
         raise InputError(f"calibration.at={config.calibration.at} needs calibration=auxiliary; add it")
     clip_norm = config.clip_norm
@@ -133,6 +136,22 @@ def check(config: DictConfig) -> None:
     if threads is not None and (type(threads) is not int or not 1 <= threads <= MOST_THREADS):
         raise InputError(
             f"threads={threads} but it must be a whole number from 1 to {MOST_THREADS}, or null for automatic"
+        )
+
+
+def _check_clients(config: DictConfig) -> None:
+    clients, asked, newcomers = config.num_clients, config.clients_per_round, config.newcomers
+    if asked > clients:
+        raise InputError(
+            f"clients_per_round={asked} is more than num_clients={clients}; "
+            "lower clients_per_round or raise num_clients"
+        )
+    if newcomers >= clients:
+        raise InputError(f"newcomers={newcomers} of num_clients={clients} never train; lower newcomers")
+    if asked > clients - newcomers:
+        raise InputError(
+            f"clients_per_round={asked} but newcomers={newcomers} of num_clients={clients} never train; "
+            f"set clients_per_round={clients - newcomers} or fewer"
         )
 
 

@@ -249,6 +249,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         num_clients=config.num_clients,
         clients_per_round=config.clients_per_round,
         rounds=config.rounds,
+        newcomers=config.newcomers,
         client_timeout=config.client_timeout,
         transport=config.transport,
         lr_schedule=_component(config.lr_schedule),
@@ -272,6 +273,8 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             final_protocol=_component(config.final_evaluation),
             health_pictures=config.health_pictures,
             resources=config.measure_resources,
+            clients=config.evaluate_clients,
+            adapt_epochs=config.adapt_epochs,
         ),
         machine=_machine(config),
         engine=EngineSettings(
@@ -303,6 +306,7 @@ def _partition(config: DictConfig) -> PartitionSettings:
         num_clients=config.num_clients,
         seed=config.seed,
         set_aside=node.share if node.at and node.dataset is None else None,
+        cache=config.dataset.get("cache"),
     )
 
 

@@ -17,7 +17,7 @@ from fedssl.settings import EXACT
 from fedssl.transport import check_transport
 
 ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
-ANSWERS, WHO = "answers", "who"
+ANSWERS, WHO, OWN = "answers", "who", "own"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -56,6 +56,8 @@ class TrainPlan:
         Whether the client keeps the frozen layers, because the server will not send them again.
     depth_dropout : float
         Probability that a frozen stage is left out of a training step.
+    others : tuple of Layers
+        Other models, in whose place the client may take one of these as ``layers``; it says which it took.
     """
 
     round: int
@@ -72,6 +74,7 @@ class TrainPlan:
     frozen: int = 0
     hold: bool = False
     depth_dropout: float = 0.0
+    others: tuple[Layers, ...] = ()
 
     def to_content(self) -> RecordDict:
         """The plan as a message's content."""
@@ -91,17 +94,23 @@ class TrainPlan:
         if self.depth is not None:
             plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
             plan["depth-dropout"] = self.depth_dropout
-        layers = to_message(self.layers, self.transport)
-        return RecordDict({ARRAYS: layers, SHARED: to_message(self.shared), PLAN: plan})
+        content = RecordDict(
+            {ARRAYS: to_message(self.layers, self.transport), SHARED: to_message(self.shared), PLAN: plan}
+        )
+        for number, layers in enumerate(self.others, start=1):
+            content[f"{ARRAYS}-{number}"] = to_message(layers, self.transport)
+        return content
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "TrainPlan":
         """The plan in a message's content."""
         plan = content.config_records[PLAN]
         transport = check_transport(plan["transport"])
+        others = [content.array_records[f"{ARRAYS}-{number}"] for number in range(1, len(content.array_records) - 1)]
         return cls(
             round=int(_number(plan["round"])),
             layers=from_message(content.array_records[ARRAYS], transport),
+            others=tuple(from_message(layers, transport) for layers in others),
             shared=from_message(content.array_records[SHARED]),
             transport=transport,
             settings=str(plan["settings"]),
@@ -137,6 +146,8 @@ class ClientUpdate:
         Time the client took for the round.
     answers : tuple of int and str, optional
         Round and code of the plan that it answers.
+    chosen : int
+        Which of the plan's models it started from: 0 for ``layers``, else the place in ``others``, from 1.
     """
 
     layers: Layers
@@ -146,6 +157,7 @@ class ClientUpdate:
     train_loss: float | None = None
     seconds: float | None = None
     answers: tuple[int, str] | None = None
+    chosen: int = 0
 
     def to_content(self, plan: TrainPlan) -> RecordDict:
         """The reply to a plan, with only the metrics in it that the plan asks for.
@@ -154,12 +166,15 @@ class ClientUpdate:
         """
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
         record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
+        answers = ConfigRecord({"round": plan.round, "code": plan.code})
+        if plan.others:
+            answers["chosen"] = self.chosen
         return RecordDict(
             {
-                ARRAYS: to_message(self.layers, plan.transport, start=plan.layers),
+                ARRAYS: to_message(self.layers, plan.transport, start=(plan.layers, *plan.others)[self.chosen]),
                 GATHERED: to_message(self.gathered),
                 METRICS: record,
-                ANSWERS: ConfigRecord({"round": plan.round, "code": plan.code}),
+                ANSWERS: answers,
             }
         )
 
@@ -209,6 +224,49 @@ class ClientUpdate:
             seconds=values.get(SECONDS),
             answers=(int(_number(answers["round"])), str(answers["code"])),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a client of a simulation is asked to show beside a plan: the encoder that it would use itself.
+
+    Attributes
+    ----------
+    epochs : int
+        How long it trains for that, if it never trained before; 0: it took part.
+    adapted : bool
+        Whether it shows what it has after these epochs, or what it would have begun with.
+    """
+
+    epochs: int = 0
+    adapted: bool = False
+
+    def beside(self, plan: RecordDict) -> RecordDict:
+        """The content of a message that has both."""
+        asked = ConfigRecord({"epochs": self.epochs, "adapted": self.adapted})
+        return RecordDict({**plan, OWN: asked})
+
+    @classmethod
+    def from_content(cls, content: RecordDict) -> "Ask":
+        """What the content of a message asks."""
+        asked = content.config_records[OWN]
+        return cls(epochs=_whole(asked["epochs"]), adapted=bool(asked["adapted"]))
+
+
+def read_choice(content: RecordDict, *, among: int) -> int:
+    """Which of so many models a client says in its reply that it started from.
+
+    Raises
+    ------
+    KeyError, ValueError
+        It does not say so, although there are several, or names one that was not sent.
+    """
+    if among == 1:
+        return 0
+    chosen = _whole(content.config_records[ANSWERS]["chosen"])
+    if chosen >= among:
+        raise ValueError(f"it chose model {chosen} of {among}")
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,12 +111,15 @@ class PartitionSettings:
     num_clients, seed : int
     set_aside : float or None
         Share of the pictures that the server keeps for its calibration and that are no client's; None: nothing.
+    cache : str or None
+        The folder for what a rule computes of the pictures, that of decoded ones; None: nothing is kept.
     """
 
     rule: Component
     num_clients: int
     seed: int
     set_aside: float | None
+    cache: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +236,10 @@ class EvaluationSettings:
         On how many pictures collapse is looked for; 0: not at all.
     resources : bool
         Whether FLOPs and memory of a training step are counted.
+    clients : bool
+        Whether what every client would use is judged at the end.
+    adapt_epochs : int
+        For how long clients train for that which never did.
     """
 
     every: int
@@ -240,6 +247,8 @@ class EvaluationSettings:
     final_protocol: Component
     health_pictures: int
     resources: bool
+    clients: bool
+    adapt_epochs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +325,8 @@ class Settings:
     Attributes
     ----------
     seed, num_clients, clients_per_round, rounds : int
+    newcomers : int
+        How many clients never train.
     client_timeout : float
         Seconds that a round waits for the next reply.
     transport : str
@@ -332,6 +343,7 @@ class Settings:
     num_clients: int
     clients_per_round: int
     rounds: int
+    newcomers: int
     client_timeout: float
     transport: str
     lr_schedule: Component

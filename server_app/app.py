@@ -34,6 +34,7 @@ from server_app.evaluator import Judged
 from server_app.federation import Federation
 from server_app.log import logging_to, writing
 from server_app.nodes import federation_size
+from server_app.own_models import own_models
 from server_app.post import Post
 from server_app.prepare import Prepared, prepare
 from server_app.proven import Expected
@@ -98,10 +99,12 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
                 clients=max([settings.num_clients, *(number + 1 for number in numbers.values())]),
                 phases=len(federation.phases),
                 knows=federation.strategy.server.knows,
+                recalls=federation.strategy.server.recalls,
             )
         )
     recorder.begin(settings.recording, prepared.held)
     recorder.register(prepared.roll.clients.numbers)
+    prepared.federation.strategy.server.draw(recorder.folder / "figures")
     pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per client and direction{OUTPUT_IN}%s",
@@ -116,7 +119,11 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
     problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    state = rounds(Post(grid, keep=settings.updates.buffered), prepared, state, recorder, last=settings.rounds)
+    post = Post(grid, keep=settings.updates.buffered)
+    state = rounds(post, prepared, state, recorder, last=settings.rounds)
+    if settings.evaluation.clients:
+        with at_stage(prepared.method, depth=prepared.federation.phases[-1].depth):
+            recorder.own_models(own_models(post, prepared, state, epochs=settings.evaluation.adapt_epochs))
     return (*finish(prepared, state, settings, recorder), problem)
 
 

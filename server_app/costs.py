@@ -27,6 +27,8 @@ class Costs:
         The pictures of each client.
     device : torch.device
         Where the method is.
+    trainings : int
+        How often a client trains in a round.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Costs:
         pictures: Pictures,
         parts: Sequence[np.ndarray],
         device: torch.device,
+        trainings: int = 1,
     ) -> None:
-        self._method, self._training = method, training
+        self._method, self._training, self._trainings = method, training, trainings
         self._pictures = [len(part) for part in parts]
         # The largest batch of any client: batches of an epoch differ by one picture at most.
         smallest = method.smallest_batch
@@ -59,7 +62,8 @@ class Costs:
                     self._method, images=self._images, training=self._training, labels=self._labels
                 )
         step = self._steps[phase.number]
-        pictures = float(np.mean([self._pictures[client] for client in clients])) * self._training.epochs
+        pictures = float(np.mean([self._pictures[client] for client in clients]))
+        pictures *= self._training.epochs * self._trainings
         return {
             "flops": step.flops_per_picture * pictures,
             "flops_per_picture": step.flops_per_picture,

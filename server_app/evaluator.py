@@ -70,12 +70,19 @@ class Evaluator:
         raw = make_subject(None, self._data, device=self._device)
         if raw is None:
             return {}
-        pixels = evaluate(self._final_protocol, raw, seed=self._seed)
-        return {"untrained": self._judge(self._final_protocol, untrained), "pixels": pixels}
+        return {"untrained": self._judge(self._final_protocol, untrained), "pixels": self.judge(raw)}
+
+    def subject(self, method: SSLMethod) -> Subject | None:
+        """The method's encoder and the pictures; None without labelled ones for training and test."""
+        return make_subject(method.encoder, self._data, device=self._device)
+
+    def judge(self, subject: Subject) -> dict[str, Score]:
+        """What the final protocols say of a subject."""
+        return evaluate(self._final_protocol, subject, seed=self._seed)
 
     def _judge(self, protocol: Evaluation, method: SSLMethod) -> dict[str, Score]:
         """Run the protocol on the encoder, and test a classifier of the method's own."""
-        subject = make_subject(method.encoder, self._data, device=self._device)
+        subject = self.subject(method)
         if subject is None:
             return {}
         results = evaluate(protocol, subject, seed=self._seed)

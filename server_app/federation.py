@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+from torch import Tensor
+
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import CLIENT_METRICS
@@ -29,6 +31,11 @@ class Calibration(Protocol):
     def __call__(self, round: int, layers: Layers) -> Layers: ...
 
 
+def no_pictures(layers: Layers) -> Tensor:
+    """What stands for a server without pictures."""
+    raise InputError("the server has no pictures to compare models with; name a data set of its own")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Federation:
     """What is the same in all rounds of a run.
@@ -44,6 +51,8 @@ class Federation:
         Makes the untrained layers, from which a model begins that does not exist yet.
     nodes : mapping of int to int
         Node ids by the numbers of the clients, which are partition ids in a simulation.
+    newcomers : frozenset of int
+        Clients that never train.
     seed, clients_per_round : int
     timeout : float
         Seconds without a reply after which a round goes on without the clients that are missing.
@@ -63,6 +72,8 @@ class Federation:
         None: the server sees every update.
     transport : str
         How layers travel, see `fedssl.transport`.
+    represent : callable
+        What a model with these layers makes of pictures of the server's own, for server halves that compare models.
 
     Raises
     ------
@@ -88,6 +99,8 @@ class Federation:
     privacy: Privacy | None = None
     secure: SecureSettings | None = None
     transport: str = EXACT
+    represent: Callable[[Layers], Tensor] = no_pictures
+    newcomers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)
@@ -134,7 +147,7 @@ class Federation:
         Of those that are there as many as are to train in a round, and ``updates.extra_clients`` more; those that are
         ``busy`` with an older plan count, and are not asked. Another attempt asks others.
         """
-        numbers = sorted(self.nodes.keys() - busy)
+        numbers = sorted(self.nodes.keys() - busy - self.newcomers)
         wanted = self.clients_per_round + self.updates.extra_clients - len(busy)
         places = sample_clients(
             self.seed,

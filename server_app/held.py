@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedssl.datasets.base import Pictures
+from fedssl.partition import Division
 
 
 @dataclass(frozen=True)
@@ -15,9 +16,14 @@ class Held:
     ----------
     pictures : Pictures
         Of all clients together.
-    parts : list of ndarray
-        The pictures of each client.
+    division : Division
+        The pictures of each client, and by what they were divided.
     """
 
     pictures: Pictures
-    parts: list[np.ndarray]
+    division: Division
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """The pictures of each client."""
+        return self.division.parts

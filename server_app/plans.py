@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from flwr.app import Message, RecordDict
 
@@ -33,8 +34,8 @@ class Plans:
     ----------
     federation : Federation
     state : ServerState
-    start_of : mapping of int to str
-        For each client that trains, the name of the model that it starts from.
+    candidates : mapping of int to tuple of str
+        For each client that trains, names of the models of which it chooses its start; often there is one.
     also : iterable of str
         Names of other models that updates will go into.
     keep_from : int
@@ -55,7 +56,7 @@ class Plans:
         federation: Federation,
         state: ServerState,
         *,
-        start_of: Mapping[int, str],
+        candidates: Mapping[int, tuple[str, ...]],
         also: Iterable[str],
         keep_from: int,
     ) -> None:
@@ -63,11 +64,11 @@ class Plans:
         self._number = state.round + 1
         self._phase = phase_at(federation.phases, self._number)
         untrained = functools.cache(federation.untrained)  # made once, and only if it is needed
-        names = dict.fromkeys([*start_of.values(), *also])
+        names = dict.fromkeys([*chain.from_iterable(candidates.values()), *also])
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
         self.received: dict[int, tuple[str, ...]] = {}
         self.bytes_down: dict[int, int] = {}
-        self.messages = list(self._plans(start_of, keep_from=keep_from))
+        self.messages = list(self._plans(candidates, keep_from=keep_from))
 
     def _start(self, model: Model) -> Start:
         federation = self._federation
@@ -79,7 +80,7 @@ class Plans:
         sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
         return Start(model, trained, frozen, up, sent)
 
-    def _plans(self, start_of: Mapping[int, str], *, keep_from: int) -> Iterator[Message]:
+    def _plans(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> Iterator[Message]:
         federation = self._federation
         plan = TrainPlan(
             round=self._number,
@@ -91,20 +92,20 @@ class Plans:
             transport=federation.transport,
             lr_factor=federation.lr_factor(self._number),
         )
-        contents: dict[tuple[str, ...], RecordDict] = {}  # clients that receive the same share a record
-        for client, name in start_of.items():
-            start = self.starts[name]
-            last = self._state.last_round(client, name)
+        contents: dict[tuple[tuple[str, ...], ...], RecordDict] = {}  # clients that receive the same share a record
+        for client, names in candidates.items():
+            start = self.starts[names[0]]
+            # Of several models a client has none by itself: it does not know which it will take.
+            last = self._state.last_round(client, names[0]) if len(names) == 1 else None
             chosen = federation.strategy.server.down(start.model, self._number, start.trained, last)
             self.received[client] = tuple(start.trained) if chosen is None else chosen
             down = (*self._lacks(start, last), *self.received[client])
-            layers = {layer: start.model.layers[layer] for layer in down}
             shared = self._shared(start.model, last)
-            key = (name, *down, *shared)
+            key = (names, down, tuple(shared))
             if key not in contents:
-                contents[key] = self._in_phase(
-                    replace(plan, layers=layers, shared=shared, up=start.up), start
-                ).to_content()
+                models = [{layer: self.starts[name].model.layers[layer] for layer in down} for name in names]
+                one = replace(plan, layers=models[0], others=tuple(models[1:]), shared=shared, up=start.up)
+                contents[key] = self._in_phase(one, start).to_content()
             content = contents[key]
             self.bytes_down[client] = content_bytes(content)
             yield Message(content, federation.nodes[client], "train", group_id=str(self._number))

@@ -1,7 +1,7 @@
 """What a run works with, built from the settings and found usable before any round."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,14 @@ from flwr.serverapp import Grid
 from fedssl.config import partition_without_labels
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
+from fedssl.evaluation.subject import lacking
 from fedssl.fingerprint import code_fingerprint
+from fedssl.layers import Layers
 from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.partition import split
+from fedssl.partition import divide
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
@@ -28,11 +30,12 @@ from server_app.calibration import Calibration
 from server_app.costs import Costs
 from server_app.devices import say, with_devices
 from server_app.evaluator import Evaluator
-from server_app.federation import Federation
+from server_app.federation import Federation, no_pictures
 from server_app.held import Held
 from server_app.monitor import Monitor
 from server_app.nodes import Roll, find_clients
 from server_app.privacy import Privacy, check_model
+from server_app.represent import Represent
 from server_app.teacher import give_teacher
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
@@ -95,17 +98,19 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
     method = build(settings.model).to(device)
     check_batch(settings, method)
     evaluator.check(method.encoder)
-    strategy, server_optimizer = make_algorithm(settings, method)
+    strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
     method.encoder.check_pictures((data.channels, data.size, data.size))
     check_updates(settings, devices=bool(task))
     held = None
     if task:
         check_devices(method)
+        check_no_clients_judged(settings)
     else:
         pictures = federated_pictures(settings, method)
         if pictures.labels is None:
             settings = partition_without_labels(settings)
-        held = Held(pictures, split(settings.partition, pictures))
+        check_clients_judged(settings, pictures)
+        held = Held(pictures, divide(settings.partition, pictures))
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
@@ -129,6 +134,8 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         secure=settings.secure,
         privacy=make_privacy(settings, method, devices=bool(task)),
         transport=settings.transport,
+        newcomers=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
+        represent=make_represent(settings, method, strategy.server.pictures, device),
     )
     return Prepared(
         settings=settings,
@@ -138,7 +145,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         held=held,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
-        costs=make_costs(settings, method, training, held, device),
+        costs=make_costs(settings, method, training, held, device, trainings=strategy.client.trainings),
     )
 
 
@@ -200,7 +207,23 @@ def check_devices(method: SSLMethod) -> None:
         raise InputError(f"{type(method).__name__} needs labels, and devices agree on no classes; set another method")
 
 
-def make_algorithm(settings: Settings, method: SSLMethod) -> tuple[FedSSLStrategy, ServerOptimizer]:
+def check_no_clients_judged(settings: Settings) -> None:
+    """Refuse, by an `InputError`, to look at what only clients of a simulation show."""
+    if settings.evaluation.clients or settings.newcomers:
+        raise InputError(
+            "evaluate_clients and newcomers are for simulations: what a device uses itself stays on it; set "
+            "evaluate_clients=false newcomers=0"
+        )
+
+
+def check_clients_judged(settings: Settings, pictures: Pictures) -> None:
+    """Refuse, by an `InputError`, to judge clients' encoders without labels."""
+    problem = lacking(settings.data)
+    if settings.evaluation.clients and (problem or pictures.labels is None):
+        raise InputError(f"evaluate_clients=true needs labels; {problem or 'the pictures of the clients have none'}")
+
+
+def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> tuple[FedSSLStrategy, ServerOptimizer]:
     """The strategy and the server optimiser, which must be able to work here; raises `InputError`."""
     strategy: FedSSLStrategy = settings.algorithm.strategy.make()
     server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
@@ -208,6 +231,10 @@ def make_algorithm(settings: Settings, method: SSLMethod) -> tuple[FedSSLStrateg
         Circumstances(
             method=method,
             clients_per_round=settings.clients_per_round,
+            num_clients=settings.num_clients,
+            seed=settings.seed,
+            devices=devices,
+            pictures=settings.data.train is not None,
             calibrated=settings.calibration is not None,
             server_optimizer=server_optimizer.steps,
         )
@@ -242,12 +269,18 @@ def make_calibration(
 
 
 def make_costs(
-    settings: Settings, method: SSLMethod, training: LocalTraining, held: Held | None, device: torch.device
+    settings: Settings,
+    method: SSLMethod,
+    training: LocalTraining,
+    held: Held | None,
+    device: torch.device,
+    *,
+    trainings: int,
 ) -> Costs | None:
     """What measures the costs; None: it is turned off, or nobody knows the clients' pictures."""
     if held is None or not settings.evaluation.resources:
         return None
-    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device)
+    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device, trainings=trainings)
 
 
 def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Privacy | None:
@@ -277,6 +310,15 @@ def make_monitor(
     return Monitor(
         method, data=settings.data, pictures=pictures, augment=training.augment, device=device, seed=settings.seed
     )
+
+
+def make_represent(
+    settings: Settings, method: SSLMethod, pictures: int, device: torch.device
+) -> Callable[[Layers], torch.Tensor]:
+    """What compares models on so many of the server's pictures, if the algorithm asks for any."""
+    if not pictures:
+        return no_pictures
+    return Represent(method, data=settings.data, pictures=pictures, device=device, seed=settings.seed)
 
 
 def federated_pictures(settings: Settings, method: SSLMethod) -> Pictures:

@@ -21,14 +21,15 @@ class Expected:
         What all models are like in names, shapes and dtypes.
     clients, phases : int
         Of the run: there is at most a model for each client, and one for all.
-    knows : callable
-        Whether an algorithm's memory is one that it can have.
+    knows, recalls : callable
+        Whether what an algorithm remembers of a model, and of the whole, is what it can have.
     """
 
     untrained: Model
     clients: int
     phases: int
     knows: Callable[[Mapping[str, Any]], bool]
+    recalls: Callable[[Mapping[str, Any]], bool]
 
     @property
     def most(self) -> int:
@@ -46,17 +47,22 @@ class Expected:
             _check_layers(model.shared, self.untrained.shared, all_of_them=True)
             for moments in _mapping(model.moments).values():
                 _check_layers(moments, self.untrained.layers, same_dtype=False)
-            for value in plain(_mapping(model.memory)):
-                if isinstance(value, np.ndarray | float) and not np.isfinite(value).all():
-                    raise ValueError("what the algorithm remembers is not finite")
-            if not self.knows(model.memory):
-                raise ValueError("what the algorithm remembers is none of its own")
+            _check_memory(model.memory, self.knows)
+        _check_memory(state.memory, self.recalls)
         if len(state.models) > self.clients + 1:
             raise ValueError(f"it has {len(state.models)} models")
         for client, place in _mapping(state.took_part).items():
             fits = isinstance(place, tuple) and len(place) == 2 and whole(place[0], least=1)
             if not fits or not isinstance(place[1], str) or not whole(client, least=0):
                 raise ValueError("the rounds of its clients are not those of a run")
+
+
+def _check_memory(memory: Any, knows: Callable[[Mapping[str, Any]], bool]) -> None:
+    for value in plain(_mapping(memory)):
+        if isinstance(value, np.ndarray | float) and not np.isfinite(value).all():
+            raise ValueError("what the algorithm remembers is not finite")
+    if not knows(memory):
+        raise ValueError("what the algorithm remembers is none of its own")
 
 
 def whole(value: Any, *, least: int) -> bool:

@@ -27,6 +27,7 @@ from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
 from fedssl.files import append_text, numbered_files, refuse_links, remove_leftovers, sync, write_text
 from fedssl.methods.base import SSLMethod
+from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
 from fedssl.report.lines import read_lines
@@ -37,6 +38,7 @@ from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.held import Held
 from server_app.log import DISK_ERRORS
 from server_app.monitor import Measurement, summary, warn_of_collapse
+from server_app.own_models import OwnModel, means
 from server_app.progress import Progress
 from server_app.proven import Expected
 from server_app.report import RoundReport
@@ -46,12 +48,14 @@ from strategies.state import ServerState, suffix
 log = logging.getLogger("fedssl")
 
 LINES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
+OWN_MODELS = "own_models.json"
 
 # What a run writes, beside encoders, checkpoints and figures.
 FILES = (
     *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
     *LINES,
     "representations.npz",
+    OWN_MODELS,
 )
 
 VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
@@ -80,6 +84,7 @@ class Recorder:
         self._make_folder()
         self._start = time.monotonic()
         self._numbers: dict[str, int] = {}
+        self._own: dict[str, dict[str, float]] = {}
         self._progress = Progress(rounds)
         self._tracker = make_tracker(settings.tracker, self.folder)
 
@@ -150,7 +155,12 @@ class Recorder:
         save_run(self._settings, self.folder)
         if held:
             pictures = held.pictures
-            write_table(self.folder / "partition.csv", held.parts, pictures.labels, pictures.classes)
+            write_table(
+                self.folder / "partition.csv",
+                held.parts,
+                (pictures.labels, pictures.classes),
+                (held.division.groups, held.division.names),
+            )
 
     def restore(self, expected: Expected | None = None) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
@@ -255,11 +265,23 @@ class Recorder:
             },
         )
 
+    def own_models(self, found: Sequence[OwnModel]) -> None:
+        """Write what clients' own models are worth, and show the means over clients."""
+        averages = means(found)
+        rows = [{**asdict(one), "everywhere": as_numbers(one.everywhere), "own": as_numbers(one.own)} for one in found]
+        self._own = {name: as_numbers(scores) for name, scores in averages.items()}
+        write_text(self.folder / OWN_MODELS, json.dumps({"means": self._own, "clients": rows}, indent=1))
+        log.info("what clients would use themselves, means over clients\n%s", format_table(averages))
+
     def figures(self, held: Held | None) -> None:
         """Draw who holds what, if that is known, and the curves of the rounds."""
         if held:
-            pictures = held.pictures
-            draw(self.folder / "figures" / "partition.png", held.parts, pictures.labels, pictures.classes)
+            pictures, division = held.pictures, held.division
+            file = self.folder / "figures" / "partition.png"
+            if division.groups is None:
+                draw(file, held.parts, pictures.labels, pictures.classes)
+            else:
+                draw(file, held.parts, division.groups, division.names, kind=division.kind)
         draw_curves(self.folder)
 
     def summary(
@@ -284,6 +306,8 @@ class Recorder:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}
             results = {"final": {name: as_numbers(scores) for name, scores in final.items()}, "units": units}
             results |= _by_model(models or {})
+        if self._own:
+            results["own_models"] = self._own
         if lines and "privacy" in lines[-1]:
             results["privacy"] = lines[-1]["privacy"]
         content = {

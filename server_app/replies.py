@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from fedssl.errors import InputError
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate
+from fedssl.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
 from fedssl.settings import EXACT
 from server_app.post import Post
 
@@ -74,6 +74,16 @@ def in_order(
             yield client, waiting.pop(client)
         else:
             drop(client, NO_REPLY)
+
+
+def choice(reply: Message, *, among: int) -> int:
+    """Which of so many models the client says that it started from; raises `BadUpdate`."""
+    try:
+        return read_choice(reply.content, among=among)
+    except KeyError as missing:
+        raise BadUpdate(f"record {missing} is missing") from missing
+    except Exception as error:  # whatever a peer may have put into a message
+        raise BadUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
 
 
 def read_update(

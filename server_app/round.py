@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from flwr.app import Message
+from torch import Tensor
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
@@ -24,10 +25,10 @@ from server_app.overdue import brought_up
 from server_app.plans import Plans
 from server_app.plausible import implausible
 from server_app.post import Post
-from server_app.replies import NO_REPLY, BadUpdate, check_update, in_order, read_update
+from server_app.replies import NO_REPLY, BadUpdate, check_update, choice, in_order, read_update
 from server_app.report import ClientRow, RoundReport
 from server_app.secure import NotEnough, mean_way, moved
-from strategies.base import Rule
+from strategies.base import Outcome, Rule
 from strategies.state import GLOBAL, Model, ServerState, suffix
 from strategies.weighted_sum import UNMEASURED, adds_equally
 
@@ -95,19 +96,23 @@ class Round:
         attempt: int = 0,
         busy: Collection[int] = (),
     ) -> None:
-        self._federation, self._state = federation, state
-        self.number = state.round + 1
         server = federation.strategy.server
+        self.number = state.round + 1
+        self._sorted_into = server.sorts(state, self.number)
+        state = state.beside(self._sorted_into)
+        self._federation, self._state = federation, state
         clients = federation.sample(self.number, attempt=attempt, busy=busy)
-        self._start_of = {client: server.start_of(state, self.number, client) for client in clients}
-        self._into = {client: dict.fromkeys(server.into(state, self.number, client)) for client in clients}
-        targets = dict.fromkeys(name for names in self._into.values() for name in names)
-        if federation.updates.buffered:
-            targets[GLOBAL] = None
-        plans = Plans(federation, state, start_of=self._start_of, also=targets, keep_from=keep_from)
+        self._candidates = {client: server.candidates(state, self.number, client) for client in clients}
+        self._start_of = {client: names[0] for client, names in self._candidates.items()}
+        self._into: dict[int, tuple[str, ...]] = {}
+        targets = dict.fromkeys(self._sorted_into or (GLOBAL,) * federation.updates.buffered)
+        for client, names in self._candidates.items():
+            targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
+        plans = Plans(federation, state, candidates=self._candidates, also=targets, keep_from=keep_from)
         self._starts, self._received, self._bytes_down = plans.starts, plans.received, plans.bytes_down
         self.messages = plans.messages
-        self._aggregations = {name: _Aggregation(server.rule(self.number)) for name in targets}
+        self._aggregations = {name: _Aggregation(server.rule(self.number, name)) for name in targets}
+        self._seen: dict[int, Tensor] = {}
         self._needs = server.rule(self.number).needs
         self._report = RoundReport(self.number)
         if federation.updates.buffered:
@@ -147,6 +152,8 @@ class Round:
         usable: Iterable[_Usable] = chain(own, self._overdue(late))
         if self._federation.updates.norm_factor is not None:
             usable = self._plausible(list(usable), factor=self._federation.updates.norm_factor)
+        if self._sorted_into:
+            usable = self._sorted(list(usable))
         for one in usable:
             self._fold(one, observe)
             del one  # a streamed update is a whole model: let it go before the next one is made
@@ -171,6 +178,7 @@ class Round:
         aggregation.rule.add(mean, start.sent.compare(mean.layers))
         for node in found.nodes:
             client = clients[node]
+            self._into[client] = (GLOBAL,)
             aggregation.received[client] = self._received[client]
             self._bytes_down[client] = found.bytes_down[node]
             self._report.clients.append(
@@ -187,10 +195,25 @@ class Round:
         took_part |= {row.client: (self.number - row.age, row.model) for row in self._report.clients}
         for client in self._report.dropped:  # nobody knows what it holds now
             took_part.pop(client, None)
-        models = {**self._state.models, **fed}
         if self._federation.privacy:
             self._report.privacy.update(self._federation.privacy.spent(self.number))
-        return ServerState(round=self.number, models=models, took_part=took_part), self._report
+        state = replace(self._state, round=self.number, models={**self._state.models, **fed}, took_part=took_part)
+        outcome = Outcome(
+            round=self.number,
+            into={row.client: self._into[row.client] for row in self._report.clients},
+            bytes_up={row.client: row.bytes_up for row in self._report.clients},
+            seen=self._seen,
+            represent=self._federation.represent,
+        )
+        memory, findings = self._federation.strategy.server.conclude(state, outcome)
+        self._report.findings.update(findings)
+        return replace(state, memory=memory), self._report
+
+    def _targets(self, client: int, start: str) -> tuple[str, ...]:
+        """Models that the client's update goes into, each once; none yet if updates are sorted when all are there."""
+        if self._sorted_into:
+            return ()
+        return tuple(dict.fromkeys(self._federation.strategy.server.into(self._state, self.number, client, start)))
 
     # --- what is not possible ---
 
@@ -207,7 +230,7 @@ class Round:
             )
 
     def _check_whole(self, what: str) -> None:
-        one_model = {*self._start_of.values(), *(name for names in self._into.values() for name in names)} <= {GLOBAL}
+        one_model = {*chain.from_iterable(self._candidates.values()), *self._aggregations} <= {GLOBAL}
         start = next(iter(self._starts.values()))
         whole = all(received == tuple(start.trained) for received in self._received.values())
         if not (one_model and whole and start.up is None and len(self._federation.phases) == 1):
@@ -221,6 +244,13 @@ class Round:
     def _usable(self, replies: Iterable[tuple[int, Message]]) -> Iterator[_Usable]:
         """The updates that pass their checks; the others are dropped."""
         for client, reply in replies:
+            names = self._candidates[client]
+            try:
+                self._start_of[client] = names[choice(reply, among=len(names))]
+            except BadUpdate as reason:
+                self._drop(client, str(reason))
+                continue
+            self._into[client] = self._targets(client, self._start_of[client])
             yield from self._read(client, reply, sent=self._starts[self._start_of[client]].sent, number=self.number)
             del reply
 
@@ -258,7 +288,7 @@ class Round:
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
             begun = from_message(plan.content.array_records[ARRAYS], federation.transport)
             then = GlobalLayers({name: begun[name] for name in start.sent.layers})
-            self._start_of[client], self._into[client], self._received[client] = GLOBAL, {GLOBAL: None}, tuple(begun)
+            self._start_of[client], self._into[client], self._received[client] = GLOBAL, (GLOBAL,), tuple(begun)
             self._bytes_down[client] = content_bytes(plan.content)
             for one in self._read(client, reply, sent=then, number=number):
                 age = self.number - number
@@ -272,8 +302,21 @@ class Round:
             self._drop(client, reason)
         return (one for one in usable if one.update.partition_id not in found)
 
+    def _sorted(self, usable: Sequence[_Usable]) -> Sequence[_Usable]:
+        """The same updates, once it is known where they go."""
+        ways: dict[int, Layers] = {}
+        for one in usable:
+            begun = self._starts[self._start_of[one.update.partition_id]].sent.layers
+            ways[one.update.partition_id] = {name: one.update.layers[name] - begun[name] for name in begun}
+        found = self._federation.strategy.server.sort(ways)
+        self._into.update({client: (name,) for client, name in found.items()})
+        return usable
+
     def _fold(self, one: _Usable, observe: Observe | None) -> None:
         update, client = one.update, one.update.partition_id
+        whole = {**self._starts[self._start_of[client]].frozen, **update.layers}
+        if self._federation.strategy.server.pictures:
+            self._seen[client] = self._federation.represent(whole)
         if self._federation.privacy:
             begun = self._starts[self._start_of[client]].sent.layers
             update = replace(update, layers=self._federation.privacy.clip(update.layers, begun))
@@ -283,7 +326,7 @@ class Round:
             aggregation.received[client] = self._received[client]
             aggregation.gathered.append(update.gathered)
         if observe is not None:
-            observe(client, {**self._starts[self._start_of[client]].frozen, **update.layers})
+            observe(client, whole)
         self._report.clients.append(self._row(one))
 
     def _row(self, one: _Usable) -> ClientRow:

@@ -6,8 +6,9 @@ The client half says how a client merges what it receives with what it kept, wha
 not said is as in federated averaging. `server_app.round.Round` makes rounds of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +17,11 @@ from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
+from fedssl.regularizers.base import Regularizer
 from strategies.state import GLOBAL, Model, ServerState
 
 State = dict[str, torch.Tensor]
+TrainWith = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
 
 
 class Rule(Protocol):
@@ -69,17 +72,51 @@ class Circumstances:
     Attributes
     ----------
     method : SSLMethod
-    clients_per_round : int
+    clients_per_round, num_clients : int
+    seed : int
     calibrated : bool
         Whether the server trains models as well.
     server_optimizer : bool
         Whether the server takes steps of its own with what is aggregated.
+    devices : bool
+        Whether clients are devices.
+    pictures : bool
+        Whether the server has pictures of its own.
     """
 
     method: SSLMethod
     clients_per_round: int
+    num_clients: int
+    seed: int = 0
     calibrated: bool = False
     server_optimizer: bool = False
+    devices: bool = False
+    pictures: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A round that is done, as `ServerHalf.conclude` sees it.
+
+    Attributes
+    ----------
+    round : int
+    into : mapping of int to tuple of str
+        For each client whose update was used, the models that it went into.
+    bytes_up : mapping of int to int
+        Bytes of each of these updates.
+    seen : mapping of int to Tensor
+        For each of these clients what its model makes of the server's pictures, ``(pictures, dim)``; empty unless
+        the server half asks for it by ``pictures``.
+    represent : callable
+        What a model with these layers makes of the same pictures.
+    """
+
+    round: int
+    into: Mapping[int, tuple[str, ...]]
+    bytes_up: Mapping[int, int]
+    seen: Mapping[int, torch.Tensor]
+    represent: Callable[[Layers], torch.Tensor]
 
 
 class ServerHalf:
@@ -90,11 +127,18 @@ class ServerHalf:
     make_rule : callable
         Makes a fresh rule.
 
+    Attributes
+    ----------
+    pictures : int
+        How many pictures of the server's own `conclude` compares models with; 0: it needs none.
+
     Raises
     ------
     InputError
         The rule refuses its options.
     """
+
+    pictures: int = 0
 
     def __init__(self, make_rule: Callable[[], Rule]) -> None:
         self._make_rule = make_rule
@@ -104,9 +148,27 @@ class ServerHalf:
         """Name of the model that a client starts from. One that does not exist yet is the untrained model."""
         return GLOBAL
 
-    def into(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
-        """Names of the models that a client's update goes into."""
+    def candidates(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
+        """Names of the models of which a client chooses its start; it takes the first if it cannot tell.
+
+        Of several it receives all, as wholes, and `ClientHalf.choose` chooses.
+        """
         return (self.start_of(state, round, client),)
+
+    def into(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
+        """Names of the models that the update of a client goes into, which started from the model ``start``."""
+        return (start,)
+
+    def sorts(self, state: ServerState, round: int) -> tuple[str, ...]:
+        """Names of the models among which `sort` divides the updates of the round; none: `into` says where they go.
+
+        All updates of such a round are in memory at once.
+        """
+        return ()
+
+    def sort(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
+        """Name of the model that each client's update goes into, by what its training changed of the layers."""
+        raise NotImplementedError
 
     def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
         """Names of those ``layers``, the ones trained in this round, that clients of the model send; None: all."""
@@ -119,7 +181,7 @@ class ServerHalf:
         """
         return None
 
-    def rule(self, round: int) -> Rule:
+    def rule(self, round: int, name: str = GLOBAL) -> Rule:
         """A fresh rule for one model in one round."""
         return self._make_rule()
 
@@ -142,20 +204,61 @@ class ServerHalf:
         """
         return model.memory, {}
 
+    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The new memory of the whole, and findings of the round for the log, ready for JSON.
+
+        ``state`` is the one after the round, with the memory from before it.
+        """
+        return state.memory, {}
+
     def knows(self, memory: Mapping[str, Any]) -> bool:
         """Whether a memory that a checkpoint holds is one that `remember` makes; the file may be another's."""
         return True
 
+    def recalls(self, memory: Mapping[str, Any]) -> bool:
+        """Whether a memory that a checkpoint holds is one that `conclude` makes; the file may be another's."""
+        return not memory
+
     def check(self, circumstances: Circumstances) -> None:
-        """Refuse circumstances by an `InputError`."""
+        """Refuse circumstances by an `InputError`, and take from them what the algorithm must know; comes first."""
+
+    def draw(self, folder: Path) -> None:
+        """Draw figures of the algorithm's own into the folder, before the first round."""
 
     def travels(self, usual: Travels) -> Travels:
         """What is exchanged, given what is usual."""
         return replace(usual, needs=self.rule(1).needs)
 
 
+class OwnPictures(Protocol):
+    """A client's own pictures, for `ClientHalf.choose`; what is drawn of them is the same at every call."""
+
+    def represent(self, method: SSLMethod, number: int) -> torch.Tensor:
+        """What the encoder makes of at most so many, float32 ``(n, feature_dim)``, on the CPU."""
+        ...
+
+    def loss(self, method: SSLMethod, number: int) -> float:
+        """The mean training loss of at most so many; nothing is learned."""
+        ...
+
+
 class ClientHalf:
-    """The client half of an algorithm; this one takes what it receives, and keeps what the method keeps."""
+    """The client half of an algorithm; this one takes what it receives, and keeps what the method keeps.
+
+    Attributes
+    ----------
+    trainings : int
+        How often it trains in a round, for what that costs.
+    """
+
+    trainings: int = 1
+
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: OwnPictures) -> int:
+        """The place of the plan that the client follows, among several that differ in their layers only.
+
+        The first is the one to take if the client cannot tell. The method is left as it happens to be.
+        """
+        return 0
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
         """Merge the received layers with what this client kept, load them, and return what it so starts from.
@@ -171,6 +274,20 @@ class ClientHalf:
         goes on with ``state``.
         """
         return copies(method, kept_names(method))
+
+    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainWith) -> State:
+        """Train what the client has beside the model that it sends; what is returned is kept beside `keep`'s.
+
+        Called after training, before `keep`; the method is left as it was found. ``state`` is what `load` was given.
+        """
+        return {}
+
+    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        """The model that this client itself would use, of what it receives and what it kept last.
+
+        It is loaded into the method; layers that are not returned are as the method prepares them.
+        """
+        return self.load(method, plan, state)
 
     def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         """The layers that the client sends back; they may be taken out of the model."""

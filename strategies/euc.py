@@ -38,7 +38,7 @@ from strategies.base import (
 )
 from strategies.discrepancy import MeasuredSum
 from strategies.fedavg import mean
-from strategies.state import Model
+from strategies.state import GLOBAL, Model
 from strategies.weighted_sum import WeightedSum
 
 
@@ -99,7 +99,7 @@ class Intervals(ServerHalf):
         self.interval = interval
         super().__init__(mean(weighting))
 
-    def rule(self, round: int) -> WeightedSum | MeasuredSum:
+    def rule(self, round: int, name: str = GLOBAL) -> WeightedSum | MeasuredSum:
         total = self._make_rule()
         assert isinstance(total, WeightedSum)
         return MeasuredSum(total) if self._adjusts(round) else total

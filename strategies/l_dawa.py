@@ -28,7 +28,8 @@ from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
-from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, Rule, ServerHalf, State, Travels
+from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, Rule, ServerHalf, State, TrainWith, Travels
+from strategies.state import GLOBAL
 from strategies.weighted_sum import BUFFERS, WeightedSum, one_of, weighted_sum
 
 
@@ -108,7 +109,7 @@ class WarmedUp(ServerHalf):
             raise InputError(f"strategy.warmup_rounds={rounds} is negative; 0 turns the warm-up off")
         self.rounds = rounds
 
-    def rule(self, round: int) -> Rule:
+    def rule(self, round: int, name: str = GLOBAL) -> Rule:
         return WeightedSum(weighting="examples") if round <= self.rounds else super().rule(round)
 
     def travels(self, usual: Travels) -> Travels:
@@ -130,12 +131,19 @@ class ScaledClient(ClientHalf):
 
     def __init__(self, client: ClientHalf, *, buffers: str, warmup_rounds: int) -> None:
         self._client, self._buffers, self._warmup_rounds = client, buffers, warmup_rounds
+        self.trainings = client.trainings
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
         return self._client.load(method, plan, state)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         return self._client.keep(method, plan, start=start, state=state)
+
+    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainWith) -> State:
+        return self._client.train_own(method, plan, state, train=train)
+
+    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        return self._client.own(method, plan, state)
 
     def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         layers = self._client.send(method, plan)

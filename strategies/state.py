@@ -1,7 +1,7 @@
 """What the server carries from round to round: one value, which a checkpoint saves as it is."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedssl.layers import Layers
@@ -49,15 +49,24 @@ class ServerState:
         By name. A model comes into being with the first update that goes into it.
     took_part : mapping of int to (int, str)
         For a client whose last update was used: the round of that update, and the model it had started from.
+    memory : dict
+        What the algorithm remembers beside what it remembers of each model: numbers, words, arrays and dictionaries
+        of them.
     """
 
     round: int = 0
     models: Mapping[str, Model] = field(default_factory=dict)
     took_part: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Names of the models, client 2 before client 10."""
         return sorted(self.models, key=lambda name: (len(name), name))
+
+    def beside(self, names: Sequence[str]) -> "ServerState":
+        """The state in which all these models exist: as copies of the first of them, if it does."""
+        first = self.models.get(names[0]) if names else None
+        return self if first is None else replace(self, models={**dict.fromkeys(names, first), **self.models})
 
     def last_round(self, client: int, model: str) -> int | None:
         """The round of the client's last update, if that was used and had started from this model."""

@@ -104,6 +104,11 @@ class WeightedSum:
         """
         self._fold([self._term(update, cosines)])
 
+    def add_weighted(self, update: ClientUpdate, weight: float) -> None:
+        """Fold in one update with a weight of its own, unscaled, whatever the options say."""
+        self._total += weight
+        self._fold([_Term(update.layers, UNMEASURED, 1.0, weight)])
+
     def add_all(self, updates: Sequence[ClientUpdate]) -> None:
         """Check, compare and fold in several updates, reading each in pieces that stay in the cache.
 

@@ -33,6 +33,10 @@ class Federation:
         def who(message, context):
             return client_app(message, context)
 
+        @app.train("own")
+        def own(message, context):
+            return client_app(message, context)
+
         @app.train()
         def train(message, context):
             self.plans.append(message.content)

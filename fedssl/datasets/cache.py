@@ -72,7 +72,7 @@ def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], Pictur
     size, key = _identity(origin)
     if origin.wanted * (_SECONDS_PER_PICTURE + _SECONDS_PER_BYTE * size / origin.pictures) < WORTH:
         return make(in_memory)
-    entry = Entry(_root(place) / f"{re.sub(r'[^-.0-9A-Za-z]+', '-', origin.name)}-{key}")
+    entry = Entry(root(place) / f"{re.sub(r'[^-.0-9A-Za-z]+', '-', origin.name)}-{key}")
     found = entry.read()
     if found is not None:
         return found
@@ -88,7 +88,7 @@ def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], Pictur
         return entry.read() or entry.write(make)
 
 
-def _root(place: str) -> Path:
+def root(place: str) -> Path:
     """The folder that a setting names."""
     if place != "auto":
         return Path(place).expanduser()

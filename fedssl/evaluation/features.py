@@ -94,24 +94,26 @@ def extract(
     return torch.cat(batches)  # outside of inference mode: an ordinary tensor, which autograd accepts
 
 
-def pixels(images: Tensor) -> Tensor:
+def pixels(images: Tensor, *, most: int = MAX_PIXELS) -> Tensor:
     """Raw pixels in [0, 1] as features: what a representation has to beat.
 
-    Pictures with more than 3072 values are averaged over squares of the smallest side that gives no more than that.
+    Pictures with more than ``most`` values are averaged over squares of the smallest side that gives no more than that.
 
     Parameters
     ----------
     images : Tensor
         uint8, ``(n, channels, height, width)``.
+    most : int
+        Longest feature.
 
     Returns
     -------
     Tensor
-        float32, ``(n, dim)`` with ``dim`` at most 3072.
+        float32, ``(n, dim)`` with ``dim`` at most ``most``.
     """
     _, channels, height, width = images.shape
     side = 1
-    while channels * -(-height // side) * -(-width // side) > MAX_PIXELS:
+    while channels * -(-height // side) * -(-width // side) > most:
         side += 1
     return torch.cat(
         [

@@ -1,6 +1,21 @@
 """Partitions of pictures among clients: every picture belongs to exactly one."""
 
-from fedssl.partition.deal import auxiliary, split
+from fedssl.partition.base import Division, Images
+from fedssl.partition.clusters import feature_clusters
+from fedssl.partition.deal import auxiliary, divide, split
 from fedssl.partition.rules import MIN_PICTURES, classes, dirichlet, iid, natural, skew
 
-__all__ = ["MIN_PICTURES", "auxiliary", "classes", "dirichlet", "iid", "natural", "skew", "split"]
+__all__ = [
+    "MIN_PICTURES",
+    "Division",
+    "Images",
+    "auxiliary",
+    "classes",
+    "dirichlet",
+    "divide",
+    "feature_clusters",
+    "iid",
+    "natural",
+    "skew",
+    "split",
+]

@@ -5,13 +5,19 @@ import torch
 
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
+from fedssl.partition.base import Division, Images
 from fedssl.partition.rules import MIN_PICTURES
 from fedssl.seeding import numpy_generator
 from fedssl.settings import PartitionSettings
 
 
 def split(settings: PartitionSettings, pictures: Pictures) -> list[np.ndarray]:
-    """Positions of every client's pictures, a pure function of the run's settings.
+    """Positions of every client's pictures, as `divide` gives them."""
+    return divide(settings, pictures).parts
+
+
+def divide(settings: PartitionSettings, pictures: Pictures) -> Division:
+    """Who holds what, and by what was divided, a pure function of the run's settings.
 
     Pictures that the server keeps for its calibration (see `auxiliary`) are no client's.
 
@@ -23,28 +29,33 @@ def split(settings: PartitionSettings, pictures: Pictures) -> list[np.ndarray]:
 
     Returns
     -------
-    list of ndarray
-        For every client sorted int64 positions in ``pictures``.
+    Division
+        Positions and groups are those of ``pictures``.
 
     Raises
     ------
     InputError
         If the pictures cannot be divided in this way.
     """
-    number, labels, owners = len(pictures.images), pictures.labels, pictures.owners
+    number = len(pictures.images)
     rows = np.arange(number)
     if settings.set_aside is not None:
         rows = np.delete(rows, auxiliary(number, share=settings.set_aside, seed=settings.seed))
-        shared = torch.from_numpy(rows)
-        labels, owners = (None if column is None else column[shared] for column in (labels, owners))
-    parts: list[np.ndarray] = settings.rule.make(
+    shared = torch.from_numpy(rows)
+    labels, owners = (None if column is None else column[shared] for column in (pictures.labels, pictures.owners))
+    made: list[np.ndarray] | Division = settings.rule.make(
         labels,
         owners=owners,
+        images=Images(pictures.images, shared, settings.cache),
         num_pictures=len(rows),
         num_clients=settings.num_clients,
         seed=settings.seed,
     )
-    return [rows[part] for part in parts]
+    division = made if isinstance(made, Division) else Division(made)
+    groups = division.groups
+    if groups is not None:
+        groups = torch.full((number,), -1).index_copy(0, shared, groups)
+    return Division([rows[part] for part in division.parts], groups, division.kind)
 
 
 def auxiliary(num_pictures: int, *, share: float, seed: int) -> np.ndarray:

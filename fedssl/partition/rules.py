@@ -5,7 +5,8 @@
 no difference. ``classes`` deals classes in turn, so that none is left out and each has as many holders as any other,
 give or take one; flwr-datasets' own assignment of several classes per client does not promise that. ``natural``
 follows the data: the pictures of one writer, device or hospital stay together. flwr-datasets' partitioners by owner
-are given owners per client, not clients, and their last client may get fewer than the others.
+are given owners per client, not clients, and their last client may get fewer than the others. ``feature_clusters``,
+in `fedssl.partition.clusters`, looks at the pictures themselves.
 
 Where this differs from the authors' code: L-DAWA's drops the pictures that rounding leaves over and Dec-SSL's trains
 on the first 80% of every client's pictures, which cuts away most of the uniform part; here all pictures are used.
@@ -18,6 +19,8 @@ labels : Tensor or None
     int64, ``(n,)``; None if the data set has none.
 owners : Tensor or None
     int64, ``(n,)``, who made each picture; None if the data set does not say.
+images : Images
+    The pictures, for rules that look at them.
 num_pictures : int
     n.
 num_clients : int
@@ -27,8 +30,9 @@ seed : int
 
 Returns
 -------
-list of ndarray
-    For every client the sorted int64 positions of its pictures.
+list of ndarray or Division
+    For every client the sorted int64 positions of its pictures; a `Division` says by which groups, if these are neither
+    classes nor owners.
 
 Raises
 ------
@@ -43,6 +47,7 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.partition import flower
+from fedssl.partition.base import Images
 from fedssl.seeding import derive, numpy_generator
 
 # One picture has no other to be told from: contrastive losses and batch normalisation need two.
@@ -53,12 +58,13 @@ def iid(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
+    images: Images | None = None,
     num_pictures: int,
     num_clients: int,
     seed: int,
 ) -> list[np.ndarray]:
     """Equal numbers of pictures, drawn without regard to class."""
-    _check_counts(num_pictures, num_clients)
+    check_counts(num_pictures, num_clients)
     order = _order(num_pictures, seed)
     return _checked([order[rows] for rows in flower.iid(order, num_clients=num_clients)], num_pictures)
 
@@ -67,6 +73,7 @@ def dirichlet(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
+    images: Images | None = None,
     num_pictures: int,
     num_clients: int,
     seed: int,
@@ -86,11 +93,8 @@ def dirichlet(
         Whether a client that has more than ``n / num_clients`` pictures gets none of the classes to come, whose shares
         the others divide among themselves. Classes come in the order of their numbers.
     """
-    _check_counts(num_pictures, num_clients)
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise InputError(f"partition.alpha={alpha} must be above 0 (0.1: few classes per client, 100: all alike)")
-    if min_size < MIN_PICTURES:
-        raise InputError(f"partition.min_size={min_size} must be at least {MIN_PICTURES}, the fewest to train on")
+    check_counts(num_pictures, num_clients)
+    check_shares(alpha, min_size)
     order = _order(num_pictures, seed)
     column = _known(labels, "dirichlet")[order]
     parts = None
@@ -116,6 +120,7 @@ def classes(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
+    images: Images | None = None,
     num_pictures: int,
     num_clients: int,
     seed: int,
@@ -131,7 +136,7 @@ def classes(
     classes_per_client : int
         From 1 to the number of classes.
     """
-    _check_counts(num_pictures, num_clients)
+    check_counts(num_pictures, num_clients)
     names, codes, sizes = np.unique(_known(labels, "classes"), return_inverse=True, return_counts=True)
     if not 1 <= classes_per_client <= len(names):
         raise InputError(
@@ -162,6 +167,7 @@ def skew(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
+    images: Images | None = None,
     num_pictures: int,
     num_clients: int,
     seed: int,
@@ -174,7 +180,7 @@ def skew(
     beta : float
         In [0, 1]; 1 is IID, 0 gives every client a contiguous block of the class-sorted pictures.
     """
-    _check_counts(num_pictures, num_clients)
+    check_counts(num_pictures, num_clients)
     if not 0 <= beta <= 1:
         raise InputError(f"partition.beta={beta} must be from 0 (sorted by class) to 1 (IID)")
     column = _known(labels, "skew")
@@ -194,6 +200,7 @@ def natural(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
+    images: Images | None = None,
     num_pictures: int,
     num_clients: int,
     seed: int,
@@ -203,7 +210,7 @@ def natural(
     The owners, in an order drawn by the seed, are dealt in turn: clients have the same number of owners, give or take
     one. How many pictures an owner has, and of which classes, stays as it is in the data.
     """
-    _check_counts(num_pictures, num_clients)
+    check_counts(num_pictures, num_clients)
     if owners is None:
         raise InputError(
             "partition=natural divides by owner but the pictures have none; name their column (dataset.owner=COLUMN) "
@@ -221,7 +228,8 @@ def natural(
     return _checked(np.split(np.argsort(client, kind="stable"), np.cumsum(sizes)[:-1]), num_pictures)
 
 
-def _check_counts(num_pictures: int, num_clients: int) -> None:
+def check_counts(num_pictures: int, num_clients: int) -> None:
+    """Refuse, by an `InputError`, more clients than there are pictures for."""
     if num_clients < 1:
         raise InputError(f"num_clients={num_clients} must be at least 1")
     if num_clients * MIN_PICTURES > num_pictures:
@@ -229,6 +237,14 @@ def _check_counts(num_pictures: int, num_clients: int) -> None:
             f"num_clients={num_clients} is too many for {num_pictures} pictures: a client needs at least "
             f"{MIN_PICTURES}; give num_clients={max(1, num_pictures // MIN_PICTURES)} or fewer"
         )
+
+
+def check_shares(alpha: float, min_size: int) -> None:
+    """Refuse, by an `InputError`, shares that `dirichlet` cannot draw, or clients that could not train."""
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise InputError(f"partition.alpha={alpha} must be above 0 (0.1: few classes per client, 100: all alike)")
+    if min_size < MIN_PICTURES:
+        raise InputError(f"partition.min_size={min_size} must be at least {MIN_PICTURES}, the fewest to train on")
 
 
 def _known(labels: torch.Tensor | None, name: str) -> np.ndarray:

@@ -62,3 +62,20 @@ class Regularizer:
             Values of the training step.
         """
         return loss
+
+
+class Both(Regularizer):
+    """The term of a regulariser, and one more, which looks at weights alone."""
+
+    def __init__(self, first: Regularizer, second: Regularizer) -> None:
+        self._first, self._second = first, second
+
+    def start(self, method: SSLMethod) -> None:
+        self._first.start(method)
+        self._second.start(method)
+
+    def part_of(self, method: SSLMethod) -> str | None:
+        return self._first.part_of(method)
+
+    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+        return self._second.add_to(self._first.add_to(loss, step), step)

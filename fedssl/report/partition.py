@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 _LEGEND = 20  # classes that a legend can name; more get a colour scale
 
 
-def write_table(
-    path: Path, parts: Sequence[np.ndarray], labels: torch.Tensor | None, classes: Sequence[str] = ()
-) -> None:
+def write_table(path: Path, parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> None:
     """Write ``client,examples,<class>...`` with the number of pictures per class; without labels no class columns.
 
     Parameters
@@ -29,18 +27,28 @@ def write_table(
         The CSV file.
     parts : sequence of ndarray
         Positions of each client's pictures.
-    labels : Tensor or None
-        ``(n,)``.
-    classes : sequence of str
-        Names of the classes; empty: their numbers.
+    columns : tuple of Tensor or None, and sequence of str
+        Labels ``(n,)``, and the names of the classes; empty: their numbers. Further ones of other groups, such as
+        clusters.
     """
-    counts, names = _counts(parts, labels, classes)
+    found = [_counts(parts, labels, classes) for labels, classes in columns]
+    counts = np.concatenate([counts for counts, _ in found], axis=1)
     rows = ([client, len(part), *counts[client]] for client, part in enumerate(parts))
-    write_text(path, to_csv([["client", "examples", *names], *rows]))
+    write_text(path, to_csv([["client", "examples", *(name for _, names in found for name in names)], *rows]))
 
 
-def draw(path: Path, parts: Sequence[np.ndarray], labels: torch.Tensor | None, classes: Sequence[str] = ()) -> None:
-    """Draw one bar per client, divided by class, into the PNG file ``path``; arguments as in `write_table`."""
+def draw(
+    path: Path,
+    parts: Sequence[np.ndarray],
+    labels: torch.Tensor | None,
+    classes: Sequence[str] = (),
+    *,
+    kind: str = "class",
+) -> None:
+    """Draw one bar per client, divided by class, into the PNG file ``path``.
+
+    ``kind`` is what a class is called; the others are as in `write_table`.
+    """
     from matplotlib import colormaps
 
     counts, names = _counts(parts, labels, classes)
@@ -55,7 +63,7 @@ def draw(path: Path, parts: Sequence[np.ndarray], labels: torch.Tensor | None, c
     if 0 < len(names) <= _LEGEND:
         _add_legend(figure, names, shades)
     elif names:
-        _add_scale(figure, axes, num_classes, colors)
+        _add_scale(figure, axes, num_classes, colors, kind)
     write_png(figure, path, dpi=120)
 
 
@@ -84,12 +92,12 @@ def _add_legend(figure: "Figure", names: Sequence[str], shades: np.ndarray) -> N
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
 
 
-def _add_scale(figure: "Figure", axes: "Axes", num_classes: int, colors: Any) -> None:
+def _add_scale(figure: "Figure", axes: "Axes", num_classes: int, colors: Any, kind: str) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     scale = ScalarMappable(Normalize(0, num_classes - 1), colors)
-    figure.colorbar(scale, ax=axes, label="class", shrink=0.6)
+    figure.colorbar(scale, ax=axes, label=kind, shrink=0.6)
 
 
 def _counts(

@@ -32,7 +32,7 @@ class Neighbours(ServerHalf):
     def start_of(self, state, round, client):
         return str(client)
 
-    def into(self, state, round, client):
+    def into(self, state, round, client, start):
         return tuple(str((client + step) % self._clients) for step in (-1, 0, 1))
 
 

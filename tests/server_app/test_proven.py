@@ -19,6 +19,7 @@ EXPECTED = Expected(
     clients=2,
     phases=3,
     knows=EUC(interval=2, weighting="uniform").server.knows,
+    recalls=EUC(interval=2, weighting="uniform").server.recalls,
 )
 
 

@@ -373,7 +373,7 @@ def test_a_model_without_biases_may_send_nothing_at_all():
 
     counts = {"num_clients": 4, "clients_per_round": 3}
     toys = Toys(EUC(interval=2), **counts, make=Plain, trained=step)
-    toys.strategy.check(Circumstances(method=toys.method, clients_per_round=3))
+    toys.strategy.check(Circumstances(method=toys.method, num_clients=10, clients_per_round=3))
     for round, (new, begun, _, synced) in enumerate(slowly(toys.layers, 7, phi=2, **counts, trained=step), start=1):
         layers = toys.round()
         assert len(synced) == (0 if round in (3, 5, 7) else 3)  # the first adjustment is after round 2
@@ -438,9 +438,9 @@ def test_settings_are_refused_with_the_reason():
     with pytest.raises(InputError, match="strategy.weighting=loss is not a choice; allowed are examples, uniform"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
-        EUC().check(Circumstances(method=Toy(), clients_per_round=1))
-    EUC(interval=1).check(Circumstances(method=Toy(), clients_per_round=1))
-    EUC().check(Circumstances(method=Toy(), clients_per_round=2))
+        EUC().check(Circumstances(method=Toy(), num_clients=10, clients_per_round=1))
+    EUC(interval=1).check(Circumstances(method=Toy(), num_clients=10, clients_per_round=1))
+    EUC().check(Circumstances(method=Toy(), num_clients=10, clients_per_round=2))
 
 
 def test_what_travels_in_words():

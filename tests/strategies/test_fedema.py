@@ -282,7 +282,7 @@ def test_refused_settings():
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):
-        FedEMA().check(Circumstances(method=method, clients_per_round=2))
+        FedEMA().check(Circumstances(method=method, num_clients=10, clients_per_round=2))
 
 
 def test_the_server_averages_by_examples():

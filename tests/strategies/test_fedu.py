@@ -52,7 +52,7 @@ def some_layers(method, seed):
 
 
 def in_pairs(method):
-    return Circumstances(method=method, clients_per_round=2)
+    return Circumstances(method=method, num_clients=10, clients_per_round=2)
 
 
 def snapshot(method):

@@ -4,19 +4,26 @@ import numpy as np
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.partition import MIN_PICTURES
+from fedssl.partition import MIN_PICTURES, Images
 from fedssl.seeding import numpy_generator
 
 
 def growing(
-    labels: Tensor | None, *, owners: Tensor | None, num_pictures: int, num_clients: int, seed: int, factor: float
+    labels: Tensor | None,
+    *,
+    owners: Tensor | None,
+    images: Images,
+    num_pictures: int,
+    num_clients: int,
+    seed: int,
+    factor: float,
 ) -> list[np.ndarray]:
     """Sorted int64 positions of every client's pictures, drawn without regard to class.
 
     Parameters
     ----------
     labels, owners : Tensor or None
-        Not looked at.
+        Not looked at, nor are ``images``.
     num_pictures, num_clients, seed : int
         Of the run.
     factor : float

@@ -19,9 +19,9 @@ class Teams(ServerHalf):
     def start_of(self, state: ServerState, round: int, client: int) -> str:
         return TEAMS[client % 2]
 
-    def into(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
+    def into(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
         mix = self._mix_every > 0 and round % self._mix_every == 0
-        return TEAMS if mix else (self.start_of(state, round, client),)
+        return TEAMS if mix else (start,)
 
 
 class TwoTeams(FedSSLStrategy):

@@ -381,7 +381,7 @@ def test_modules_loaded_before_are_back_after(monkeypatch: pytest.MonkeyPatch) -
 def test_table_counts_by_hand(tmp_path: Path) -> None:
     parts = [np.array([0, 1, 4]), np.array([2, 3])]
     labels = torch.tensor([0, 0, 2, 2, 2])
-    write_table(tmp_path / "named.csv", parts, labels, ("cat", "dog, wet", "owl"))
+    write_table(tmp_path / "named.csv", parts, (labels, ("cat", "dog, wet", "owl")))
     with (tmp_path / "named.csv").open(newline="") as file:
         rows = list(csv.reader(file))
     assert rows == [
@@ -389,9 +389,9 @@ def test_table_counts_by_hand(tmp_path: Path) -> None:
         ["0", "3", "2", "0", "1"],
         ["1", "2", "0", "0", "2"],
     ]
-    write_table(tmp_path / "numbered.csv", parts, labels)
+    write_table(tmp_path / "numbered.csv", parts, (labels, ()))
     assert (tmp_path / "numbered.csv").read_text().splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
-    write_table(tmp_path / "unknown.csv", parts, None)
+    write_table(tmp_path / "unknown.csv", parts, (None, ()))
     assert (tmp_path / "unknown.csv").read_text().splitlines() == ["client,examples", "0,3", "1,2"]
 
 

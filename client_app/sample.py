@@ -1,0 +1,57 @@
+"""Some of a client's own pictures, by which it tells models apart before it trains."""
+
+import torch
+from torch import Tensor
+
+from fedssl.evaluation.features import extract
+from fedssl.methods.base import SSLMethod
+from fedssl.seeding import derive, seed_torch, torch_generator
+from fedssl.settings import DataSettings
+from fedssl.training import LocalTraining, batches, taken
+
+
+class Sample:
+    """A client's pictures; what is drawn of them is the same at every call.
+
+    Parameters
+    ----------
+    images : Tensor
+        All pictures of the data set, uint8, ``(n, channels, height, width)``.
+    rows : Tensor
+        Where the client's are, int64, ``(m,)``.
+    data : DataSettings
+        Tells mean and standard deviation of pixels.
+    training : LocalTraining
+        Makes the views, and cuts batches.
+    place : tuple of int and str
+        Of the client and the round in the run, see `fedssl.seeding`.
+    """
+
+    def __init__(
+        self, images: Tensor, rows: Tensor, *, data: DataSettings, training: LocalTraining, place: tuple[int | str, ...]
+    ) -> None:
+        self._images, self._rows, self._data, self._training = images, rows, data, training
+        self._seed, self._path = int(place[0]), place[1:]
+
+    def represent(self, method: SSLMethod, number: int) -> Tensor:
+        """What the encoder makes of at most so many pictures, float32 ``(n, feature_dim)``, on the CPU."""
+        device = next(method.parameters()).device
+        pictures = taken(self._images, self._few(number), device)
+        return extract(method.encoder, pictures, mean=self._data.mean, std=self._data.std, device=device)
+
+    @torch.no_grad()
+    def loss(self, method: SSLMethod, number: int) -> float:
+        """Mean training loss of at most so many pictures, in training mode; nothing is learned."""
+        device = next(method.parameters()).device
+        generator, training = torch_generator(self._seed, *self._path, "views"), self._training
+        seed_torch(derive(self._seed, *self._path, "loss"), device)
+        method.train()
+        few, total = self._few(number), 0.0
+        for batch in batches(few, training.batch_size, generator=generator, smallest=method.smallest_batch):
+            views = training.augment(taken(self._images, batch, device), generator)
+            total += float(method.loss(*method.inputs(*views))) * len(batch)
+        return total / len(few)
+
+    def _few(self, number: int) -> Tensor:
+        order = torch.randperm(len(self._rows), generator=torch_generator(self._seed, *self._path, "rows"))
+        return self._rows[order[:number]]

@@ -1,0 +1,68 @@
+"""Test pictures for one client: some of all, in which classes are as frequent as among its own."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedssl.evaluation.features import Features
+from fedssl.evaluation.subject import Labelled, Subject
+
+
+def alike(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
+    """Where test pictures are that are like the client's: as many as there can be, drawn anew in every class.
+
+    Parameters
+    ----------
+    test : Tensor
+        Classes of the test pictures, int64 ``(n,)``.
+    own : Tensor
+        Classes of the client's pictures, int64 ``(m,)``. Those that no test picture has are left out.
+    generator : torch.Generator
+        On the CPU.
+
+    Returns
+    -------
+    Tensor
+        int64, sorted; empty if the client has none of the classes. A class of which the client has the share p is
+        floor(p N) of the N that would be taken if numbers could be cut.
+    """
+    rows = {int(name): (test == name).nonzero().flatten() for name in own.unique()}
+    counts = {name: int((own == name).sum()) for name, places in rows.items() if len(places)}
+    if not counts:
+        return torch.empty(0, dtype=torch.int64)
+    # The class that is the scarcest for its share gives all that it has; whole numbers, so that nothing is rounded.
+    scarce = min(counts, key=lambda name: len(rows[name]) / counts[name])
+    taken = []
+    for name, count in counts.items():
+        number = count * len(rows[scarce]) // counts[scarce]
+        taken.append(rows[name][torch.randperm(len(rows[name]), generator=generator)[:number]])
+    return torch.cat(taken).sort().values
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part(Subject):
+    """A subject with some of its test pictures; features of the whole are used."""
+
+    whole: Subject
+    rows: Tensor
+
+    @cached_property
+    def features(self) -> Features:
+        """Those of the whole, of which the test pictures are taken."""
+        found = self.whole.features
+        return Features(
+            found.train,
+            found.train_labels,
+            found.test[self.rows],
+            found.test_labels[self.rows],
+            num_classes=found.num_classes,
+        )
+
+
+def part_of(subject: Subject, rows: Tensor) -> Part:
+    """The subject with the test pictures of these rows alone."""
+    test = Labelled(subject.test.images[rows], subject.test.labels[rows])
+    kept = {name: getattr(subject, name) for name in ("encoder", "train", "mean", "std", "device")}
+    return Part(**kept, test=test, whole=subject, rows=rows)

@@ -1,0 +1,151 @@
+"""What clients of a simulation would use themselves, judged at the end of a run, clients that never trained included.
+
+Every client shows its encoder (`strategies.base.ClientHalf.own`): the global model, that of its cluster, its own among
+neighbours, or one with parts that never leave it. A client that never trained, a newcomer, shows what it receives, and
+what it has after a few epochs of its own. Each is judged on all test pictures, and on some in which classes are as
+frequent as among the client's pictures (`fedssl.evaluation.alike`).
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+import torch
+from flwr.app import Message
+
+from fedssl.evaluation.alike import alike, part_of
+from fedssl.evaluation.scores import Score
+from fedssl.evaluation.subject import Subject
+from fedssl.layers import Layers
+from fedssl.messages import Ask
+from fedssl.model_layers import load_layers
+from fedssl.seeding import torch_generator
+from server_app.plans import Plans
+from server_app.post import Post
+from server_app.prepare import Prepared
+from server_app.replies import BadUpdate, choice, read_update
+from strategies.state import ServerState
+
+log = logging.getLogger("fedssl")
+
+USED, RECEIVED, ADAPTED = "clients", "newcomers", "adapted newcomers"
+
+Scores = Mapping[str, Score]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    """A client's encoder and what it is worth.
+
+    Attributes
+    ----------
+    client : int
+    model : str
+        Name of the model that it comes from.
+    whose : {"clients", "newcomers", "adapted newcomers"}
+        Of a client that took part in training, or of one that did not, before or after some epochs of its own.
+    everywhere, own : mapping of str to Score
+        On all test pictures, and on those that are like the client's; the latter is empty if there are none.
+    """
+
+    client: int
+    model: str
+    whose: str
+    everywhere: Scores
+    own: Scores
+
+
+def own_models(post: Post, prepared: Prepared, state: ServerState, *, epochs: int) -> list[OwnModel]:
+    """Ask all clients and judge what they show, in order of the clients.
+
+    Parameters
+    ----------
+    post : Post
+    prepared : Prepared
+        Of a simulation whose pictures have labels.
+    state : ServerState
+        After the last round.
+    epochs : int
+        For how long newcomers train.
+    """
+    federation, judge = prepared.federation, Judge(prepared)
+    asks = {
+        USED: ([client for client in federation.nodes if client not in federation.newcomers], Ask()),
+        RECEIVED: (sorted(federation.newcomers), Ask(epochs=epochs)),
+        ADAPTED: (sorted(federation.newcomers) if epochs else [], Ask(epochs=epochs, adapted=True)),
+    }
+    found = []
+    for whose, (clients, ask) in asks.items():
+        for client, model, layers in shown(post, prepared, state, clients, ask):
+            everywhere, own = judge(client, layers)
+            found.append(OwnModel(client=client, model=model, whose=whose, everywhere=everywhere, own=own))
+    return sorted(found, key=lambda one: (list(asks).index(one.whose), one.client))
+
+
+def means(found: Sequence[OwnModel]) -> dict[str, dict[str, Score]]:
+    """Means over clients with their spread, under whose models they are, and on which pictures they were judged."""
+    columns: dict[str, list[Scores]] = {}
+    for one in found:
+        for name, scores in ((one.whose, one.everywhere), (f"{one.whose}, own classes", one.own)):
+            if scores:
+                columns.setdefault(name, []).append(scores)
+    return {name: _mean(rows) for name, rows in columns.items()}
+
+
+def shown(
+    post: Post, prepared: Prepared, state: ServerState, clients: Sequence[int], ask: Ask
+) -> Iterator[tuple[int, str, Layers]]:
+    """Encoders as they arrive, each with its client and the name of the model that it comes from."""
+    federation = prepared.federation
+    candidates = {client: federation.strategy.server.candidates(state, state.round + 1, client) for client in clients}
+    plans = Plans(federation, state, candidates=candidates, also=(), keep_from=0)
+    messages = [Message(ask.beside(plan.content), plan.metadata.dst_node_id, "train.own") for plan in plans.messages]
+    client_of = {federation.nodes[client]: client for client in clients}
+    for reply in post.exchange(messages, timeout=federation.timeout):
+        client = client_of.get(reply.metadata.src_node_id, -1)
+        try:
+            if reply.has_error():
+                raise BadUpdate(reply.error.reason)
+            names = candidates[client]
+            update = read_update(reply, client, sent_to=federation.nodes[client])
+            yield client, names[choice(reply, among=len(names))], update.layers
+        except BadUpdate as reason:
+            log.warning("client %d shows no encoder: %s", client, reason)
+
+
+class Judge:
+    """Judges encoders by the protocols of the run's end; one that many clients share is judged once on all pictures."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._known: dict[bytes, Scores] = {}
+        self._last: tuple[bytes, Subject] | None = None
+
+    def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
+        """What the encoder is worth on all test pictures, and on those like the client's."""
+        held, evaluator = self._prepared.held, self._prepared.evaluator
+        assert held is not None
+        assert held.pictures.labels is not None  # the run was refused without them
+        key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
+        load_layers(self._prepared.method, layers)
+        if self._last is None or self._last[0] != key:
+            subject = evaluator.subject(self._prepared.method)
+            assert subject is not None
+            self._last = key, subject
+        subject = self._last[1]
+        if key not in self._known:
+            self._known[key] = evaluator.judge(subject)
+        own = held.pictures.labels[torch.from_numpy(held.parts[client])]
+        generator = torch_generator(self._prepared.settings.seed, "alike", client)
+        rows = alike(subject.test.labels, own, generator=generator)
+        return self._known[key], evaluator.judge(part_of(subject, rows)) if len(rows) else {}
+
+
+def _mean(rows: Sequence[Scores]) -> dict[str, Score]:
+    averaged = {}
+    for name, first in rows[0].items():
+        values = [row[name].value for row in rows]
+        averaged[name] = Score(mean(values), first.unit, stdev(values) if len(values) > 1 else None)
+    return averaged

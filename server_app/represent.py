@@ -1,0 +1,45 @@
+"""What models make of pictures of the server's own, for algorithms that compare models."""
+
+import torch
+from torch import Tensor
+
+from fedssl.datasets.base import load_any
+from fedssl.evaluation.features import extract
+from fedssl.layers import Layers
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import load_layers, travelling_names
+from fedssl.seeding import torch_generator
+from fedssl.settings import DataSettings
+
+
+class Represent:
+    """Representations of pictures of the split ``train``, labelled or not; never of test pictures.
+
+    Parameters
+    ----------
+    method : SSLMethod
+        Models are loaded into it.
+    data : DataSettings
+    pictures : int
+        How many, at most; drawn by the seed.
+    device : torch.device
+        Where the method is.
+    seed : int
+    """
+
+    def __init__(
+        self, method: SSLMethod, *, data: DataSettings, pictures: int, device: torch.device, seed: int
+    ) -> None:
+        self._method, self._data, self._device = method, data, device
+        found = load_any(data, "train")
+        assert found is not None  # an algorithm without them was refused
+        order = torch.randperm(len(found.images), generator=torch_generator(seed, "represent"))
+        self._images = found.images[order[:pictures]]
+
+    def __call__(self, layers: Layers) -> Tensor:
+        """What a model with these layers makes of the pictures, float32 ``(pictures, feature_dim)``, on the CPU."""
+        needed = [name for name in travelling_names(self._method) if name.startswith("encoder.")]
+        load_layers(self._method, {name: layers[name] for name in needed})
+        return extract(
+            self._method.encoder, self._images, mean=self._data.mean, std=self._data.std, device=self._device
+        )

@@ -1,0 +1,83 @@
+"""How a client chooses between models that it receives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from fedssl.layers import Layers
+from fedssl.messages import TrainPlan
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import copies, load_layers
+from strategies.base import ClientHalf, OwnPictures, State, Travels
+
+OWN = "own."  # in a client's state, before the names of its encoder's layers as its last training left them
+
+
+def feature_distance(z1: torch.Tensor, z2: torch.Tensor) -> float:
+    """Mean of minus the cosine of representations of the same pictures (Dec-SSL, arXiv 2210.10947, section 5).
+
+    Both are ``(n, dim)``; the result is in [-1, 1], and a representation of length 0 counts as 0.
+    """
+    return -float(F.cosine_similarity(z1.double(), z2.double(), dim=1).mean())
+
+
+def nearest(distances: Sequence[float]) -> int:
+    """The place of the smallest distance, the first of equals."""
+    return min(range(len(distances)), key=lambda place: distances[place])
+
+
+class ByFeatures(ClientHalf):
+    """A client that takes the model whose representations of its pictures are nearest to those of its own last model.
+
+    Parameters
+    ----------
+    pictures : int
+        Of how many of its pictures, at least 1.
+    """
+
+    def __init__(self, *, pictures: int) -> None:
+        self.pictures = pictures
+
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: OwnPictures) -> int:
+        own = {name.removeprefix(OWN): value.numpy() for name, value in (state or {}).items() if name.startswith(OWN)}
+        if not own:
+            return 0
+        load_layers(method, own)
+        mine = pictures.represent(method, self.pictures)
+        distances = []
+        for plan in plans:
+            load_layers(method, {name: plan.layers[name] for name in own})
+            distances.append(feature_distance(mine, pictures.represent(method, self.pictures)))
+        return nearest(distances)
+
+    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+        kept = super().keep(method, plan, start=start, state=state)
+        if not plan.others:
+            return kept
+        encoder = [name for name in plan.layers if name.startswith("encoder.")]
+        return {**kept, **{f"{OWN}{name}": value for name, value in copies(method, encoder).items()}}
+
+    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+        return replace(usual, stays=", ".join([*method.kept, "own encoder"]))
+
+
+class ByLoss(ClientHalf):
+    """A client that takes the model with the smallest training loss on its pictures (IFCA, Ghosh et al. 2020).
+
+    Parameters
+    ----------
+    pictures : int
+        On how many of its pictures, at least 1.
+    """
+
+    def __init__(self, *, pictures: int) -> None:
+        self.pictures = pictures
+
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: OwnPictures) -> int:
+        losses = []
+        for plan in plans:
+            self.load(method, plan, state)
+            losses.append(pictures.loss(method, self.pictures))
+        return nearest(losses)

@@ -1,0 +1,84 @@
+"""Clustered federated learning: several models under any rule, by the clients' losses or the angles of their updates.
+
+``choose_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client receives all models and trains
+the one with the smallest loss on its own pictures. ``choose_by="weights"`` is hierarchical clustering of the updates of
+one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by representations.
+
+Ours: IFCA's models begin alike, and clients that cannot tell them apart are dealt to them in turn, where the paper
+draws the models at random; losses are those of the self-supervised method on views drawn alike for all models, in
+training mode; Briggs et al. cut their tree at a distance, here it is cut into so many clusters.
+"""
+
+from collections.abc import Callable, Mapping
+
+from fedssl.errors import InputError
+from strategies.base import ClientHalf, FedSSLStrategy, ServerHalf
+from strategies.choosing import ByLoss
+from strategies.clusters import ChosenByClients, SortedOnce
+from strategies.eua import EUA
+from strategies.featarc import check_pictures
+from strategies.fedavg import FedAvg
+from strategies.l_dawa import LDAWA
+from strategies.loss import Loss
+from strategies.m_dawa import MDAWA
+from strategies.robust import Median
+from strategies.weighted_sum import one_of
+
+WEIGHTED: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA, "m_dawa": MDAWA}
+OTHERS: Mapping[str, Callable[..., FedSSLStrategy]] = {"eua": EUA, "loss": Loss, "median": Median}
+CHOICES = ("loss", "weights")
+
+
+class Clustered(FedSSLStrategy):
+    """Several models, each aggregated over its own clients.
+
+    Parameters
+    ----------
+    clusters : int
+        The number of models, at least 1 and at most that of clients.
+    choose_by : {"loss", "weights"}
+        As in the module.
+    rule : str
+        The aggregation within a cluster: a key of `WEIGHTED` or `OTHERS`, with the options that it has by itself.
+    weighting : str or None
+        Of those in `WEIGHTED`; None: their own.
+    pictures : int
+        On how many pictures losses are compared, at least 2.
+    after : int
+        In which round updates are sorted, for ``choose_by="weights"``.
+
+    Raises
+    ------
+    InputError
+        One of them is not such a value.
+    """
+
+    def __init__(
+        self,
+        *,
+        clusters: int = 2,
+        choose_by: str = "loss",
+        rule: str = "fedavg",
+        weighting: str | None = None,
+        pictures: int = 512,
+        after: int = 1,
+    ) -> None:
+        one_of("strategy.choose_by", choose_by, CHOICES)
+        check_pictures(pictures)
+        server: ServerHalf
+        client: ClientHalf | None = None
+        if choose_by == "weights":
+            server = SortedOnce(within(rule, weighting), clusters=clusters, after=after)
+        else:
+            server, client = ChosenByClients(within(rule, weighting), clusters=clusters), ByLoss(pictures=pictures)
+        super().__init__(server, client)
+
+
+def within(rule: str, weighting: str | None) -> ServerHalf:
+    """The server half of the rule of this name; raises `InputError` if there is none, or it has no such weighting."""
+    one_of("strategy.rule", rule, (*WEIGHTED, *OTHERS))
+    if weighting is None:
+        return {**WEIGHTED, **OTHERS}[rule]().server
+    if rule not in WEIGHTED:
+        raise InputError(f"strategy.weighting={weighting} but strategy.rule={rule} has no weighting; set it null")
+    return WEIGHTED[rule](weighting=weighting).server

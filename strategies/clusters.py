@@ -1,0 +1,222 @@
+"""Several models, each of which some of the clients train: what is the same however clients come to a model.
+
+The models begin alike, and a client that nobody knows yet starts from model k modulo C, where k is its number. A model
+into which nothing goes stays as it is. With one model everything is as without clusters, to the bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from sklearn.cluster import AgglomerativeClustering
+
+from fedssl.errors import InputError
+from fedssl.layers import Layers, is_weight
+from strategies.base import Circumstances, Outcome, Rule, ServerHalf, Travels
+from strategies.choosing import feature_distance, nearest
+from strategies.state import GLOBAL, Model, ServerState
+
+MEMBERS = "members"  # in the server's memory: which model each client belongs to
+
+
+class Clusters(ServerHalf):
+    """Several models; subclasses say how clients come to one.
+
+    Parameters
+    ----------
+    within : ServerHalf
+        The server half of the algorithm that is at work in each cluster.
+    clusters : int
+        C, at least 1.
+
+    Raises
+    ------
+    InputError
+        ``clusters`` is below 1.
+    """
+
+    def __init__(self, within: ServerHalf, *, clusters: int) -> None:
+        if clusters < 1:
+            raise InputError(f"strategy.clusters={clusters} must be at least 1")
+        self.within = within
+        self.names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
+
+    def start_of(self, state: ServerState, round: int, client: int) -> str:
+        members: Mapping[int, str] = state.memory.get(MEMBERS, {})
+        return members.get(client, self.names[client % len(self.names)])
+
+    def rule(self, round: int, name: str = GLOBAL) -> Rule:
+        return self.within.rule(round, name)
+
+    def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
+        return self.within.up(model, round, layers)
+
+    def down(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+        return self.within.down(model, round, layers, last)
+
+    def remember(
+        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.within.remember(model, round, layers, rule=rule, received=received)
+
+    def knows(self, memory: Mapping[str, Any]) -> bool:
+        return self.within.knows(memory)
+
+    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._with({client: names[0] for client, names in outcome.into.items()}, state)
+
+    def _with(self, found: Mapping[int, str], state: ServerState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The memory with these clients' models in it, and what the log has of it: the clients of each model."""
+        if len(self.names) == 1:
+            return state.memory, {}
+        before: Mapping[int, str] = state.memory.get(MEMBERS, {})
+        members = {name: sorted(client for client in found if found[client] == name) for name in self.names}
+        moved = sum(self.start_of(state, state.round, client) != name for client, name in found.items())
+        return {MEMBERS: {**before, **found}}, {"clusters": members, "changed_cluster": moved}
+
+    def recalls(self, memory: Mapping[str, Any]) -> bool:
+        members = memory.get(MEMBERS, {})
+        return (
+            memory.keys() <= {MEMBERS}
+            and isinstance(members, dict)
+            and all(isinstance(client, int) and name in self.names for client, name in members.items())
+        )
+
+    def check(self, circumstances: Circumstances) -> None:
+        self.within.check(circumstances)
+        clusters, clients = len(self.names), circumstances.num_clients
+        if clusters > clients:
+            raise InputError(
+                f"strategy.clusters={clusters} but num_clients={clients}; give at most one for each client"
+            )
+        if clusters == 1:
+            return
+        if circumstances.calibrated:
+            raise InputError(
+                "calibration=auxiliary trains the one model that clients share, and "
+                f"strategy.clusters={clusters} makes several; set calibration=none"
+            )
+        if circumstances.method.gathered or circumstances.method.shared:
+            raise InputError(
+                f"{type(circumstances.method).__name__} has a server half of its own for one model, and "
+                f"strategy.clusters={clusters} makes several; set another method"
+            )
+
+    def travels(self, usual: Travels) -> Travels:
+        return self.within.travels(usual)
+
+
+class ChosenByClients(Clusters):
+    """Every client receives all models and chooses; the one that it chose last comes first."""
+
+    def candidates(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
+        first = self.start_of(state, round, client)
+        return (first, *(name for name in self.names if name != first))
+
+    def travels(self, usual: Travels) -> Travels:
+        usual = super().travels(usual)
+        if len(self.names) == 1:
+            return usual
+        return replace(usual, down=f"{usual.down} of all {len(self.names)} models", up=f"{usual.up}, model chosen")
+
+
+class ChosenByServer(Clusters):
+    """The server compares what clients' models make of its own pictures with what the new models make of them."""
+
+    def __init__(self, within: ServerHalf, *, clusters: int, pictures: int) -> None:
+        super().__init__(within, clusters=clusters)
+        self.pictures = pictures if clusters > 1 else 0
+
+    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+        if len(self.names) == 1:
+            return super().conclude(state, outcome)
+        views = {name: outcome.represent(state.models[name].layers) for name in self.names if name in state.models}
+        found = {}
+        for client, names in outcome.into.items():
+            # A client stays with its model if another is only as near.
+            order = [names[0], *(name for name in views if name != names[0])]
+            found[client] = order[nearest([feature_distance(outcome.seen[client], views[name]) for name in order])]
+        return self._with(found, state)
+
+    def check(self, circumstances: Circumstances) -> None:
+        super().check(circumstances)
+        if self.pictures and not circumstances.pictures:
+            raise InputError(
+                "strategy.assign_at=server compares models on pictures of the server's own, and it has none; name a "
+                "data set, or set strategy.assign_at=client"
+            )
+
+
+class SortedOnce(Clusters):
+    """The updates of one round are divided by the angles between them; clients stay where they are from then on.
+
+    Until then all train the first model. A client that joins later goes to the model that most belong to.
+
+    Parameters
+    ----------
+    after : int
+        The round.
+    """
+
+    def __init__(self, within: ServerHalf, *, clusters: int, after: int) -> None:
+        super().__init__(within, clusters=clusters)
+        if after < 1:
+            raise InputError(f"strategy.after={after} must be the number of a round, from 1 on")
+        self.after = after
+
+    def start_of(self, state: ServerState, round: int, client: int) -> str:
+        members: Mapping[int, str] = state.memory.get(MEMBERS, {})
+        if client in members:
+            return members[client]
+        return max(self.names, key=list(members.values()).count)
+
+    def sorts(self, state: ServerState, round: int) -> tuple[str, ...]:
+        return self.names if len(self.names) > 1 and round >= self.after and MEMBERS not in state.memory else ()
+
+    def sort(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
+        places = by_angle(list(ways.values()), clusters=len(self.names))
+        return {client: self.names[place] for client, place in zip(ways, places, strict=True)}
+
+    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+        return super().conclude(state, outcome) if outcome.round >= self.after else (state.memory, {})
+
+    def check(self, circumstances: Circumstances) -> None:
+        super().check(circumstances)
+        asked, clients = circumstances.clients_per_round, circumstances.num_clients
+        if len(self.names) > 1 and asked < clients:
+            raise InputError(
+                f"strategy.choose_by=weights sorts all clients in round {self.after}, but clients_per_round={asked} of "
+                f"num_clients={clients} take part; set clients_per_round={clients}"
+            )
+
+
+def by_angle(ways: Sequence[Layers], *, clusters: int) -> list[int]:
+    """Divide updates by average linkage on 1 - cosine (Briggs et al., IJCNN 2020, arXiv 2004.11791).
+
+    Parameters
+    ----------
+    ways : sequence of Layers
+        What training changed. Weights count, running statistics and counters do not; an update of length 0 is at a
+        right angle to all.
+    clusters : int
+        How many there are to be; no more than there are updates.
+
+    Returns
+    -------
+    list of int
+        For each update its cluster. Clusters are numbered in the order of their first updates.
+    """
+    if len(ways) < 2:
+        return [0] * len(ways)
+    vectors = [np.concatenate([array.ravel() for name, array in way.items() if is_weight(name, array)]) for way in ways]
+    lengths = [float(np.linalg.norm(vector.astype(np.float64))) or 1.0 for vector in vectors]
+    distances = np.zeros((len(ways), len(ways)))
+    for one in range(len(ways)):
+        for other in range(one):
+            product = float(np.dot(vectors[one].astype(np.float64), vectors[other].astype(np.float64)))
+            distances[one, other] = distances[other, one] = 1 - product / lengths[one] / lengths[other]
+    tree = AgglomerativeClustering(min(clusters, len(ways)), metric="precomputed", linkage="average")
+    labels = tree.fit(distances).labels_.tolist()
+    order = list(dict.fromkeys(labels))
+    return [order.index(label) for label in labels]

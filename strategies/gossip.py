@@ -1,0 +1,193 @@
+"""Gossip: every client has a model of its own and mixes it with those of its neighbours; no model is everybody's.
+
+Decentralised averaging as in Dec-SSL's fully decentralised case (Wang et al., ICLR 2023, arXiv 2210.10947, section
+6.1). In a round client i trains its model to y_i, and then takes x_i = sum_j W_ij y_j over itself and its neighbours in
+a connected graph, with Metropolis-Hastings weights (`strategies.topology`). The server only relays: it holds the models
+and mixes them in the place of the clients, so that a client receives its own mixture alone.
+
+Who is missing in a round (not drawn, failed, late) is as if its edges were not there: its weight goes to those that
+miss it, so that the weights of those present stay symmetric and sum to 1, and its own model stays as it is.
+
+``topology="star"`` is a star whose hub is the server, which takes the plain mean over all: federated averaging with
+equal weights, with one model. The paper does not say which weights it takes; these are our choice.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedssl.errors import InputError
+from fedssl.layers import Cosines, GlobalLayers, Layers, is_weight
+from fedssl.messages import ClientUpdate
+from strategies.base import Circumstances, FedSSLStrategy, Outcome, Rule, ServerHalf, Travels
+from strategies.state import GLOBAL, ServerState
+from strategies.topology import KINDS, make_graph, metropolis_weights
+from strategies.topology_figure import draw_topology
+from strategies.weighted_sum import WeightedSum, one_of
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+class Mixture:
+    """One client's new model: the weighted sum over itself and those of its neighbours that are there.
+
+    Parameters
+    ----------
+    own : int
+        The client.
+    weights : mapping of int to float
+        W_ij of its neighbours. What those that are missing leave is the client's own.
+    """
+
+    needs: tuple[str, ...] = ()
+
+    def __init__(self, own: int, weights: Mapping[int, float]) -> None:
+        self._own, self._weights = own, weights
+        self._sum = WeightedSum()
+
+    def start(self, global_layers: GlobalLayers) -> None:
+        """Begin a round."""
+        self._before, self._rest = global_layers.layers, 1.0
+        self._mine: ClientUpdate | None = None
+        self._sum.start(global_layers)
+
+    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
+        """Fold in a neighbour; the client's own update waits for the end."""
+        if update.partition_id == self._own:
+            self._mine = update
+            return
+        weight = self._weights[update.partition_id]
+        self._rest -= weight
+        self._sum.add_weighted(update, weight)
+
+    def finish(self) -> Layers:
+        """The mixture, or the model as it was if the client is missing itself."""
+        if self._mine is None:
+            return dict(self._before)
+        self._sum.add_weighted(self._mine, self._rest)
+        return self._sum.finish()
+
+
+class Relay(ServerHalf):
+    """The server half: a model for each client, and a graph that says whose go into it.
+
+    The graph is made by `check`, which learns how many clients there are and the seed of the run.
+
+    Parameters
+    ----------
+    topology, degree, probability, file
+        As for `strategies.topology.make_graph`.
+    """
+
+    def __init__(self, topology: str, *, degree: int | None, probability: float | None, file: str | None) -> None:
+        self._topology, self._degree, self._probability, self._file = topology, degree, probability, file
+        self._graph: nx.Graph | None = None
+        self._weights: Mapping[int, Mapping[int, float]] = {}
+
+    def start_of(self, state: ServerState, round: int, client: int) -> str:
+        return GLOBAL if self._star else str(client)
+
+    def into(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
+        return (start,) if self._star else (start, *(str(other) for other in self._beside(client)))
+
+    def rule(self, round: int, name: str = GLOBAL) -> Rule:
+        return WeightedSum() if name == GLOBAL else Mixture(int(name), self._beside(int(name)))
+
+    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self._star:
+            return state.memory, {}
+        there = outcome.bytes_up
+        used = [(one, other) for one in there for other in self._beside(one) if one < other and other in there]
+        moved = sum(there[one] + there[other] for one, other in used)  # a model each way
+        return state.memory, {
+            "edges": len(used),
+            "bytes_over_edges": moved,
+            "consensus_distance": consensus_distance([model.layers for model in state.models.values()]),
+        }
+
+    def draw(self, folder: Path) -> None:
+        assert self._graph is not None
+        draw_topology(self._graph, folder / "topology.png")
+
+    def check(self, circumstances: Circumstances) -> None:
+        for given, setting in (
+            (circumstances.calibrated, "calibration=auxiliary"),
+            (circumstances.server_optimizer, "server_optimizer"),
+        ):
+            if given:
+                raise InputError(
+                    f"{setting} works on a model that clients share, and with strategy=gossip they share none; set "
+                    f"{setting.partition('=')[0]}=none"
+                )
+        self._graph = make_graph(
+            self._topology,
+            circumstances.num_clients,
+            seed=circumstances.seed,
+            degree=self._degree,
+            probability=self._probability,
+            file=self._file,
+        )
+        self._weights = {} if self._star else metropolis_weights(self._graph)
+
+    def travels(self, usual: Travels) -> Travels:
+        usual = super().travels(usual)
+        return usual if self._star else replace(usual, down=f"{usual.down}, mixed with those of its neighbours")
+
+    @property
+    def _star(self) -> bool:
+        return self._topology == "star"
+
+    def _beside(self, client: int) -> Mapping[int, float]:
+        """The client's neighbours and their weights; one that joined after the graph was made has none."""
+        return {other: weight for other, weight in self._weights.get(client, {}).items() if other != client}
+
+
+def consensus_distance(models: Sequence[Layers]) -> float:
+    """How far models are from their mean: the root of the mean squared distance, in lengths of the mean.
+
+    Over all weights as one vector; running statistics and counters are left out. 0 where the mean has no length.
+    """
+    squared, length = 0.0, 0.0
+    for name, array in models[0].items():
+        if is_weight(name, array):
+            mean = np.mean([model[name] for model in models], axis=0, dtype=np.float64)
+            squared += sum(float(np.square(model[name] - mean).sum()) for model in models)
+            length += float(np.square(mean).sum())
+    return math.sqrt(squared / len(models) / length) if length else 0.0
+
+
+class Gossip(FedSSLStrategy):
+    """Averaging among neighbours.
+
+    Parameters
+    ----------
+    topology : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
+        See `strategies.topology.make_graph`.
+    degree : int, optional
+        Of random_regular: neighbours of a client.
+    probability : float, optional
+        Of erdos_renyi: that two clients are neighbours.
+    file : str, optional
+        Of file: a line for each edge, with the numbers of its two clients.
+
+    Raises
+    ------
+    InputError
+        There is no such topology.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: str = "ring",
+        degree: int | None = None,
+        probability: float | None = None,
+        file: str | None = None,
+    ) -> None:
+        one_of("strategy.topology", topology, KINDS)
+        super().__init__(Relay(topology, degree=degree, probability=probability, file=file))

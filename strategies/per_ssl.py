@@ -1,0 +1,124 @@
+"""Per-SSL: a personal model beside the global one, after SSFL (He et al., 2021, arXiv 2110.02470).
+
+The name is that of Dec-SSL's Table 2, which compares with it; there is no public code. From the paper's abstract:
+clients federate self-supervised models by averaging, and have personal ones whose distance from the global one is
+regulated. The abstract speaks of a distance between representations, and names Ditto (Li et al., ICML 2021, arXiv
+2012.04221) among the algorithms that it extends. What follows is our choice, and is Ditto's:
+
+- the distance is one of weights, ``weight / 2 ||v_k - w||^2`` over all that is trained, added to the loss of v_k
+  (for one of representations there is `fedssl.regularizers.alignment`);
+- w is the global model that the client received in the round, not what it trains of it: the only one that clients have
+  in common, and the same for the whole of the training;
+- v_k begins as the received global model when the client takes part for the first time, and is trained once in each of
+  its rounds, after the global model, on the same pictures, views and batches and with the same regulariser.
+
+Everything else of v_k is its own: running statistics, targets that follow it (a copy of v_k itself in its first round,
+under ``method.target=copy`` in every round) and the stages that it trained before they were frozen. Global centroids of
+Orchestra are the server's. No layer of v_k leaves the client.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedssl.errors import InputError
+from fedssl.layers import Layers
+from fedssl.messages import TrainPlan
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import copies, kept_names, start_from, travelling_names
+from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.prox import proximal
+from strategies.base import ClientHalf, FedSSLStrategy, ServerHalf, State, TrainWith, Travels
+from strategies.fedavg import mean
+
+PERSONAL = "personal."  # before the names of v_k's layers in a client's state: they are no layers of the method
+
+
+class Coupling(Regularizer):
+    """Proximal term that pulls the trained weights to given layers.
+
+    Parameters
+    ----------
+    layers : Layers
+        w, of all that is trained.
+    weight : float
+        lambda; 0 turns it off.
+    """
+
+    def __init__(self, layers: Layers, *, weight: float) -> None:
+        self._layers, self._weight = layers, weight
+
+    @torch.no_grad()
+    def start(self, method: SSLMethod) -> None:
+        trained = {name: weights for name, weights in method.tensors.items() if weights.requires_grad}
+        self._trained = list(trained.values())
+        self._there = [torch.empty_like(w).copy_(torch.from_numpy(self._layers[name])) for name, w in trained.items()]
+
+    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+        if self._weight == 0:
+            return loss
+        return loss + proximal(self._trained, self._there, weight=self._weight)
+
+
+class PersonalClient(ClientHalf):
+    """A client with a model of its own.
+
+    Parameters
+    ----------
+    weight : float
+        lambda, at least 0: 0 trains the own model alone.
+
+    Raises
+    ------
+    InputError
+        ``weight`` is negative.
+    """
+
+    trainings = 2
+
+    def __init__(self, *, weight: float) -> None:
+        if weight < 0:
+            raise InputError(
+                f"strategy.weight={weight} must not be negative; 0 trains personal models alone, and the larger it is "
+                "the nearer they stay to the global one"
+            )
+        self.weight = weight
+
+    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+        return replace(usual, stays=", ".join([f"a personal model ({usual.down})", *method.kept]))
+
+    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainWith) -> State:
+        found = {name: value.detach().clone() for name, value in method.tensors.items()}
+        self.own(method, plan, state)
+        train(Coupling(plan.layers, weight=self.weight))
+        names = [*travelling_names(method), *kept_names(method)]
+        personal = {PERSONAL + name: value for name, value in copies(method, names).items()}
+        with torch.no_grad():
+            for name, value in found.items():
+                method.tensors[name].copy_(value)
+        return personal
+
+    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+        personal = {
+            name.removeprefix(PERSONAL): value.numpy()
+            for name, value in (state or {}).items()
+            if name.startswith(PERSONAL)
+        }
+        mine = {*travelling_names(method), *kept_names(method)}  # not what an earlier stage had beside
+        return start_from(method, plan.layers | {name: array for name, array in personal.items() if name in mine})
+
+
+class PerSSL(FedSSLStrategy):
+    """Federated averaging of clients that train a personal model as well.
+
+    Parameters
+    ----------
+    weighting : {"examples", "uniform"}
+        As in `FedAvg`.
+    weight : float
+        As in `PersonalClient`.
+    """
+
+    def __init__(self, *, weighting: str = "examples", weight: float = 0.1) -> None:
+        super().__init__(ServerHalf(mean(weighting)), PersonalClient(weight=weight))

@@ -1,0 +1,62 @@
+"""Test pictures in which classes are as frequent as among a client's."""
+
+import pytest
+import torch
+
+from fedssl.evaluation.alike import alike, part_of
+from fedssl.evaluation.subject import Labelled, Subject
+
+
+def labels(**counts):
+    return torch.tensor([int(name[1:]) for name, number in counts.items() for _ in range(number)])
+
+
+def drawn(test, own, seed=0):
+    rows = alike(test, own, generator=torch.Generator().manual_seed(seed))
+    assert rows.tolist() == sorted(set(rows.tolist()))
+    return torch.bincount(test[rows], minlength=4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("test", "own", "expected"),
+    [
+        # Shares of 3/4 and 1/4: the 12 pictures of class 0 are 3/4 of 16, so that 4 come from class 1.
+        ({"c0": 12, "c1": 12, "c2": 12}, {"c0": 30, "c1": 10}, [12, 4, 0, 0]),
+        # Class 1 is scarce: 2 are 1/4 of 8.
+        ({"c0": 12, "c1": 2}, {"c0": 30, "c1": 10}, [6, 2, 0, 0]),
+        # 7 of class 0 for 1 of class 1 where 3 are there of class 0: 3/7 of a picture is none.
+        ({"c0": 3, "c1": 9}, {"c0": 7, "c1": 1}, [3, 0, 0, 0]),
+        # No test picture has class 3.
+        ({"c0": 4, "c1": 4}, {"c0": 1, "c1": 1, "c3": 8}, [4, 4, 0, 0]),
+        ({"c0": 4}, {"c3": 8}, [0, 0, 0, 0]),
+    ],
+)
+def test_by_hand(test, own, expected):
+    assert drawn(labels(**test), labels(**own)) == expected
+
+
+def test_who_is_taken_depends_on_the_seed_alone():
+    test, own = labels(c0=50, c1=50), labels(c0=1, c1=10)
+    one, again, other = (alike(test, own, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert one.equal(again)
+    assert not one.equal(other)
+
+
+def test_a_part_has_the_features_of_the_whole_without_computing_them_anew():
+    calls = []
+
+    class Counting(torch.nn.Module):
+        def forward(self, pictures):
+            calls.append(len(pictures))
+            return pictures.flatten(1)
+
+    pictures = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
+    some = Labelled(pictures, torch.tensor([0, 1, 2, 0, 1, 2]))
+    whole = Subject(encoder=Counting(), train=some, test=some, mean=(0.0,), std=(1.0,), device=torch.device("cpu"))
+    rows = torch.tensor([1, 4])
+    part = part_of(whole, rows)
+    assert part.features.test.equal(whole.features.test[rows])
+    assert part.features.test_labels.tolist() == [1, 1] == part.test.labels.tolist()
+    assert part.features.train is whole.features.train
+    assert calls == [6, 6]
+    assert part.num_classes == 3

@@ -1,0 +1,217 @@
+"""Pictures that look alike are together, whatever their labels, and the same ones in every process."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from threadpoolctl import threadpool_limits
+
+from fedssl.config import compose
+from fedssl.datasets.base import Pictures
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.export import load_encoder, save_encoder
+from fedssl.partition import Images, auxiliary, clusters, dirichlet, divide, feature_clusters
+from fedssl.partition.clusters import cluster, encoder_features, k_means, pixel_features, whitened
+from fedssl.report.partition import write_table
+
+KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 pictures of each of three kinds
+
+
+def blobs(kind: torch.Tensor, *, channels: int = 1) -> torch.Tensor:
+    """Pictures ``(n, channels, 8, 8)`` of a kind: some of its rows are bright, with noise of 10 grey levels."""
+    noise = torch.randint(10, (len(kind), channels, 8, 8), generator=torch.Generator().manual_seed(1))
+    bright = torch.arange(8).view(1, 1, 8, 1) % 3 == kind.view(-1, 1, 1, 1)
+    return (noise + 200 * bright).to(torch.uint8)
+
+
+def images_of(kind: torch.Tensor = KIND, *, cache: str | None = None, channels: int = 1) -> Images:
+    return Images(blobs(kind, channels=channels), torch.arange(len(kind)), cache)
+
+
+def found(images: Images, **settings) -> np.ndarray:
+    return cluster(images, **{"clusters": 3, "encoder": None, "components": 2, "seed": 0} | settings)
+
+
+def divided(images: Images, num_clients: int = 3, **settings):
+    settings = {"clusters": None, "alpha": 0.5, "min_size": 2, "seed": 0, "components": 2} | settings
+    return feature_clusters(None, images=images, num_pictures=len(images), num_clients=num_clients, **settings)
+
+
+def same_groups(a, b) -> bool:
+    """Whether two assignments differ in the numbers of their groups alone."""
+    return len(set(zip(a.tolist(), b.tolist(), strict=True))) == len(set(a.tolist())) == len(set(b.tolist()))
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> str:
+    """The file of an encoder for grey pictures of 16 x 16."""
+    settings = {"channels": 1, "size": 16, "width": 4}
+    torch.manual_seed(0)
+    target = {"_target_": "fedssl.encoders.conv_small"}
+    save_encoder(
+        tmp_path / "encoder.pt", conv_small(**settings), settings=target | settings, mean=[0.5], std=[0.25], metadata={}
+    )
+    return str(tmp_path / "encoder.pt")
+
+
+def test_pictures_that_look_alike_are_one_cluster() -> None:
+    assert same_groups(found(images_of()), KIND)
+
+
+def test_every_picture_has_one_holder_and_groups_are_the_clusters() -> None:
+    division = divided(images_of())
+    assert sorted(np.concatenate(division.parts).tolist()) == list(range(90))
+    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() and len(part) >= 2 for part in division.parts)
+    assert division.groups is not None
+    assert same_groups(division.groups, KIND)
+    assert division.names == ("cluster 0", "cluster 1", "cluster 2")
+
+
+def test_small_alpha_gives_whole_clusters_and_large_alpha_all_alike() -> None:
+    def counts(alpha: float) -> np.ndarray:
+        parts = divided(images_of(KIND.repeat(10)), alpha=alpha).parts
+        return np.array([[int((KIND.repeat(10)[part] == kind).sum()) for kind in range(3)] for part in parts])
+
+    # A share has standard deviation sqrt(1/3 * 2/3 / 3e5) = 0.0009: 100 of the 300 pictures of each, give or take 3.
+    assert np.abs(counts(1e5) - 100).max() <= 4
+    # With alpha -> 0 one client takes all of a cluster; a draw in which a client gets nothing is repeated.
+    assert (counts(0.01).max(axis=0) > 290).all()
+
+
+def test_shares_are_those_of_dirichlet_over_the_clusters() -> None:
+    images = images_of()
+    settings = {"num_pictures": 90, "num_clients": 4, "seed": 5, "alpha": 1.0, "min_size": 3, "self_balancing": True}
+    expected = dirichlet(torch.from_numpy(found(images, seed=5)), **settings)
+    parts = divided(images, 4, clusters=3, **{k: settings[k] for k in list(settings)[2:]}).parts
+    assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
+
+
+def test_components_are_those_of_scikit_learn() -> None:
+    """Whitened principal components, up to their signs and order; the last two of ten features are constant."""
+    features = np.random.default_rng(0).normal(size=(1100, 10)) * np.arange(1, 11)
+    features[:, 8:] = 3
+    expected = PCA(4, whiten=True, svd_solver="full").fit_transform(features)
+    points = whitened(features, components=4)[:, ::-1]
+    assert np.abs(np.abs(points) - np.abs(expected)).max() < 1e-10
+    everything = whitened(features, components=30)
+    assert everything.shape == (1100, 8)  # no more than there are
+    assert np.abs(np.cov(everything.T) - np.eye(8)).max() < 1e-10
+    assert whitened(np.ones((5, 3)), components=2).tolist() == [[0.0]] * 5
+
+
+def test_pixels_of_large_pictures_are_averaged() -> None:
+    # 3 x 32 x 32 = 3072 numbers are more than 1024; over squares of 2 x 2 they are 768.
+    source = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    features = pixel_features(Images(source, torch.tensor([1, 4])))
+    assert features.shape == (2, 768)
+    expected = source[4].double().view(3, 16, 2, 16, 2).mean(dim=(2, 4)).flatten() / 255
+    assert np.abs(features[1] - expected.numpy()).max() < 1e-6
+
+
+@pytest.mark.parametrize("with_encoder", [False, True])
+def test_clusters_do_not_depend_on_threads(with_encoder: bool, encoder: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = Images(torch.randint(256, (700, 1, 16, 16), dtype=torch.uint8, generator=generator), torch.arange(700))
+    threads = torch.get_num_threads()
+    results = []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        with threadpool_limits(limits=number):
+            results.append(found(images, clusters=8, components=30, encoder=encoder if with_encoder else None))
+    torch.set_num_threads(threads)
+    assert np.array_equal(*results)
+    assert not same_groups(results[0], found(images, clusters=8, components=30, seed=1))
+
+
+def test_an_encoder_of_ones_own(encoder: str) -> None:
+    images = images_of()
+    model = load_encoder(encoder)
+    with torch.no_grad():
+        expected = model(model.preprocess(images.source))
+    assert np.abs(encoder_features(images, encoder) - expected.numpy()).max() < 1e-6
+    assert same_groups(found(images, encoder=encoder), KIND)
+
+
+def test_what_takes_long_is_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    images = images_of(cache=str(tmp_path))
+    found(images)
+    assert list(tmp_path.iterdir()) == []  # it was quick
+    monkeypatch.setattr(clusters, "WORTH", 0.0)
+    expected = found(images)
+    (file,) = (tmp_path / "clusters").iterdir()
+    with monkeypatch.context() as without:
+        without.setattr(clusters, "k_means", None)
+        assert np.array_equal(found(images), expected)
+        for other in ({"seed": 1}, {"components": 1}, {"clusters": 2}):
+            with pytest.raises(TypeError):
+                found(images, **other)
+        with pytest.raises(TypeError):  # pictures that are others, or fewer
+            found(images_of(KIND.flip(0), cache=str(tmp_path)))
+        with pytest.raises(TypeError):
+            found(Images(images.source, torch.arange(80), str(tmp_path)))
+    np.save(file, expected[:50])
+    assert np.array_equal(found(images), expected)
+    file.write_bytes(b"damaged")
+    assert np.array_equal(found(images), expected)
+    assert caplog.text.count("the pictures are clustered again") == 2
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(clusters, "WORTH", 0.0)
+    (tmp_path / "fedssl").write_text("no folder")
+    with pytest.raises(InputError, match="cannot be written .*dataset.cache"):
+        found(images_of(cache=str(tmp_path / "fedssl")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert same_groups(found(images_of(cache="auto")), KIND)
+    assert "every process clusters the pictures" in caplog.text
+
+
+def test_in_a_run_without_labels_and_with_pictures_set_aside(tmp_path: Path) -> None:
+    words = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
+    settings = compose([*words, "partition=feature_clusters", "partition.components=2"]).partition
+    division = divide(settings, Pictures(blobs(KIND), None))
+    kept = auxiliary(90, share=0.2, seed=4)
+    assert sorted([*kept, *np.concatenate(division.parts)]) == list(range(90))
+    assert division.groups is not None
+    assert set(division.groups[kept].tolist()) == {-1}
+    rest = np.setdiff1d(np.arange(90), kept)
+    assert same_groups(division.groups[rest], KIND[rest])
+    write_table(tmp_path / "held.csv", division.parts, (None, ()), (division.groups, division.names))
+    rows = list(csv.reader((tmp_path / "held.csv").read_text().splitlines()))
+    assert rows[0] == ["client", "examples", "cluster 0", "cluster 1", "cluster 2"]
+    assert sum(int(number) for row in rows[1:] for number in row[2:]) == 72
+
+
+def test_the_encoders_file_is_named_from_everywhere() -> None:
+    words = ["partition=feature_clusters", "partition.encoder=some/encoder.pt"]
+    assert compose(words).partition.rule.values["encoder"] == str(Path("some/encoder.pt").absolute())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clusters": 0}, "partition.clusters=0 must be from 1 to the number of pictures, 90"),
+        ({"clusters": 91}, "partition.clusters=91 must be from 1 to the number of pictures, 90"),
+        ({"components": 0}, "partition.components=0 must be at least 1"),
+        ({"alpha": 0}, "partition.alpha=0 must be above 0"),
+        ({"min_size": 1}, "partition.min_size=1 must be at least 2"),
+        ({"min_size": 31}, "partition.min_size=31 of 90 pictures"),
+        ({"num_clients": 50}, "num_clients=50 is too many for 90 pictures"),
+        ({"encoder": "/no/such/file"}, "partition.encoder=/no/such/file cannot be read .*encoder.pt of a run"),
+    ],
+)
+def test_bad_settings_are_one_sentence(settings: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        divided(images_of(), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_pictures_that_are_too_alike_and_an_encoder_for_others(encoder: str) -> None:
+    with pytest.raises(InputError, match="partition.clusters=3 but the pictures fall into 2, .* or fewer"):
+        k_means(np.repeat([[0.0], [1.0]], 20, axis=0), clusters=3, seed=0)
+    with pytest.raises(InputError, match="was trained on pictures with 1 channels but these have 3; .*null"):
+        divided(images_of(channels=3), encoder=encoder)

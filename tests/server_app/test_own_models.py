@@ -1,0 +1,132 @@
+"""What clients would use themselves: who shows what, and what it is worth."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from fedssl.export import load_encoder
+from fedssl.messages import Ask, TrainPlan
+from server_app.own_models import ADAPTED, RECEIVED, USED, own_models, shown
+from server_app.post import Post
+from simulation.cli import run
+from strategies.state import GLOBAL
+from tests.devices import ask as asked_of
+from tests.devices import context, pictures
+from tests.federation import Federation
+
+JUDGED = ["evaluate_clients=true", "final_evaluation=knn", "dataset.limit=200"]
+THREE = ["num_clients=3", "partition=iid", *JUDGED]
+NEW = ["num_clients=4", "clients_per_round=2", "newcomers=1", *JUDGED]
+
+
+def encoders(federation, clients, ask=None):
+    found = shown(Post(federation.grid), federation.prepared, federation.state, clients, ask or Ask())
+    return {client: (name, layers) for client, name, layers in found}
+
+
+def equal(one, other):
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_newcomers_never_train_and_the_others_all_do(tmp_path):
+    federation = Federation(tmp_path, *NEW)
+    drawn = {number: set(federation.prepared.federation.sample(number)) for number in range(1, 30)}
+    assert set.union(*drawn.values()) == {0, 1, 2}
+    assert all(len(clients) == 2 for clients in drawn.values())
+
+
+def test_under_averaging_all_use_the_global_model(tmp_path):
+    federation = Federation(tmp_path, "strategy=fedavg", *NEW)
+    federation.run(2)
+    model = federation.state.models[GLOBAL].layers
+    found = encoders(federation, [0, 1, 2, 3])
+    assert all(name == GLOBAL and equal(layers, model) for name, layers in found.values())
+    adapted = encoders(federation, [3], Ask(epochs=1, adapted=True))[3][1]
+    assert not equal(adapted, model)
+    assert equal(encoders(federation, [3], Ask(epochs=1))[3][1], model)
+    assert equal(adapted, encoders(federation, [3], Ask(epochs=1, adapted=True))[3][1])  # nothing was kept
+    judged = own_models(Post(federation.grid), federation.prepared, federation.state, epochs=1)
+    assert [(one.client, one.whose) for one in judged] == [
+        *((client, USED) for client in range(3)),
+        (3, RECEIVED),
+        (3, ADAPTED),
+    ]
+    assert len({one.everywhere["knn"] for one in judged[:4]}) == 1
+    assert len({one.own["knn"] for one in judged[:3]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "most_dimensions"),
+    [(["strategy=fedbn"], 1), (["strategy=fedema", "method=byol"], 4)],  # what of normalisations is no kernel
+)
+def test_clients_show_what_stays_with_them(tmp_path, words, most_dimensions):
+    federation = Federation(tmp_path, *words, *THREE)
+    federation.run(2)
+    (_, one), (_, other) = (encoders(federation, [client])[client] for client in (0, 1))
+    assert max(one[name].ndim for name in one if not np.array_equal(one[name], other[name])) == most_dimensions
+
+
+def test_every_client_alone_shows_its_own_model(tmp_path):
+    federation = Federation(tmp_path, "strategy=local_only", *NEW)
+    federation.run(2)
+    found = encoders(federation, [*federation.state.took_part, 3])
+    untrained = federation.prepared.federation.untrained().layers
+    for client in federation.state.took_part:
+        assert found[client][0] == str(client)
+        assert equal(found[client][1], federation.state.models[str(client)].layers)
+    assert equal(found[3][1], untrained)
+
+
+def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, monkeypatch):
+    """Model 0 is untrained; the newcomer learns from the model that it is dealt and then takes the nearest."""
+    federation = Federation(tmp_path, "strategy=featarc", "strategy.pictures=16", *NEW)
+    federation.run(1)
+    found = encoders(federation, [3], Ask(epochs=1))[3]
+    assert found[0] in ("0", "1")
+    model = federation.state.models.get(found[0], federation.prepared.federation.untrained())
+    assert equal(found[1], model.layers)
+
+
+def test_in_the_run_folder(tmp_path):
+    words = ["num_clients=3", "clients_per_round=2", "newcomers=1", *JUDGED, "rounds=2", "local_epochs=1"]
+    words += ["encoder.width=4", "threads=1", "engine=local", "evaluate_every=0", "partition.alpha=0.5"]
+    run([*words, f"output_dir={tmp_path / 'run'}"])
+    found = json.loads((tmp_path / "run" / "own_models.json").read_text())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["means"] == summary["own_models"]
+    assert found["means"][USED]["knn"] == pytest.approx(summary["final"]["federated"]["knn"])
+    assert {(row["client"], row["whose"]) for row in found["clients"]} == {
+        *((client, USED) for client in (0, 1)),
+        (2, RECEIVED),
+        (2, ADAPTED),
+    }
+    own = [row["own"]["knn"] for row in found["clients"] if row["whose"] == USED]
+    assert found["means"][f"{USED}, own classes"]["knn"] == pytest.approx(sum(own) / 2)
+    assert isinstance(load_encoder(tmp_path / "run" / "encoder.pt"), torch.nn.Module)
+
+
+def test_a_device_shows_nothing(tmp_path):
+    federation = Federation(tmp_path / "run", "strategy=fedavg", *THREE)
+    plan = TrainPlan(round=1, layers={}, settings="", metrics=(), keep_from=0, code="x").to_content()
+    device = context(**{"data-path": str(pictures(tmp_path / "own", 4)), "state-path": str(tmp_path / "states")})
+    reply = asked_of(Ask().beside(plan), device, kind="train.own")
+    assert reply.has_error()
+    assert "what a device uses itself stays on it" in reply.error.reason
+    assert federation.prepared.held is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["newcomers=5"], "newcomers=5 of num_clients=5 never train; lower newcomers"),
+        (["newcomers=2"], "clients_per_round=5 but newcomers=2 of num_clients=5 never train; set clients_per_round=3"),
+        (["newcomers=-1"], "newcomers=-1 but it must be at least 0"),
+        (["evaluate_clients=true", "dataset.splits.test=null"], "evaluate_clients=true needs labels; the data set has"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(tmp_path, words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Federation(tmp_path, *words)

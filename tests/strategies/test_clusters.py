@@ -1,0 +1,363 @@
+"""Several models that clients share: distances and divisions by hand, and runs beside federated averaging and alone."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message
+from flwr.clientapp import ClientApp
+
+from fedssl.errors import InputError
+from fedssl.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
+from fedssl.records import content_bytes
+from server_app.attempts import run_round
+from server_app.checkpoint import latest_checkpoint
+from server_app.post import Post
+from server_app.replies import receive
+from server_app.round import Round
+from simulation.cli import run
+from simulation.local_grid import LocalGrid
+from strategies.base import Outcome, ServerHalf
+from strategies.choosing import OWN, ByFeatures, ByLoss, feature_distance, nearest
+from strategies.clustered import Clustered
+from strategies.clusters import MEMBERS, ChosenByServer, by_angle
+from strategies.featarc import FeatARC
+from strategies.fedavg import mean
+from strategies.state import Model, ServerState
+from tests.federation import Federation
+from tests.server_app.small import LAYERS, Small, small_federation
+from tests.server_app.test_round import good, make_grid
+
+FEATARC = ["strategy=featarc", "strategy.pictures=16"]
+IFCA = ["strategy=clustered", "strategy.pictures=16"]
+SORTED = ["strategy=clustered", "strategy.choose_by=weights"]
+AVERAGE = ["strategy=fedavg", "strategy.weighting=uniform"]
+
+
+def same(one, other):
+    return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+# --- distances and divisions ---
+
+
+def test_the_distance_of_features_by_hand():
+    """Cosines 1, 0, -1 and 24 / 25 (of (3, 4) and (4, 3)): minus their mean is -0.24; a vector of length 0 counts 0."""
+    one = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0], [3.0, 4.0]])
+    other = torch.tensor([[5.0, 0.0], [3.0, 0.0], [-2.0, -2.0], [4.0, 3.0]])
+    assert feature_distance(one, other) == pytest.approx(-0.96 / 4)
+    assert feature_distance(one[:2], torch.zeros(2, 2)) == 0
+    assert feature_distance(one, one) == pytest.approx(-1)
+
+
+def test_the_nearest_is_the_first_of_equals():
+    assert nearest([0.5, -0.5, -0.5]) == 1
+
+
+def way(*numbers, statistics=0.0):
+    return {
+        "encoder.weight": np.array(numbers, dtype=np.float32),
+        "encoder.bn.running_mean": np.array([statistics], dtype=np.float32),
+    }
+
+
+def on_circle(degrees):
+    return [math.cos(math.radians(degrees)), math.sin(math.radians(degrees))]
+
+
+def test_updates_are_divided_by_their_angles():
+    """Two directions, of any length; what statistics do is no matter; numbers follow the first of each cluster."""
+    ways = [way(0, 3), way(1, 0.1), way(0.1, 1, statistics=99), way(50, 1, statistics=-99), way(-0.1, 0.5)]
+    assert by_angle(ways, clusters=2) == [0, 1, 0, 1, 0]
+    assert by_angle(ways[1:], clusters=2) == [0, 1, 0, 1]
+    assert by_angle(ways, clusters=1) == [0] * 5
+    assert by_angle(ways, clusters=5) == [0, 1, 2, 3, 4]
+    assert by_angle(ways[:1], clusters=3) == [0]
+    assert by_angle([way(0, 0), way(0, 1), way(0, 2)], clusters=2) == [0, 1, 1]
+
+
+def test_average_linkage_by_hand():
+    """At 0, 50, 90 and 139 degrees 90 joins 50 at 1 - cos 40 = 0.234.
+
+    From these two 0 is at (0.357 + 1) / 2 = 0.679, and 139 at (1 - cos 89 + 1 - cos 49) / 2 = (0.983 + 0.344) / 2 =
+    0.663: it joins, and 0 stays alone.
+    """
+    ways = [way(*on_circle(angle)) for angle in (0, 50, 90, 139)]
+    assert by_angle(ways, clusters=3) == [0, 1, 1, 2]
+    assert by_angle(ways, clusters=2) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_clients_are_changes_no_division(seed):
+    rng = np.random.default_rng(seed)
+    ways = [way(*row) for row in rng.normal(size=(7, 6))]
+    order = rng.permutation(7)
+    places = by_angle(ways, clusters=3)
+    permuted = by_angle([ways[place] for place in order], clusters=3)
+    groups = {frozenset(np.flatnonzero(np.array(places) == one)) for one in range(3)}
+    assert groups == {frozenset(order[np.flatnonzero(np.array(permuted) == one)]) for one in range(3)}
+
+
+# --- choosing at the client ---
+
+
+class Pictures:
+    """Pictures of which an encoder makes its weights, each along an axis of its own, and a method a loss: their sum."""
+
+    def represent(self, method, number):
+        return torch.diag(method.encoder.weight.detach())
+
+    def loss(self, method, number):
+        return float(method.encoder.weight.detach().sum())
+
+
+def plan(*weights):
+    layers = {**LAYERS, "encoder.weight": np.array(weights, dtype=np.float32)}
+    return TrainPlan(round=2, layers=layers, settings="", metrics=(), keep_from=0, code="x")
+
+
+PLANS = [plan(-1, 1, 1), plan(1, 1, 1), plan(1, -1, -1)]
+
+
+def test_a_client_takes_the_model_that_sees_as_its_own_last_one_did():
+    half, method = ByFeatures(pictures=8), Small()
+    own = {f"{OWN}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
+    assert half.choose(method, PLANS, own, Pictures()) == 2  # signs of all three agree
+    assert half.choose(method, PLANS[:2], {f"{OWN}encoder.weight": torch.tensor([3.0, 1.0, -2.0])}, Pictures()) == 1
+    assert half.choose(method, PLANS, None, Pictures()) == 0
+    assert half.choose(method, PLANS, {"encoder.weight": torch.ones(3)}, Pictures()) == 0  # kept for something else
+
+
+def test_a_client_takes_the_model_with_the_least_loss():
+    assert ByLoss(pictures=8).choose(Small(), PLANS, None, Pictures()) == 2
+    assert ByLoss(pictures=8).choose(Small(), [PLANS[1], PLANS[1]], None, Pictures()) == 0
+
+
+# --- what travels ---
+
+
+def played(state, *chosen):
+    """A round of averaging by loss with two models, in which clients say that they took these; None: they do not."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        plan, client = TrainPlan.from_content(message.content), context.node_config["partition-id"]
+        took = chosen[client] if chosen[client] in (0, 1) else 0
+        layers = {name: array + np.float32(1 + client) for name, array in (plan.layers, *plan.others)[took].items()}
+        content = ClientUpdate(layers=layers, partition_id=client, num_examples=1, chosen=took).to_content(plan)
+        if chosen[client] is None:
+            del content[ANSWERS]["chosen"]
+        else:
+            content[ANSWERS]["chosen"] = chosen[client]
+        return Message(content, reply_to=message)
+
+    grid = LocalGrid(app, num_clients=len(chosen))
+    one = Round(small_federation(grid, Clustered(pictures=2)), state)
+    return one, one.end(receive(grid, one.messages, timeout=60))
+
+
+def model(weight):
+    layers = {"encoder.weight": np.array(weight, dtype=np.float32), "encoder.bn.running_mean": np.zeros(1, np.float32)}
+    return Model(layers=layers, updates=1)
+
+
+STATE = ServerState(round=1, models={"0": model([1, 0, 0]), "1": model([0, 1, 0])}, memory={MEMBERS: {0: "1", 3: "0"}})
+
+
+def test_an_update_goes_into_the_model_that_the_client_took():
+    """Clients 0 and 3 are known at models 1 and 0, clients 1 and 2 are not and are dealt 1 and 0. Client 1 takes the
+    second that it got, which is model 0. So 0 becomes the mean of [1, 0, 0] + 2, + 3 and + 4, and 1 is [0, 1, 0] + 1.
+    """
+    one, (state, report) = played(STATE, 0, 1, 0, 0)
+    assert [row.model for row in report.clients] == ["1", "0", "0", "0"]
+    assert state.models["0"].layers["encoder.weight"].tolist() == [4, 3, 3]
+    assert state.models["1"].layers["encoder.weight"].tolist() == [1, 2, 1]
+    assert state.memory == {MEMBERS: {0: "1", 1: "0", 2: "0", 3: "0"}}
+    assert report.findings["clusters"] == {"0": [1, 2, 3], "1": [0]}
+    assert report.findings["changed_cluster"] == 1
+    assert all(len(message.content.array_records) == 3 for message in one.messages)  # two models, and what is shared
+    single = Round(small_federation(make_grid([good]), Clustered(clusters=1)), ServerState()).messages[0].content
+    more = {content_bytes(message.content) - content_bytes(single) for message in one.messages}
+    assert len(more) == 1
+    assert more.pop() > sum(array.nbytes for array in LAYERS.values())
+    assert {row.bytes_down for row in report.clients} == {content_bytes(one.messages[0].content)}
+
+
+def test_a_model_that_nobody_takes_stays():
+    _, (state, report) = played(STATE, 0, 0)
+    assert [row.model for row in report.clients] == ["1", "1"]
+    assert state.models["0"] is STATE.models["0"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (None, "record 'chosen' is missing"),
+        (2, "it chose model 2 of 2"),
+        (-1, "-1 instead of a whole number"),
+        (0.5, "0.5 instead of a whole number"),
+        ("0", "0 instead of a number"),
+    ],
+)
+def test_a_choice_that_cannot_be_drops_the_update(chosen, reason):
+    _, (state, report) = played(STATE, chosen, 0)
+    assert list(report.dropped) == [0]
+    assert reason in report.dropped[0]
+    assert state.memory[MEMBERS] == {0: "1", 1: "1", 3: "0"}
+
+
+def test_models_of_a_plan_arrive_as_they_were_sent():
+    sent = TrainPlan(
+        round=1,
+        layers=LAYERS,
+        others=(PLANS[0].layers, PLANS[2].layers),
+        settings="",
+        metrics=(),
+        keep_from=0,
+        code="x",
+    )
+    arrived = TrainPlan.from_content(sent.to_content())
+    assert len(arrived.others) == 2
+    assert all(same(one, other) for one, other in zip(arrived.others, sent.others, strict=True))
+    without = sent.to_content()
+    del without[f"{ARRAYS}-1"]
+    without["else"] = ArrayRecord()
+    with pytest.raises(KeyError):
+        TrainPlan.from_content(without)
+
+
+# --- choosing at the server ---
+
+
+def test_the_server_compares_what_models_see():
+    """Models see the axes (1, 0) and (0, 1).
+
+    Clients at 30, 60 and 120 degrees are nearest to 0, 1 and 1, and one on the diagonal stays where it is.
+    """
+    half = ChosenByServer(ServerHalf(mean("uniform")), clusters=2, pictures=8)
+    seen = {client: torch.tensor([on_circle(angle)]) for client, angle in ((3, 30), (5, 60), (9, 120))}
+    views = {"0": torch.tensor([[1.0, 0.0]]), "1": torch.tensor([[0.0, 1.0]])}
+    state = ServerState(round=1, models={name: Model(layers={"name": name}) for name in views})
+    seen[6] = torch.tensor([[1.0, 1.0]])
+    names = {3: ("1",), 5: ("1",), 6: ("0",), 9: ("1",)}
+    outcome = Outcome(round=1, into=names, bytes_up={}, seen=seen, represent=lambda layers: views[layers["name"]])
+    memory, findings = half.conclude(state, outcome)
+    assert memory == {MEMBERS: {3: "0", 5: "1", 6: "0", 9: "1"}}
+    assert findings == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}
+
+
+def test_a_run_with_the_choice_at_the_server(tmp_path):
+    federation = Federation(tmp_path, *FEATARC, "strategy.assign_at=server")
+    federation.run(1)
+    assert sorted(federation.state.models) == ["0", "1"]
+    assert federation.state.memory[MEMBERS].keys() == set(range(5))
+    assert all(len(plan.array_records) == 2 for plan in federation.plans)  # one model and what is shared
+    assert all("chosen" not in update[ANSWERS] for update in federation.updates)
+
+
+# --- sorted once ---
+
+
+def test_updates_are_sorted_in_their_round_and_clients_stay(tmp_path):
+    def two_ways(layers, partition):
+        step = np.array([1, 0, 0] if partition in (0, 3) else [0, 1, 0], dtype=np.float32)
+        return {**layers, "encoder.weight": layers["encoder.weight"] + step * (1 + partition)}
+
+    grid = make_grid([two_ways] * 5)
+    federation = small_federation(grid, Clustered(choose_by="weights", weighting="uniform", after=2))
+    state, post = ServerState(), Post(grid)
+    state, _ = run_round(post, lambda: federation, state)
+    # Steps of 1 and 4 along x, of 2, 3 and 5 along y: the mean is [1, 2, 0] from [1, 2, 2].
+    assert list(state.models) == ["0"]
+    assert state.models["0"].layers["encoder.weight"].tolist() == [2, 4, 2]
+    assert state.memory == {}
+    state, report = run_round(post, lambda: federation, state)
+    assert state.memory == {MEMBERS: {0: "0", 1: "1", 2: "1", 3: "0", 4: "1"}}
+    assert state.models["0"].layers["encoder.weight"].tolist() == [4.5, 4, 2]
+    assert state.models["1"].layers["encoder.weight"].tolist() == pytest.approx([2, 4 + 10 / 3, 2])
+    assert {row.client: row.model for row in report.clients} == dict.fromkeys(range(5), "0")  # where they started
+    state, report = run_round(post, lambda: federation, state)
+    assert {row.client: row.model for row in report.clients} == state.memory[MEMBERS]
+    assert federation.strategy.server.start_of(state, 4, 77) == "1"  # a newcomer goes where most are
+
+
+# --- whole runs ---
+
+
+def test_one_model_is_federated_averaging(tmp_path):
+    averaged = Federation(tmp_path / "average", *AVERAGE)
+    expected = averaged.run(2)
+    for name, words in {"featarc": [*FEATARC, "regularizer=none"], "ifca": IFCA, "sorted": SORTED}.items():
+        extra = [] if name == "featarc" else ["strategy.weighting=uniform"]
+        federation = Federation(tmp_path / name, *words, "strategy.clusters=1", *extra)
+        assert same(federation.run(2), expected)
+        assert federation.state.memory == {}
+        assert federation.plans[0][ARRAYS].keys() == averaged.plans[0][ARRAYS].keys()
+        assert len(federation.plans[0].array_records) == len(averaged.plans[0].array_records)
+
+
+def test_a_model_for_each_client_is_every_client_alone(tmp_path):
+    alone = Federation(tmp_path / "alone", "strategy=local_only", "num_clients=3")
+    alone.run(3)
+    words = [*FEATARC, "strategy.clusters=3", "num_clients=3", "regularizer=none"]
+    for place in ("client", "server"):
+        federation = Federation(tmp_path / place, *words, f"strategy.assign_at={place}")
+        federation.run(3)
+        for name, one in alone.state.models.items():
+            assert same(federation.state.models[name].layers, one.layers)
+
+
+@pytest.mark.parametrize("words", [FEATARC, IFCA, SORTED, [*FEATARC, "strategy.assign_at=server"]])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
+    quick = ["num_clients=4", "local_epochs=1", "dataset.limit=80", "encoder.width=4", "threads=1", "evaluate_every=0"]
+    quick += ["final_evaluation=none", "method=byol", "measure_resources=false", "engine=local", *words]
+    run([*quick, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
+    run([*quick, "rounds=1", f"output_dir={tmp_path / 'cut'}"])
+    run([f"resume={tmp_path / 'cut'}", "rounds=3"])
+    found = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    again = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    for one, other in zip(found, again, strict=True):
+        assert (one["loss"], one["strategy"]) == (other["loss"], other["strategy"])
+    assert found[-1]["strategy"].keys() == {"clusters", "changed_cluster"}
+    one, other = (latest_checkpoint(tmp_path / part / "checkpoints") for part in ("whole", "cut"))
+    assert one.memory == other.memory
+    assert one.models.keys() == other.models.keys()
+    assert all(same(model.layers, other.models[name].layers) for name, model in one.models.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["strategy=featarc", "strategy.clusters=0"], "strategy.clusters=0 must be at least 1"),
+        (["strategy=featarc", "strategy.clusters=6"], "strategy.clusters=6 but num_clients=5; give at most one"),
+        (["strategy=featarc", "strategy.pictures=1"], "strategy.pictures=1 must be at least 2"),
+        (["strategy=featarc", "strategy.assign_at=moon"], "strategy.assign_at=moon is not a choice"),
+        (["strategy=featarc", "method=orchestra"], "Orchestra has a server half of its own for one model"),
+        (["strategy=featarc", "calibration=auxiliary"], "calibration=auxiliary trains the one model"),
+        (["strategy=clustered", "strategy.choose_by=x"], "strategy.choose_by=x is not a choice"),
+        (["strategy=clustered", "strategy.rule=x"], "strategy.rule=x is not a choice"),
+        (
+            ["strategy=clustered", "strategy.rule=eua", "strategy.weighting=uniform"],
+            "strategy.rule=eua has no weighting",
+        ),
+        ([*SORTED, "strategy.after=0"], "strategy.after=0 must be the number of a round"),
+        ([*SORTED, "clients_per_round=3"], "sorts all clients in round 1, but clients_per_round=3 of num_clients=5"),
+        (["strategy=featarc", "secure=secagg_plus"], "secure=secagg_plus needs clients that all send and receive"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, words, sentence):
+    with pytest.raises(InputError, match=sentence) as caught:
+        Federation(tmp_path, *words).run(1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("memory", [{"else": {}}, {MEMBERS: []}, {MEMBERS: {0: "7"}}, {MEMBERS: {"0": "0"}}])
+def test_a_memory_of_something_else_is_not_recalled(memory):
+    server = FeatARC().server
+    assert server.recalls({})
+    assert server.recalls({MEMBERS: {0: "0", 7: "1"}})
+    assert not server.recalls(memory)
+    assert not FeatARC(clusters=1).server.recalls({MEMBERS: {0: "1"}})

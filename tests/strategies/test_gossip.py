@@ -1,0 +1,166 @@
+"""Neighbours that mix their models: weights by hand, the rate at which differences shrink, and who is missing."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers
+from fedssl.messages import ClientUpdate
+from server_app.replies import receive
+from server_app.round import Round
+from strategies.base import Circumstances
+from strategies.gossip import Gossip, Mixture, consensus_distance
+from strategies.state import GLOBAL, Model, ServerState
+from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
+from strategies.weighted_sum import UNMEASURED
+from tests.federation import Federation
+from tests.server_app.small import LAYERS, small_federation
+from tests.server_app.test_round import crash, good, make_grid
+
+
+def stay(layers, partition):
+    return layers
+
+
+def played(strategy, behaviours, state=None, *, number=1, **options):
+    """So many rounds among clients that behave in these ways; the state, and the report of the last."""
+    grid = make_grid(behaviours)
+    federation = small_federation(grid, strategy, **options)
+    strategy.check(Circumstances(method=federation.method, clients_per_round=1, num_clients=len(behaviours), seed=3))
+    state = state or ServerState()
+    for _ in range(number):
+        one = Round(federation, state)
+        state, report = one.end(receive(grid, one.messages, timeout=60))
+    return state, report
+
+
+def vectors(state):
+    return {name: model.layers["encoder.weight"].tolist() for name, model in state.models.items()}
+
+
+def path(tmp_path):
+    file = tmp_path / "path.txt"
+    file.write_text("0 1\n1 2\n")
+    return str(file)
+
+
+def test_a_path_of_three_by_hand(tmp_path):
+    """Degrees 1, 2, 1: weights of 1/3 between neighbours, so that the ends keep 2/3 and the middle 1/3 of their own.
+
+    From [1, 2, 2] clients 0, 1 and 2 come to [1, 2, 2], [2, 3, 3] and [3, 4, 4]; 0 mixes 2/3 of the first and 1/3 of
+    the second, 1 a third of each, 2 a third of the second and 2/3 of the last.
+    """
+    state, report = played(Gossip(topology="file", file=path(tmp_path)), [good] * 3)
+    expected = {"0": [4 / 3, 7 / 3, 7 / 3], "1": [2, 3, 3], "2": [8 / 3, 11 / 3, 11 / 3]}
+    assert vectors(state) == {name: pytest.approx(numbers) for name, numbers in expected.items()}
+    statistics = [state.models[name].layers["encoder.bn.running_mean"][0] for name in ("0", "1", "2")]
+    assert statistics == pytest.approx([0.5 + 1 / 3, 1.5, 0.5 + 5 / 3])
+    sent = {row.client: row.bytes_up for row in report.clients}
+    assert report.findings["edges"] == 2
+    assert report.findings["bytes_over_edges"] == (sent[0] + sent[1]) + (sent[1] + sent[2])
+    # Of [4/3, 7/3, 7/3], [2, 3, 3], [8/3, 11/3, 11/3] the mean is [2, 3, 3]; two are 2/3 away in each of 3 numbers.
+    assert report.findings["consensus_distance"] == pytest.approx(math.sqrt(2 * 3 * 4 / 9 / 3 / 22))
+
+
+def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
+    """Client 2 fails: 0 and 1 mix as before, and what 1 would have given to 2 it keeps: 1/3 of 0 and 2/3 of itself."""
+    before = {"2": Model(layers={**LAYERS, "encoder.weight": np.full(3, 9, dtype=np.float32)})}
+    state, report = played(
+        Gossip(topology="file", file=path(tmp_path)), [good, good, crash], ServerState(round=1, models=before)
+    )
+    assert vectors(state) == {
+        "2": [9, 9, 9],
+        "0": pytest.approx([4 / 3, 7 / 3, 7 / 3]),
+        "1": pytest.approx([5 / 3, 8 / 3, 8 / 3]),
+    }
+    assert report.findings["edges"] == 1
+
+
+def test_a_client_that_is_missing_keeps_its_model_whatever_its_neighbours_send():
+    rule = Mixture(0, {1: 0.25})
+    rule.start(GlobalLayers(LAYERS))
+    rule.add(ClientUpdate(layers={name: array + 7 for name, array in LAYERS.items()}, partition_id=1), UNMEASURED)
+    assert all(np.array_equal(array, LAYERS[name]) for name, array in rule.finish().items())
+
+
+@pytest.mark.parametrize("topology", ["ring", "grid", "complete", "random_regular"])
+@pytest.mark.parametrize("asked", [7, 4])
+def test_the_mean_of_all_models_never_changes_by_mixing(topology, asked):
+    rng = np.random.default_rng(0)
+    models = {str(k): Model(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(7)}
+    gossip = Gossip(topology=topology, degree=4)
+    state, _ = played(gossip, [stay] * 7, ServerState(models=models), number=4, clients_per_round=asked)
+    before, after = (
+        np.mean([model.layers["encoder.weight"] for model in one.values()], axis=0) for one in (models, state.models)
+    )
+    assert after == pytest.approx(before, abs=1e-6)
+    assert consensus_distance([model.layers for model in state.models.values()]) < consensus_distance(
+        [model.layers for model in models.values()]
+    )
+
+
+@pytest.mark.parametrize("topology", ["ring", "grid", "random_regular"])
+def test_differences_shrink_by_the_second_eigenvalue(topology):
+    """In the long run the slowest direction is left, which every round multiplies by the second eigenvalue."""
+    graph = make_graph(topology, 9, seed=3, degree=4)
+    rate = second_eigenvalue(weight_matrix(metropolis_weights(graph)))
+    rng = np.random.default_rng(1)
+    models = {str(k): Model(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(9)}
+    gossip, state = Gossip(topology=topology, degree=4), ServerState(models=models)
+    distances = []
+    for number in (8, 4):
+        state, _ = played(gossip, [stay] * 9, state, number=number)
+        weights = np.array([model.layers["encoder.weight"] for model in state.models.values()], dtype=np.float64)
+        distances.append(float(np.linalg.norm(weights - weights.mean(axis=0))))
+    assert (distances[1] / distances[0]) ** (1 / 4) == pytest.approx(rate, rel=0.05)
+
+
+def test_on_a_complete_graph_all_agree_after_a_round():
+    state, report = played(Gossip(topology="complete"), [good] * 4)
+    assert report.findings["consensus_distance"] < 1e-7
+    assert vectors(state) == {str(client): pytest.approx([2.5, 3.5, 3.5]) for client in range(4)}
+
+
+def test_a_star_is_federated_averaging(tmp_path):
+    star = Federation(tmp_path / "star", "strategy=gossip", "strategy.topology=star")
+    average = Federation(tmp_path / "average", "strategy=fedavg", "strategy.weighting=uniform")
+    one, other = star.run(2), average.run(2)
+    assert list(star.state.models) == [GLOBAL]
+    assert all(np.array_equal(one[name], other[name]) for name in other)
+
+
+def test_a_run_and_its_figure(tmp_path):
+    federation = Federation(tmp_path, "strategy=gossip", "method=byol")
+    federation.run(2)
+    assert sorted(federation.state.models) == [str(client) for client in range(5)]
+    federation.strategy.server.draw(tmp_path)
+    assert (tmp_path / "topology.png").stat().st_size > 1000
+    for plan in federation.plans:
+        assert len(plan.array_records) == 2  # no client receives any model but its own mixture
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["strategy.topology=mesh"], "strategy.topology=mesh is not a choice"),
+        (["strategy.topology=random_regular"], "strategy.topology=random_regular needs strategy.degree"),
+        (["strategy.topology=file"], "strategy.file"),
+        (["calibration=auxiliary"], "calibration=auxiliary works on a model that clients share"),
+        (["server_optimizer=fedadam"], "server_optimizer works on a model that clients share"),
+        (["secure=secagg_plus"], "secure=secagg_plus needs clients that all send and receive"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, words, sentence):
+    with pytest.raises(InputError, match=sentence) as caught:
+        Federation(tmp_path, "strategy=gossip", *words).run(1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("edges", "sentence"), [("0 1\n2 3\n3 4\n", "connected"), ("0 1\n1 9\n", "9")])
+def test_a_file_that_is_no_graph_of_the_clients_is_refused(tmp_path, edges, sentence):
+    file = tmp_path / "edges.txt"
+    file.write_text(edges)
+    with pytest.raises(InputError, match=sentence):
+        Federation(tmp_path, "strategy=gossip", "strategy.topology=file", f"strategy.file={file}")

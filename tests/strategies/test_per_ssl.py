@@ -1,0 +1,229 @@
+"""Per-SSL: the pull to the received model by hand, what is a client's own, and what it leaves alone."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.state import load_state
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.messages import NUM_EXAMPLES, TrainPlan
+from fedssl.methods.byol import BYOL
+from fedssl.methods.heads import MLP
+from fedssl.model_layers import kept_names, travelling_layers, travelling_names
+from fedssl.regularizers.base import Regularizer, Step
+from server_app.attempts import run_round
+from server_app.checkpoint import latest_checkpoint
+from server_app.post import Post
+from simulation.cli import run
+from strategies.per_ssl import PERSONAL, Coupling, PersonalClient, PerSSL
+from strategies.state import GLOBAL
+from tests.federation import Federation
+
+HEAD = partial(MLP, hidden=6, out=4)
+NOTHING = torch.empty(0)
+
+
+def make_byol(target: str = "keep") -> BYOL:
+    encoder = conv_small(channels=1, size=8, width=2)
+    return BYOL(encoder, projector=HEAD, predictor=HEAD, ema_decay=0.9, target=target)
+
+
+def plan_of(layers, round=1):
+    return TrainPlan(round=round, layers=layers, settings="", metrics=(), keep_from=0, code="")
+
+
+def snapshot(method):
+    return {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+
+
+def personal_of(state):
+    return {name.removeprefix(PERSONAL): np.asarray(value) for name, value in state.items() if PERSONAL in name}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def add_one(method):
+    """A training that adds 1 to everything."""
+
+    def train(term: Regularizer) -> None:
+        with torch.no_grad():
+            for value in method.tensors.values():
+                value.add_(1)
+
+    return train
+
+
+class Slope(torch.nn.Module):
+    """One weight ``v`` of two numbers, whose loss is ``g . v``."""
+
+    def __init__(self, v):
+        super().__init__()
+        self.v = torch.nn.Parameter(torch.tensor(v, dtype=torch.float64))
+        self.tensors = {"v": self.v}
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    # v' = v - lr (g + lambda (v - w)), with v = (3, -1), w = (1, 1), so v - w = (2, -2), g = (4, 8) and lr = 1/4.
+    [
+        (0.0, [2.0, -3.0]),  # 3 - 1, -1 - 2: training alone
+        (0.5, [1.75, -2.75]),  # of 1 and -1 a quarter less
+        (4.0, [0.0, -1.0]),  # lr lambda = 1: w - lr g = (1 - 1, 1 - 2), wherever v was
+    ],
+)
+def test_a_step_by_hand(weight, expected):
+    model = Slope([3.0, -1.0])
+    coupling = Coupling({"v": np.array([1.0, 1.0])}, weight=weight)
+    coupling.start(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    loss = coupling.add_to((model.v * torch.tensor([4.0, 8.0])).sum(), Step(model, NOTHING, NOTHING, None, None, None))
+    assert float(loss.detach()) == pytest.approx(12 - 8 + weight / 2 * 8)
+    loss.backward()
+    optimizer.step()
+    assert model.v.tolist() == pytest.approx(expected)
+
+
+def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way():
+    method, half = make_byol(), PersonalClient(weight=0.1)
+    received = travelling_layers(make_byol())
+    half.load(method, plan_of(received), None)
+    add_one(method)(Regularizer())  # the global model is trained
+    before = snapshot(method)
+    state = half.train_own(method, plan_of(received), None, train=add_one(method))
+    assert same(snapshot(method), before)  # and is sent as it was
+    assert state.keys() == {PERSONAL + name for name in [*travelling_names(method), *kept_names(method)]}
+    assert not method.tensors.keys() & state.keys()
+    first = personal_of(state)
+    for name, array in first.items():  # the target began as a copy of v_k, which is w, not as the trained target
+        np.testing.assert_array_equal(array, received[name.removeprefix("target_")] + 1)
+
+    received = {name: array + array.dtype.type(7) for name, array in received.items()}
+    second = personal_of(half.train_own(method, plan_of(received, 2), state, train=add_one(method)))
+    for name, array in second.items():
+        np.testing.assert_array_equal(array, first[name] + 1)
+
+
+@pytest.mark.parametrize("target", ["keep", "copy", "average"])
+def test_targets_of_a_personal_model(target):
+    method, half = make_byol(target), PersonalClient(weight=0.1)
+    received = travelling_layers(make_byol(target))
+    state = half.train_own(method, plan_of(received), None, train=add_one(method))
+    moved = {name: value + 5 if name.startswith(f"{PERSONAL}target") else value for name, value in state.items()}
+    half.own(method, plan_of(received, 2), moved)
+    found = snapshot(method)
+    for name in found:
+        if name.startswith("target_encoder."):
+            expected = state[PERSONAL + name.removeprefix("target_")] if target == "copy" else moved[PERSONAL + name]
+            np.testing.assert_array_equal(found[name], expected.numpy())
+
+
+def test_own_is_the_personal_model_or_else_the_received_one():
+    method, half = make_byol(), PersonalClient(weight=0.1)
+    received = travelling_layers(make_byol())
+    assert same(half.own(method, plan_of(received), None), received)
+    state = half.train_own(method, plan_of(received), None, train=add_one(method))
+    own = half.own(method, plan_of(received, 2), state)
+    assert same(own, personal_of(state))
+    assert all(np.array_equal(snapshot(method)[name], array) for name, array in own.items())
+
+
+def test_own_of_other_strategies_is_what_they_would_train(tmp_path):
+    federation = Federation(tmp_path, "strategy=fedbn", "num_clients=2")
+    federation.run(1)
+    half, method = federation.strategy.client, make_byol()
+    kept = {name: value + 1 for name, value in method.state_dict().items() if name == "encoder.blocks.0.1.weight"}
+    plan = plan_of(travelling_layers(method), 2)
+    own = half.own(method, plan, kept)
+    assert np.array_equal(own["encoder.blocks.0.1.weight"], kept["encoder.blocks.0.1.weight"].numpy())
+    assert same({**own, **plan.layers}, plan.layers)
+
+
+def personal_layers(folder, client, *, before):
+    return personal_of(load_state(folder / "clients" / str(client), before=before))
+
+
+@pytest.mark.parametrize("words", [["method=simclr", "regularizer=prox"], ["method=byol"], ["method=orchestra"]])
+def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(tmp_path, words):
+    if words == ["method=orchestra"]:  # whose centroids are the server's, and so those of all clients: one client
+        words = [*words, "method.local_clusters=3", "method.memory_size=24", "num_clients=1"]
+    words = ["num_clients=2", "optimizer.momentum=0.9", *words]
+    personal = Federation(tmp_path / "personal", *words, "strategy=per_ssl", "strategy.weight=0")
+    alone = Federation(tmp_path / "alone", *words, "strategy=local_only")
+    average = Federation(tmp_path / "average", *words, "strategy=fedavg")
+    for federation in (personal, alone, average):
+        for _ in range(2):
+            post, here = Post(federation.grid), federation.prepared.federation
+            federation.state, _ = run_round(post, lambda here=here: here, federation.state)
+    assert same(personal.layers, average.layers)  # personal models leave the global one alone
+    for client in range(personal.settings.num_clients):
+        found = personal_layers(tmp_path / "personal", client, before=3)
+        model = alone.state.models[str(client)].layers
+        assert all(np.array_equal(found[name], array) for name, array in model.items())
+        kept = load_state(tmp_path / "alone" / "clients" / str(client), before=3) or {}
+        assert found.keys() == {*model, *kept}
+        assert all(np.array_equal(found[name], value.numpy()) for name, value in kept.items())
+
+
+def test_the_larger_the_weight_the_nearer_to_the_global_model(tmp_path):
+    distances = []
+    for weight in (0, 1, 30):
+        folder = tmp_path / str(weight)
+        words = ["num_clients=2", "strategy=per_ssl", "optimizer=sgd", "optimizer.lr=0.03", "optimizer.momentum=0"]
+        federation = Federation(folder, *words, f"strategy.weight={weight}", "batch_size=10")
+        federation.run(2)
+        received = federation.plans[-1]["arrays"]
+        found = personal_layers(folder, 1, before=3)
+        names = [name for name in travelling_names(federation.method) if federation.method.tensors[name].requires_grad]
+        distances.append(sum(float(((found[name] - received[name].numpy()) ** 2).sum()) for name in names))
+    assert distances[0] > distances[1] > 4 * distances[2]
+
+
+def test_stage_by_stage_a_personal_model_keeps_its_own_stages(tmp_path):
+    words = ["strategy=per_ssl", "schedule=layer_wise", "rounds=8", "num_clients=2", "batch_size=16"]
+    federation = Federation(tmp_path, *words)
+    first = "encoder.blocks.0.0.weight"
+    found = []
+    for round in range(1, 5):
+        federation.run(1)
+        found.append(personal_layers(tmp_path, 0, before=round + 1))
+    assert not np.array_equal(found[0][first], found[1][first])  # trained in rounds 1 and 2
+    assert np.array_equal(found[1][first], found[3][first])  # frozen as it then was, not as the global one
+    assert not np.array_equal(found[3][first], federation.layers[first])
+    assert len(found[1]) < len(found[3])
+
+
+def test_two_trainings_cost_twice_as_much(tmp_path):
+    words = ["num_clients=2", "measure_resources=true"]
+    costs = [Federation(tmp_path, *words, f"strategy={name}").prepared for name in ("fedavg", "per_ssl")]
+    once, twice = (one.costs(one.federation.phases[0], [0, 1]) for one in costs)
+    assert twice["flops"] == 2 * once["flops"] > 0
+    assert twice["flops_per_picture"] == once["flops_per_picture"]
+
+
+def test_settings():
+    with pytest.raises(InputError, match="strategy.weight=-1 must not be negative"):
+        PerSSL(weight=-1)
+    assert PerSSL().server.rule(1).needs == (NUM_EXAMPLES,)
+    assert PerSSL(weighting="uniform").server.rule(1).needs == ()
+
+
+QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+QUICK += ["evaluate_every=0", "final_evaluation=none", "engine=local"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    words = [*QUICK, "strategy=per_ssl", "method=byol"]
+    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    run([f"resume={tmp_path / 'parts'}", "rounds=4"])
+    whole, parts = (latest_checkpoint(tmp_path / name / "checkpoints").models[GLOBAL] for name in ("whole", "parts"))
+    assert same(whole.layers, parts.layers)
+    for client in range(3):
+        states = [personal_layers(tmp_path / name, client, before=5) for name in ("whole", "parts")]
+        assert states[0]
+        assert same(*states)
