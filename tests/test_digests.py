@@ -69,6 +69,10 @@ RUNS = {
     "local_only-byol": ["strategy=local_only", "method=byol", "rounds=3"],
     "local_only-orchestra": ["strategy=local_only", "method=orchestra"],
     "local_only-layer-wise": ["strategy=local_only", *VIT, "schedule=layer_wise", "rounds=4"],
+    "featarc-simclr": ["strategy=featarc", "strategy.pictures=16", "rounds=3"],
+    "clustered-byol-l_dawa": ["strategy=clustered", "method=byol", "strategy.rule=l_dawa", "strategy.pictures=16"],
+    "gossip-simclr": ["strategy=gossip", "rounds=3", "clients_per_round=2"],
+    "per_ssl-byol": ["strategy=per_ssl", "method=byol", "rounds=3"],
     "simclr-bf16-adam": ["precision=bf16", "optimizer=adam", "channels_last=false"],
 }
 
