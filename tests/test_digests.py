@@ -65,7 +65,7 @@ RUNS = {
     "eua-layer-wise-fedadam-byol": ["strategy=eua", "method=byol", "server_optimizer=fedadam", *STAGES],
     "orchestra": ["method=orchestra", "strategy=fedavg", "rounds=3"],
     "orchestra-layer-wise": ["method=orchestra", "strategy=fedavg", "clients_per_round=2", *STAGES],
-    "fedca": ["method=fedca", "method.dictionary_size=16", "strategy=fedavg", "clients_per_round=2", "rounds=3"],
+    "fedca": ["method=fedca", "strategy=fedavg", "clients_per_round=2", "rounds=3"],
     "local_only-byol": ["strategy=local_only", "method=byol", "rounds=3"],
     "local_only-orchestra": ["strategy=local_only", "method=orchestra"],
     "local_only-layer-wise": ["strategy=local_only", *VIT, "schedule=layer_wise", "rounds=4"],

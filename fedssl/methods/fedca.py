@@ -6,10 +6,11 @@ representations stay near those of a base model, the teacher, which was trained 
 
 There is no public code. What follows is this project's choice:
 
-- a client sends its newest projections of the round's training, as they were computed in it, of the first view. With
-  more epochs than that a picture may be among them twice;
-- the server keeps the newest of all in a queue (`enqueue`), so that clients that are drawn seldom are not forgotten at
-  once. With ``entries`` equal to clients_per_round times ``dictionary_size`` it is the union of the last round;
+- a client sends its first projections of the round's training, of the first view: they are made by the model that all
+  clients received, or few steps later. Its last ones would be made by models that have drifted apart, which training
+  tells apart in place of pictures (docs/learning.md);
+- the server keeps the newest of all in a queue (`enqueue`). With ``entries`` equal to clients_per_round times
+  ``dictionary_size`` it is the union of the last round; more of them are of older models;
 - a client's own entries are among its negatives, because nobody tells the server which are whose;
 - the alignment is the squared distance of normalised representations of the same view of the client's own pictures;
 - the teacher has the architecture of the run's encoder and travels once, see `SSLMethod.constant`.
@@ -76,8 +77,8 @@ class FedCA(SSLMethod):
     """An encoder and a projector trained as by SimCLR, a dictionary of further negatives, and a teacher.
 
     Beside the networks its parts are ``local_dictionary`` ``(dictionary_size, dim)``, ``dictionary`` ``(entries, dim)``
-    (both newest first; a row of zeros is empty) and ``teacher``, a frozen encoder in eval mode. Without a dictionary,
-    or without alignment, the parts of it are not there. Both views go through the network concatenated.
+    (newest first), in both of which a row of zeros is empty, and ``teacher``, a frozen encoder in eval mode. Without a
+    dictionary, or without alignment, the parts of it are not there. Both views go through the network concatenated.
 
     Parameters
     ----------
@@ -128,6 +129,7 @@ class FedCA(SSLMethod):
             self.teacher = copy.deepcopy(encoder).requires_grad_(False).eval()
             self.shared, self.constant = (*self.shared, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
+        self._filled = 0
 
     def train(self, mode: bool = True) -> "FedCA":
         """Set training mode of what is trained; the teacher stays in eval mode."""
@@ -151,13 +153,16 @@ class FedCA(SSLMethod):
 
     @torch.no_grad()
     def remember(self, projections: Tensor) -> None:
-        """Put projections ``(batch, dim)``, normalised, in front of those to be sent; the oldest fall off the end."""
-        own = self.local_dictionary
-        own.copy_(torch.cat((F.normalize(projections.to(own.dtype), dim=1), own))[: len(own)])
+        """Put projections ``(batch, dim)``, normalised, where there is room among those to be sent."""
+        free = self.local_dictionary[self._filled :]
+        rows = F.normalize(projections[: len(free)].to(free.dtype), dim=1)
+        free[: len(rows)] = rows
+        self._filled += len(rows)
 
     def start_round(self, *, first: bool) -> None:
         if self.gathered:
             self.local_dictionary.zero_()
+            self._filled = 0
             # Once a round, because choosing rows waits for the device.
             self._negatives = self.dictionary[self.dictionary.any(dim=1)]
 
