@@ -143,7 +143,9 @@ class Resident:
             raise Refused("the models of the plan are not of the same layers")
         plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
         place = (self.settings.seed, "choose", plan.round, client)
-        pictures = Sample(self.images, rows, data=self.settings.data, training=self.training, place=place)
+        pictures = Sample(
+            self.images, rows, data=self.settings.data, training=self.training, place=place, labels=self.labels
+        )
         chosen = self.half.choose(self.method, plans, state, pictures)
         return chosen, replace(plans[chosen], others=plan.others)
 

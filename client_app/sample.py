@@ -25,12 +25,22 @@ class Sample:
         Makes the views, and cuts batches.
     place : tuple of int and str
         Of the client and the round in the run, see `fedssl.seeding`.
+    labels : Tensor or None
+        Classes of all pictures, int64, ``(n,)``, for methods that use them.
     """
 
     def __init__(
-        self, images: Tensor, rows: Tensor, *, data: DataSettings, training: LocalTraining, place: tuple[int | str, ...]
+        self,
+        images: Tensor,
+        rows: Tensor,
+        *,
+        data: DataSettings,
+        training: LocalTraining,
+        place: tuple[int | str, ...],
+        labels: Tensor | None = None,
     ) -> None:
-        self._images, self._rows, self._data, self._training = images, rows, data, training
+        self._images, self._rows, self._labels = images, rows, labels
+        self._data, self._training = data, training
         self._seed, self._path = int(place[0]), place[1:]
 
     def represent(self, method: SSLMethod, number: int) -> Tensor:
@@ -49,7 +59,8 @@ class Sample:
         few, total = self._few(number), 0.0
         for batch in batches(few, training.batch_size, generator=generator, smallest=method.smallest_batch):
             views = training.augment(taken(self._images, batch, device), generator)
-            total += float(method.loss(*method.inputs(*views))) * len(batch)
+            known = () if self._labels is None else (taken(self._labels, batch, device),)
+            total += float(method.loss(*method.inputs(*views), *known)) * len(batch)
         return total / len(few)
 
     def _few(self, number: int) -> Tensor:

@@ -31,7 +31,10 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
     assert travelling.isdisjoint({*kept_names(method), *method.gathered, *method.shared})
     needs = set(federation.strategy.travels(method).needs)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
-        assert set(plan) == {"arrays", "shared", "plan"}
+        several = ["arrays-1"] if name in ("featarc", "clustered") else []  # models to choose from
+        assert set(plan) == {"arrays", "shared", "plan", *several}
+        assert all(set(plan[other]) == set(plan["arrays"]) for other in several)
+        assert ("chosen" in update["answers"]) == bool(several)
         known = {"round", "settings", "keep-from", "lr-factor", "code", "transport", "metrics", "up"}
         assert set(plan["plan"]) <= known
         assert set(plan["arrays"]) <= travelling
