@@ -107,7 +107,7 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
     prepared.federation.strategy.server.draw(recorder.folder / "figures")
     pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
-        f"%d clients, %s, %d rounds; %d bytes of layers per client and direction{OUTPUT_IN}%s",
+        f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{OUTPUT_IN}%s",
         *(settings.num_clients, pictures, settings.rounds),
         *(record_bytes(to_message(travelling_layers(prepared.method), settings.transport)), recorder.folder),
     )

@@ -57,6 +57,31 @@ def draw_few(labels: Tensor, *, per_class: int, num_classes: int, generator: np.
     return torch.from_numpy(np.concatenate(drawn))
 
 
+def stratified(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
+    """Where a share of every class is, drawn without replacement: at least one picture of each, int64, sorted.
+
+    Parameters
+    ----------
+    labels : Tensor
+        int64, ``(n,)``.
+    share : float
+        Above 0 and at most 1.
+    generator : numpy.random.Generator
+    """
+    classes = labels.cpu().numpy()
+    drawn = []
+    for name in np.unique(classes):
+        places = np.flatnonzero(classes == name)
+        drawn.append(generator.choice(places, max(1, round(share * len(places))), replace=False))
+    return torch.from_numpy(np.sort(np.concatenate(drawn)))
+
+
+def check_shares(shares: Sequence[float]) -> None:
+    """Refuse shares that are none; raises `InputError`."""
+    if not all(0 < share <= 1 for share in shares):
+        raise InputError(f"shares={list(shares)} of the labels must each be above 0 and at most 1, e.g. [0.01,0.1]")
+
+
 def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     """Both sets ``(n, dim)`` shifted and scaled so that the training set has mean 0 and mean squared length 1."""
     center = train.mean(0)
@@ -67,12 +92,14 @@ def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FewLabels:
-    """Accuracy as ``linear_<n>_per_class``, the mean over draws, with their standard deviation.
+    """Accuracy as ``linear_<n>_per_class`` and ``linear_<share>_percent``, means over draws with standard deviations.
 
     Parameters
     ----------
     labels_per_class : sequence of int
         One result for each number of labelled pictures per class.
+    shares : sequence of float
+        One result for each share of the labels of every class, of which at least one picture is taken.
     draws : int
         How often the labelled pictures are drawn; with 1 there is no standard deviation.
     l2 : float
@@ -91,16 +118,18 @@ class FewLabels:
         self,
         *,
         labels_per_class: Sequence[int] = (2, 5),
+        shares: Sequence[float] = (),
         draws: int = 10,
         l2: float = 1e-3,
         max_iterations: int = 300,
     ) -> None:
-        if min(labels_per_class, default=0) < 1:
+        if min(labels_per_class, default=bool(shares)) < 1:
             raise InputError(f"labels_per_class={list(labels_per_class)} needs numbers of at least 1, e.g. [2,5]")
+        check_shares(shares)
         if draws < 1:
             raise InputError(f"draws={draws} of the probe with few labels must be at least 1")
         check_solver(l2=l2, max_iterations=max_iterations)
-        self.labels_per_class, self.draws = tuple(labels_per_class), draws
+        self.labels_per_class, self.shares, self.draws = tuple(labels_per_class), tuple(shares), draws
         self.l2, self.max_iterations = l2, max_iterations
 
     def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
@@ -110,17 +139,28 @@ class FewLabels:
         scaled = replace(data, train=train, test=test)
         results = {}
         for per_class in self.labels_per_class:
-            accuracies = [self._accuracy(scaled, per_class, draw, seed=seed) for draw in range(self.draws)]
-            spread = stdev(accuracies) if self.draws > 1 else None
-            results[f"linear_{per_class}_per_class"] = Score(mean(accuracies), spread=spread)
+            drawn = [self._few(data, per_class, numpy_generator(*place)) for place in self._places(seed, per_class)]
+            results[f"linear_{per_class}_per_class"] = self._score(scaled, drawn)
+        for share in self.shares:
+            places = self._places(seed, f"{share:g}")
+            drawn = [stratified(data.train_labels, share=share, generator=numpy_generator(*one)) for one in places]
+            results[f"linear_{100 * share:g}_percent"] = self._score(scaled, drawn)
         return results
 
-    def _accuracy(self, data: Features, per_class: int, draw: int, *, seed: int) -> float:
-        """Train on the labels of one draw, and test."""
-        labels = data.train_labels.to(data.train.device)
-        generator = numpy_generator(seed, "few labels", per_class, draw)
-        drawn = draw_few(labels, per_class=per_class, num_classes=data.num_classes, generator=generator)
-        chosen = drawn.to(data.train.device)
+    def _places(self, seed: int, what: int | str) -> list[tuple[int, str, int | str, int]]:
+        """Of each draw in the run, see `fedssl.seeding`."""
+        return [(seed, "few labels", what, draw) for draw in range(self.draws)]
+
+    def _few(self, data: Features, per_class: int, generator: np.random.Generator) -> Tensor:
+        return draw_few(data.train_labels, per_class=per_class, num_classes=data.num_classes, generator=generator)
+
+    def _score(self, data: Features, drawn: Sequence[Tensor]) -> Score:
+        accuracies = [self._accuracy(data, chosen) for chosen in drawn]
+        return Score(mean(accuracies), spread=stdev(accuracies) if self.draws > 1 else None)
+
+    def _accuracy(self, data: Features, drawn: Tensor) -> float:
+        """Train on these labels, and test."""
+        labels, chosen = data.train_labels.to(data.train.device), drawn.to(data.train.device)
         weight, bias = softmax_regression(
             data.train[chosen],
             labels[chosen],

@@ -489,6 +489,7 @@ def test_results_over_models_are_means_and_deviations():
         ("knn", {"knn"}),
         ("linear", {"linear"}),
         ("few_labels", {f"linear_{n}_per_class{ending}" for n in (2, 5) for ending in ("", "_std")}),
+        ("semi_supervised", {f"linear_{n}_percent{ending}" for n in (1, 10) for ending in ("", "_std")}),
         (
             "probes",
             {"knn", "linear", *(f"linear_{n}_per_class{ending}" for n in (2, 5) for ending in ("", "_std"))},

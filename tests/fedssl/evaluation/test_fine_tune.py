@@ -1,0 +1,127 @@
+"""Fine-tuning on a share of the labels, and which pictures these are."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.evaluation.few_labels import FewLabels, stratified
+from fedssl.evaluation.fine_tune import FineTune
+from fedssl.evaluation.probes import evaluate
+from fedssl.evaluation.subject import Labelled, Subject
+
+
+class Brightness(nn.Module):
+    """Mean brightness of the upper and of the lower half, through one weight each."""
+
+    def __init__(self, *weights):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weights))
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, pictures):
+        return self.norm(torch.stack([half.mean(dim=(1, 2, 3)) for half in pictures.chunk(2, dim=2)], 1) * self.weight)
+
+
+class Sum(Brightness):
+    """The sum of both, which says nothing as long as both weights are the same."""
+
+    def forward(self, pictures):
+        return super().forward(pictures).sum(dim=1, keepdim=True)
+
+
+def subject(encoder, *, n=60):
+    """Bright upper halves are of class 1, bright lower halves of class 0."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(n) % 2
+    images = torch.randint(0, 100, (n, 1, 4, 4), generator=generator, dtype=torch.uint8)
+    images[labels == 1, :, :2] += 120
+    images[labels == 0, :, 2:] += 120
+    some = Labelled(images, labels)
+    return Subject(encoder=encoder, train=some, test=some, mean=(0.5,), std=(0.5,), device=torch.device("cpu"))
+
+
+def protocol(**changes):
+    options = {
+        "shares": [0.1, 1.0],
+        "draws": 2,
+        "epochs": 10,
+        "batch_size": 16,
+        "optimizer": torch.optim.SGD,
+        "encoder_lr": 0.01,
+        "head_lr": 0.3,
+        "view": {},
+    }
+    return FineTune(**{**options, **changes})
+
+
+def test_a_share_is_taken_of_every_class():
+    labels = torch.tensor([0] * 40 + [1] * 10 + [2] * 2)
+    rows = stratified(labels, share=0.25, generator=np.random.default_rng(0))
+    assert rows.tolist() == sorted(set(rows.tolist()))
+    assert torch.bincount(labels[rows]).tolist() == [10, 2, 1]  # a quarter of 10 is rounded to 2, of 2 to none: one
+    assert stratified(labels, share=1.0, generator=np.random.default_rng(0)).tolist() == list(range(52))
+
+
+def test_what_is_learned_and_what_stays():
+    encoder = Brightness(1.0, 1.0)
+    before = copy.deepcopy(encoder.state_dict())
+    found = evaluate(protocol(), subject(encoder), seed=0)
+    assert list(found) == ["fine_tune_10_percent", "fine_tune_100_percent"]
+    assert found["fine_tune_100_percent"].value == 1
+    assert found["fine_tune_10_percent"].spread is not None
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    assert encoder.training
+    assert evaluate(protocol(), subject(Brightness(1.0, 1.0)), seed=0) == found
+
+
+def test_without_training_all_are_of_the_first_class():
+    """The classifier begins with zeros, and the first of equals is class 0: half of the pictures."""
+    found = evaluate(protocol(epochs=0, draws=1), subject(Brightness(1.0, 1.0)), seed=0)
+    assert {score.value for score in found.values()} == {0.5}
+    assert {score.spread for score in found.values()} == {None}
+
+
+def test_the_encoder_learns_as_well():
+    """The sum of both halves is the same for both classes, until the encoder learns to weigh them differently."""
+    frozen, trained = (
+        evaluate(protocol(encoder_lr=lr, shares=[1.0], epochs=30), subject(Sum(1.0, 1.0)), seed=0) for lr in (0.0, 0.3)
+    )
+    assert frozen["fine_tune_100_percent"].value < 0.7
+    assert trained["fine_tune_100_percent"].value > 0.9
+
+
+def test_raw_pixels_have_no_network():
+    assert evaluate(protocol(), subject(None), seed=0) == {}
+
+
+def test_a_linear_probe_on_shares():
+    found = evaluate(FewLabels(labels_per_class=[], shares=[0.1, 0.5], draws=3), subject(Brightness(1.0, 1.0)), seed=0)
+    assert list(found) == ["linear_10_percent", "linear_50_percent"]
+    assert found["linear_50_percent"].value == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["evaluation.shares=[0]"], r"shares=\[0\] of the labels must each be above 0 and at most 1"),
+        (["evaluation.draws=0"], "draws=0 of fine-tuning must be at least 1"),
+        (["evaluation.batch_size=1"], "batch_size=1 of fine-tuning must be at least 2"),
+        (["evaluation.encoder_lr=-1"], "encoder_lr=-1 of fine-tuning must be a number of at least 0"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        compose(["evaluation=fine_tune", *words]).evaluation.protocol.make()
+
+
+def test_the_settings_make_the_protocols():
+    made = compose(["evaluation=fine_tune"]).evaluation.protocol.make()
+    assert (made.shares, made.epochs, made.encoder_lr, made.head_lr) == ((0.01, 0.1, 1.0), 200, 0.001, 0.3)
+    optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5}])
+    assert (optimizer.defaults["momentum"], optimizer.param_groups[0]["lr"]) == (0.9, 0.5)
+    assert compose(["evaluation=semi_supervised"]).evaluation.protocol.make().shares == (0.01, 0.1)
