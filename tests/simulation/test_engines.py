@@ -10,27 +10,36 @@ from tests.busy import busy_machine
 
 # BYOL keeps state at the clients, and stages are frozen; two of three clients a round, so that who trains matters.
 WORDS = ["num_clients=3", "clients_per_round=2", "rounds=5", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
-WORDS += ["threads=1", "method=byol", "strategy=l_dawa", "evaluate_every=2", "final_evaluation=knn"]
-WORDS += ["schedule=layer_wise", "regularizer=alignment", "calibration=auxiliary"]
+WORDS += ["threads=1", "method=byol", "evaluate_every=2", "final_evaluation=knn"]
+STAGES = ["strategy=l_dawa", "schedule=layer_wise", "regularizer=alignment", "calibration=auxiliary"]
 
 
 def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def layers(folder):
-    return latest_checkpoint(folder / "checkpoints").models["global"].layers
-
-
 @pytest.mark.slow
-def test_local_and_ray_agree_to_the_last_bit(tmp_path):
-    run([*WORDS, "engine=local", f"output_dir={tmp_path / 'local'}"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        STAGES,
+        *(
+            pytest.param([f"strategy={name}", "evaluate_clients=true"], marks=pytest.mark.heavy)
+            for name in ("featarc", "clustered", "gossip", "per_ssl")
+        ),
+    ],
+)
+def test_local_and_ray_agree_to_the_last_bit(tmp_path, words):
+    run([*WORDS, *words, "engine=local", f"output_dir={tmp_path / 'local'}"])
     with busy_machine():
-        run([*WORDS, "engine=ray", f"output_dir={tmp_path / 'ray'}"])
-    local, ray = (layers(tmp_path / engine) for engine in ("local", "ray"))
-    assert list(local) == list(ray)
-    for name, array in local.items():
-        assert (array == ray[name]).all(), name
+        run([*WORDS, *words, "engine=ray", f"output_dir={tmp_path / 'ray'}"])
+    local, ray = (latest_checkpoint(tmp_path / engine / "checkpoints") for engine in ("local", "ray"))
+    assert local.models.keys() == ray.models.keys()
+    assert local.memory == ray.memory
+    for name, model in local.models.items():
+        assert list(model.layers) == list(ray.models[name].layers)
+        for layer, array in model.layers.items():
+            assert (array == ray.models[name].layers[layer]).all(), (name, layer)
     for file in ("metrics.jsonl", "clients.jsonl"):
         for one, other in zip(lines(tmp_path / "local" / file), lines(tmp_path / "ray" / file), strict=True):
             # The path of the folder is part of what travels down, and time is time.
@@ -38,4 +47,7 @@ def test_local_and_ray_agree_to_the_last_bit(tmp_path):
             assert one | rest == other | rest
     finals = [json.loads((tmp_path / engine / "summary.json").read_text())["final"] for engine in ("local", "ray")]
     assert finals[0] == finals[1]
+    if "evaluate_clients=true" in words:
+        own = [json.loads((tmp_path / engine / "own_models.json").read_text()) for engine in ("local", "ray")]
+        assert own[0] == own[1]
     assert (tmp_path / "local" / "partition.csv").read_text() == (tmp_path / "ray" / "partition.csv").read_text()

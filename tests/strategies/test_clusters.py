@@ -23,6 +23,7 @@ from strategies.base import Outcome, ServerHalf
 from strategies.choosing import OWN, ByFeatures, ByLoss, feature_distance, nearest
 from strategies.clustered import Clustered
 from strategies.clusters import MEMBERS, ChosenByServer, by_angle
+from strategies.eua import eua
 from strategies.featarc import FeatARC
 from strategies.fedavg import mean
 from strategies.state import Model, ServerState
@@ -72,6 +73,8 @@ def test_updates_are_divided_by_their_angles():
     ways = [way(0, 3), way(1, 0.1), way(0.1, 1, statistics=99), way(50, 1, statistics=-99), way(-0.1, 0.5)]
     assert by_angle(ways, clusters=2) == [0, 1, 0, 1, 0]
     assert by_angle(ways[1:], clusters=2) == [0, 1, 0, 1]
+    statistics = [way(1, 0, statistics=99), way(1, 0, statistics=-99), way(0, 1, statistics=99), way(0, 1)]
+    assert by_angle(statistics, clusters=2) == [0, 0, 1, 1]
     assert by_angle(ways, clusters=1) == [0] * 5
     assert by_angle(ways, clusters=5) == [0, 1, 2, 3, 4]
     assert by_angle(ways[:1], clusters=3) == [0]
@@ -282,6 +285,23 @@ def test_updates_are_sorted_in_their_round_and_clients_stay(tmp_path):
     state, report = run_round(post, lambda: federation, state)
     assert {row.client: row.model for row in report.clients} == state.memory[MEMBERS]
     assert federation.strategy.server.start_of(state, 4, 77) == "1"  # a newcomer goes where most are
+
+
+def test_clusters_begin_with_the_model_that_their_clients_came_from():
+    """EUA weighs deviations from where clients started, which is the model of round 1 in both clusters of round 2."""
+    steps = np.array([[1, 0, 0], [1, 0.5, 0], [0, 0, 1], [0, 0.2, 3]], dtype=np.float32)
+
+    def step(layers, partition):
+        return {**layers, "encoder.weight": layers["encoder.weight"] + steps[partition]}
+
+    grid = make_grid([step] * 4)
+    federation = small_federation(grid, Clustered(choose_by="weights", rule="eua", after=2))
+    first, _ = run_round(Post(grid), lambda: federation, ServerState())
+    second, _ = run_round(Post(grid), lambda: federation, first)
+    begun = first.models["0"].layers
+    for name, members in (("0", (0, 1)), ("1", (2, 3))):
+        updates = [ClientUpdate(layers=step(begun, client), partition_id=client) for client in members]
+        assert same(second.models[name].layers, eua(begun, updates))
 
 
 # --- whole runs ---
