@@ -1,6 +1,6 @@
 """The command ``fedssl-evaluate``: the encoder of a finished run under an evaluation protocol, on any data set.
 
-    fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [key=value ...]
+    fedssl-evaluate run=DIR [evaluation=NAME] [dataset=NAME] [key=value ...]
     fedssl-evaluate encoder=FILE dataset=NAME ...
 
 An encoder or a data set of your own is found in the folder of settings that ``--config-dir FOLDER`` names.
@@ -33,8 +33,8 @@ from fedssl.settings import DataSettings, Settings
 from fedssl.untrusted import printable
 
 USAGE = (
-    "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes] [dataset=NAME] [dataset.path=PATH] "
-    "[key=value ...]\n       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
+    "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer] "
+    "[dataset=NAME] [dataset.path=PATH] [key=value ...]\n       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
     "       --config-dir FOLDER: your own settings, where the encoder or the data set is one of yours"
 )
 

@@ -1,0 +1,63 @@
+"""Transfer: a protocol on the pictures of other data sets than the run's."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fedssl.config import read_data
+from fedssl.errors import InputError
+from fedssl.evaluation.probes import Evaluation, evaluate
+from fedssl.evaluation.scores import Score
+from fedssl.evaluation.subject import Subject, lacking, load_labelled
+from fedssl.settings import Component
+
+
+class Transfer:
+    """The results of a protocol on each data set, as ``<result>@<name of the data set>``.
+
+    Pictures are brought to the size that the encoder has been given so far, and standardised as for it.
+
+    Parameters
+    ----------
+    protocol : mapping
+        A choice of the group ``evaluation``.
+    datasets : mapping of str to mapping
+        Choices of the group ``dataset``, by names that the results take.
+
+    Raises
+    ------
+    InputError
+        There is no data set; when called, also if one has other channels, or lacks labels for training or test.
+    """
+
+    def __init__(self, *, protocol: Mapping[str, Any], datasets: Mapping[str, Mapping[str, Any]]) -> None:
+        if not datasets:
+            raise InputError(
+                "evaluation=transfer needs a data set: add +dataset@evaluation.datasets.NAME=CHOICE, and its settings "
+                "as evaluation.datasets.NAME.KEY=VALUE (final_evaluation in both for the end of a run)"
+            )
+        self.protocol: Evaluation = Component(protocol).make()
+        self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
+
+    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+        """Judge the subject on every data set."""
+        results: dict[str, Score] = {}
+        for name in self.datasets:
+            found = evaluate(self.protocol, self._on(name, subject), seed=seed)
+            results |= {f"{key}@{name}": score for key, score in found.items()}
+        return results
+
+    def _on(self, name: str, subject: Subject) -> Subject:
+        _, channels, size, _ = subject.train.images.shape
+        data = self.datasets[name].resized(size)
+        if data.channels != channels:
+            raise InputError(
+                f"the encoder takes pictures with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
+                f"set datasets.{name}.channels={channels} to convert the pictures"
+            )
+        train, test = load_labelled(data, "train"), load_labelled(data, "test")
+        if train is None or test is None:
+            raise InputError(f"datasets.{name}: {lacking(data)}")
+        return replace(subject, train=train, test=test)

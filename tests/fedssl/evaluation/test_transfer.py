@@ -1,0 +1,56 @@
+"""Protocols on other data sets than the run's."""
+
+import pytest
+import torch
+
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.evaluation.probes import evaluate
+from fedssl.evaluation.subject import make_subject
+from fedssl.evaluation.transfer import Transfer
+from fedssl.methods.build import build
+
+OTHER = ["evaluation=transfer", "+dataset@evaluation.datasets.few=digits", "evaluation.datasets.few.limit=120"]
+CPU = torch.device("cpu")
+
+
+def test_the_results_are_those_of_the_protocol_on_the_other_pictures():
+    settings = compose([*OTHER, "evaluation@evaluation.protocol=knn", "+dataset@evaluation.datasets.all=digits"])
+    encoder = build(settings.model).encoder
+    subject = make_subject(encoder, settings.data, device=CPU)
+    found = evaluate(settings.evaluation.protocol.make(), subject, seed=0)
+    knn = compose(["evaluation=knn"]).evaluation.protocol.make()
+    few = make_subject(encoder, compose(["dataset.limit=120"]).data, device=CPU)
+    assert found == {"knn@few": evaluate(knn, few, seed=0)["knn"], "knn@all": evaluate(knn, subject, seed=0)["knn"]}
+    assert found["knn@few"] != found["knn@all"]
+
+
+def test_pixels_are_judged_too():
+    settings = compose(OTHER)
+    found = evaluate(settings.evaluation.protocol.make(), make_subject(None, settings.data, device=CPU), seed=0)
+    assert found["linear@few"].value > 0.5
+
+
+def test_a_data_set_without_labelled_test_pictures_is_refused():
+    values = dict(compose(OTHER).evaluation.protocol.values)
+    node = dict(values["datasets"]["few"])
+    node["splits"] = {"federated": "train", "train": "train", "test": None}
+    transfer = Transfer(protocol=values["protocol"], datasets={"few": node})
+    with pytest.raises(InputError, match="datasets.few: the data set has no labelled test pictures"):
+        evaluate(transfer, make_subject(None, compose([]).data, device=CPU), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["evaluation=transfer"], "evaluation=transfer needs a data set: add"),
+        (
+            [*OTHER, "evaluation.datasets.few.channels=3"],
+            "takes pictures with 1 channel.s. but datasets.few.channels=3",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, sentence):
+    settings = compose(words)
+    with pytest.raises(InputError, match=sentence):
+        evaluate(settings.evaluation.protocol.make(), make_subject(None, settings.data, device=CPU), seed=0)
