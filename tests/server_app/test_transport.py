@@ -84,10 +84,9 @@ def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(words, transpo
     for row, other, sent, received in zip(rows, other_rows, grid.sent, grid.received, strict=True):
         assert (row.bytes_up, row.bytes_down) == (other.bytes_up, other.bytes_down)
         assert row.cosine == other.cosine
-        if (
-            row.round > 1 or "strategy.pictures=16" not in words
-        ):  # models begin alike, and Flower sends what is equal once
-            assert row.bytes_down == pytest.approx(sent[0], rel=0.01)
+        several = "strategy.pictures=16" in words  # Flower sends equal things once: models that begin alike, tables
+        if row.round > 1 or not several:
+            assert row.bytes_down == pytest.approx(sent[0], rel=0.02 if several else 0.01)
         assert row.bytes_up == pytest.approx(received[0], rel=0.01)
 
 
