@@ -96,6 +96,7 @@ def check_plan(plan: TrainPlan) -> None:
         "depth": (1 if plan.depth is None else plan.depth, 1, 256),
         "frozen": (plan.frozen, 0, plan.depth or 0),
         "depth-dropout": (plan.depth_dropout, 0, 1),
+        "models to choose from": (1 + len(plan.others), 1, 64),
     }
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:

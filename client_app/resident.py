@@ -74,7 +74,7 @@ class Resident:
                 raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
             arrived, rows = {*plan.layers, *plan.shared}, self._rows(client)
             plan, state = self._received(plan, state_folder)
-            chosen, plan = self._choose(plan, client, rows, state)
+            chosen, plan = self._choose(plan, client, rows, state, before_step)
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
             begun_with = self.half.load(self.method, plan, state)
@@ -112,12 +112,12 @@ class Resident:
             training, rows = replace(self.training, epochs=ask.epochs), self._rows(client)
             plan, state = self._received(plan, state_folder)
             offered, place = plan, (self.settings.seed, OWN, plan.round, client)
-            chosen, plan = self._choose(offered, client, rows, state)
+            chosen, plan = self._choose(offered, client, rows, state, _nothing)
             if plan.others and ask.epochs:
                 begun_with = self.half.load(self.method, plan, state)
                 self._train(training, plan, rows, torch_generator(*place, "first"), _nothing)
                 state = self.half.keep(self.method, plan, start=begun_with, state=state)
-                chosen, plan = self._choose(offered, client, rows, state)
+                chosen, plan = self._choose(offered, client, rows, state, _nothing)
             seed_torch(derive(*place), self.device)
             load_layers(self.method, self.half.own(self.method, plan, state))
             if ask.adapted:
@@ -135,7 +135,14 @@ class Resident:
         load_layers(self.method, plan.shared)
         return plan, state
 
-    def _choose(self, plan: TrainPlan, client: int, rows: torch.Tensor, state: State | None) -> tuple[int, TrainPlan]:
+    def _choose(
+        self,
+        plan: TrainPlan,
+        client: int,
+        rows: torch.Tensor,
+        state: State | None,
+        before_step: Callable[[], None],
+    ) -> tuple[int, TrainPlan]:
         """The model that the client takes of those in the plan, and the plan with it in their place."""
         if not plan.others:
             return 0, plan
@@ -144,7 +151,13 @@ class Resident:
         plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
         place = (self.settings.seed, "choose", plan.round, client)
         pictures = Sample(
-            self.images, rows, data=self.settings.data, training=self.training, place=place, labels=self.labels
+            self.images,
+            rows,
+            data=self.settings.data,
+            training=self.training,
+            place=place,
+            labels=self.labels,
+            before_step=before_step,
         )
         chosen = self.half.choose(self.method, plans, state, pictures)
         return chosen, replace(plans[chosen], others=plan.others)

@@ -1,5 +1,7 @@
 """Some of a client's own pictures, by which it tells models apart before it trains."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,8 @@ class Sample:
         Of the client and the round in the run, see `fedssl.seeding`.
     labels : Tensor or None
         Classes of all pictures, int64, ``(n,)``, for methods that use them.
+    before_step : callable
+        Called before every batch; what it raises ends the choosing.
     """
 
     def __init__(
@@ -37,17 +41,23 @@ class Sample:
         data: DataSettings,
         training: LocalTraining,
         place: tuple[int | str, ...],
-        labels: Tensor | None = None,
+        labels: Tensor | None,
+        before_step: Callable[[], None],
     ) -> None:
-        self._images, self._rows, self._labels = images, rows, labels
+        self._images, self._rows, self._labels, self._before_step = images, rows, labels, before_step
         self._data, self._training = data, training
         self._seed, self._path = int(place[0]), place[1:]
 
     def represent(self, method: SSLMethod, number: int) -> Tensor:
         """What the encoder makes of at most so many pictures, float32 ``(n, feature_dim)``, on the CPU."""
-        device = next(method.parameters()).device
+        self._before_step()
+        device, span = next(method.parameters()).device, method.encoder.span
         pictures = taken(self._images, self._few(number), device)
-        return extract(method.encoder, pictures, mean=self._data.mean, std=self._data.std, device=device)
+        frozen, span.frozen = span.frozen, 0  # all stages that run, whichever are trained
+        try:
+            return extract(method.encoder, pictures, mean=self._data.mean, std=self._data.std, device=device)
+        finally:
+            span.frozen = frozen
 
     @torch.no_grad()
     def loss(self, method: SSLMethod, number: int) -> float:
@@ -58,9 +68,13 @@ class Sample:
         method.train()
         few, total = self._few(number), 0.0
         for batch in batches(few, training.batch_size, generator=generator, smallest=method.smallest_batch):
+            self._before_step()
             views = training.augment(taken(self._images, batch, device), generator)
+            inputs = list(method.inputs(*views))
+            if method.frozen:
+                inputs = method.encoder.prefix(inputs, generator)
             known = () if self._labels is None else (taken(self._labels, batch, device),)
-            total += float(method.loss(*method.inputs(*views), *known)) * len(batch)
+            total += float(method.loss(*inputs, *known)) * len(batch)
         return total / len(few)
 
     def _few(self, number: int) -> Tensor:

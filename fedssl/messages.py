@@ -5,10 +5,10 @@ records or metrics that nobody asked for are refused.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedssl.errors import InputError
 from fedssl.layers import Layers
@@ -76,8 +76,8 @@ class TrainPlan:
     depth_dropout: float = 0.0
     others: tuple[Layers, ...] = ()
 
-    def to_content(self) -> RecordDict:
-        """The plan as a message's content."""
+    def to_content(self, pack: Callable[[Layers, str], ArrayRecord] = to_message) -> RecordDict:
+        """The plan as a message's content; ``pack`` makes the records of models."""
         plan = ConfigRecord(
             {
                 "round": self.round,
@@ -94,11 +94,9 @@ class TrainPlan:
         if self.depth is not None:
             plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
             plan["depth-dropout"] = self.depth_dropout
-        content = RecordDict(
-            {ARRAYS: to_message(self.layers, self.transport), SHARED: to_message(self.shared), PLAN: plan}
-        )
+        content = RecordDict({ARRAYS: pack(self.layers, self.transport), SHARED: to_message(self.shared), PLAN: plan})
         for number, layers in enumerate(self.others, start=1):
-            content[f"{ARRAYS}-{number}"] = to_message(layers, self.transport)
+            content[f"{ARRAYS}-{number}"] = pack(layers, self.transport)
         return content
 
     @classmethod

@@ -172,7 +172,7 @@ def _check_single(key: str, value: Any) -> None:
 def _says(key: str) -> bool:
     """Whether a task may have this key."""
     first, *others = key.split(".")
-    if any(part.startswith("_") for part in others) or key == "strategy.metrics":
+    if any(part.startswith("_") for part in others) or key in ("strategy.metrics", "strategy.file"):
         return False
     return (first in GROUPS and bool(others)) or key in PLAIN or key in PICTURES
 

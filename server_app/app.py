@@ -121,10 +121,12 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
         log.warning("nothing will be evaluated: %s", problem)
     post = Post(grid, keep=settings.updates.buffered)
     state = rounds(post, prepared, state, recorder, last=settings.rounds)
+    judged = finish(prepared, state, settings, recorder)
     if settings.evaluation.clients:
+        trained, epochs = recorder.trained(), settings.evaluation.adapt_epochs
         with at_stage(prepared.method, depth=prepared.federation.phases[-1].depth):
-            recorder.own_models(own_models(post, prepared, state, epochs=settings.evaluation.adapt_epochs))
-    return (*finish(prepared, state, settings, recorder), problem)
+            recorder.own_models(own_models(post, prepared, state, trained=trained, epochs=epochs))
+    return (*judged, problem)
 
 
 def rounds(post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int) -> ServerState:

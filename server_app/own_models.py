@@ -8,8 +8,8 @@ frequent as among the client's pictures (`fedssl.evaluation.alike`).
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
 import torch
@@ -57,7 +57,9 @@ class OwnModel:
     own: Scores
 
 
-def own_models(post: Post, prepared: Prepared, state: ServerState, *, epochs: int) -> list[OwnModel]:
+def own_models(
+    post: Post, prepared: Prepared, state: ServerState, *, trained: Collection[int], epochs: int
+) -> list[OwnModel]:
     """Ask all clients and judge what they show, in order of the clients.
 
     Parameters
@@ -67,14 +69,17 @@ def own_models(post: Post, prepared: Prepared, state: ServerState, *, epochs: in
         Of a simulation whose pictures have labels.
     state : ServerState
         After the last round.
+    trained : collection of int
+        Clients that took part in training; the others are newcomers.
     epochs : int
         For how long newcomers train.
     """
     federation, judge = prepared.federation, Judge(prepared)
+    newcomers = sorted(federation.nodes.keys() - set(trained))
     asks = {
-        USED: ([client for client in federation.nodes if client not in federation.newcomers], Ask()),
-        RECEIVED: (sorted(federation.newcomers), Ask(epochs=epochs)),
-        ADAPTED: (sorted(federation.newcomers) if epochs else [], Ask(epochs=epochs, adapted=True)),
+        USED: (sorted(federation.nodes.keys() & set(trained)), Ask()),
+        RECEIVED: (newcomers, Ask(epochs=epochs)),
+        ADAPTED: (newcomers if epochs else [], Ask(epochs=epochs, adapted=True)),
     }
     found = []
     for whose, (clients, ask) in asks.items():
@@ -98,7 +103,10 @@ def shown(
     post: Post, prepared: Prepared, state: ServerState, clients: Sequence[int], ask: Ask
 ) -> Iterator[tuple[int, str, Layers]]:
     """Encoders as they arrive, each with its client and the name of the model that it comes from."""
-    federation = prepared.federation
+    # Newcomers learn at the optimiser's own rate, and the server does not train once more.
+    federation = replace(prepared.federation, lr_factor=lambda round: 1.0)
+    if federation.calibration is not None:
+        federation = replace(federation, calibration=AtRest())
     candidates = {client: federation.strategy.server.candidates(state, state.round + 1, client) for client in clients}
     plans = Plans(federation, state, candidates=candidates, also=(), keep_from=0)
     messages = [Message(ask.beside(plan.content), plan.metadata.dst_node_id, "train.own") for plan in plans.messages]
@@ -113,6 +121,16 @@ def shown(
             yield client, names[choice(reply, among=len(names))], update.layers
         except BadUpdate as reason:
             log.warning("client %d shows no encoder: %s", client, reason)
+
+
+class AtRest:
+    """A calibration whose time has passed."""
+
+    at = "never"
+
+    def __call__(self, round: int, layers: Layers) -> Layers:
+        """The layers as they are."""
+        return layers
 
 
 class Judge:

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedssl.layers import GlobalLayers, Layers
 from fedssl.messages import TrainPlan
 from fedssl.model_layers import part_of
-from fedssl.records import content_bytes
+from fedssl.records import content_bytes, to_message
 from fedssl.schedule.phases import phase_at
 from server_app.federation import Federation
 from strategies.state import Model, ServerState
@@ -66,6 +66,8 @@ class Plans:
         untrained = functools.cache(federation.untrained)  # made once, and only if it is needed
         names = dict.fromkeys([*chain.from_iterable(candidates.values()), *also])
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
+        self._models: dict[tuple[str, tuple[str, ...]], Layers] = {}
+        self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
         self.received: dict[int, tuple[str, ...]] = {}
         self.bytes_down: dict[int, int] = {}
         self.messages = list(self._plans(candidates, keep_from=keep_from))
@@ -103,12 +105,24 @@ class Plans:
             shared = self._shared(start.model, last)
             key = (names, down, tuple(shared))
             if key not in contents:
-                models = [{layer: self.starts[name].model.layers[layer] for layer in down} for name in names]
+                models = [self._of_model(name, down) for name in names]
                 one = replace(plan, layers=models[0], others=tuple(models[1:]), shared=shared, up=start.up)
-                contents[key] = self._in_phase(one, start).to_content()
+                contents[key] = self._in_phase(one, start).to_content(self._pack)
             content = contents[key]
             self.bytes_down[client] = content_bytes(content)
             yield Message(content, federation.nodes[client], "train", group_id=str(self._number))
+
+    def _of_model(self, name: str, down: tuple[str, ...]) -> Layers:
+        """These layers of a model; the same object for all clients."""
+        if (name, down) not in self._models:
+            self._models[name, down] = {layer: self.starts[name].model.layers[layer] for layer in down}
+        return self._models[name, down]
+
+    def _pack(self, layers: Layers, transport: str) -> ArrayRecord:
+        """The record of a model, made once, in whatever place clients are offered it."""
+        if id(layers) not in self._packed:
+            self._packed[id(layers)] = to_message(layers, transport)
+        return self._packed[id(layers)]
 
     def _in_phase(self, plan: TrainPlan, start: Start) -> TrainPlan:
         """The plan with what a client must know of the phase, if there are several."""

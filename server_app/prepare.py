@@ -232,6 +232,8 @@ def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> t
             method=method,
             clients_per_round=settings.clients_per_round,
             num_clients=settings.num_clients,
+            newcomers=settings.newcomers,
+            rounds=settings.rounds,
             seed=settings.seed,
             devices=devices,
             pictures=settings.data.train is not None,

@@ -265,8 +265,15 @@ class Recorder:
             },
         )
 
+    def trained(self) -> set[int]:
+        """The clients of which an update was used, ever."""
+        return {line["client"] for line in read_lines(self.folder / "clients.jsonl", needs=("client",))}
+
     def own_models(self, found: Sequence[OwnModel]) -> None:
         """Write what clients' own models are worth, and show the means over clients."""
+        if not found:
+            log.warning("no client showed the encoder that it would use")
+            return
         averages = means(found)
         rows = [{**asdict(one), "everywhere": as_numbers(one.everywhere), "own": as_numbers(one.own)} for one in found]
         self._own = {name: as_numbers(scores) for name, scores in averages.items()}

@@ -190,7 +190,12 @@ class Round:
         """The new state, if enough updates were used; raises `TooFewUpdates`."""
         if len(self._report.clients) < self._federation.updates.min_updates:
             raise TooFewUpdates(self._too_few())
-        fed = {name: self._aggregate(name) for name, one in self._aggregations.items() if one.received}
+        server = self._federation.strategy.server
+        fed = {
+            name: self._aggregate(name)
+            for name, one in self._aggregations.items()
+            if one.received and not server.stays(name, one.received)
+        }
         took_part = {**self._state.took_part}
         took_part |= {row.client: (self.number - row.age, row.model) for row in self._report.clients}
         for client in self._report.dropped:  # nobody knows what it holds now
@@ -205,7 +210,8 @@ class Round:
             seen=self._seen,
             represent=self._federation.represent,
         )
-        memory, findings = self._federation.strategy.server.conclude(state, outcome)
+        present = {name: self._federation.in_phase(model, self.number) for name, model in state.models.items()}
+        memory, findings = server.conclude(replace(state, models=present), outcome)
         self._report.findings.update(findings)
         return replace(state, memory=memory), self._report
 

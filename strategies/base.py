@@ -6,7 +6,7 @@ The client half says how a client merges what it receives with what it kept, wha
 not said is as in federated averaging. `server_app.round.Round` makes rounds of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +73,9 @@ class Circumstances:
     ----------
     method : SSLMethod
     clients_per_round, num_clients : int
+    newcomers : int
+        Clients that never train.
+    rounds : int
     seed : int
     calibrated : bool
         Whether the server trains models as well.
@@ -87,6 +90,8 @@ class Circumstances:
     method: SSLMethod
     clients_per_round: int
     num_clients: int
+    newcomers: int = 0
+    rounds: int = 2**31
     seed: int = 0
     calibrated: bool = False
     server_optimizer: bool = False
@@ -181,6 +186,10 @@ class ServerHalf:
         """
         return None
 
+    def stays(self, name: str, clients: Collection[int]) -> bool:
+        """Whether a model stays as it is although updates of these clients went into it."""
+        return False
+
     def rule(self, round: int, name: str = GLOBAL) -> Rule:
         """A fresh rule for one model in one round."""
         return self._make_rule()
@@ -207,7 +216,7 @@ class ServerHalf:
     def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
         """The new memory of the whole, and findings of the round for the log, ready for JSON.
 
-        ``state`` is the one after the round, with the memory from before it.
+        ``state`` is the one after the round, in its phase, with the memory from before it.
         """
         return state.memory, {}
 

@@ -1,5 +1,6 @@
 """How a client chooses between models that it receives."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,8 +25,13 @@ def feature_distance(z1: torch.Tensor, z2: torch.Tensor) -> float:
 
 
 def nearest(distances: Sequence[float]) -> int:
-    """The place of the smallest distance, the first of equals."""
-    return min(range(len(distances)), key=lambda place: distances[place])
+    """The place of the smallest distance, the first of equals; what is no number is the farthest."""
+    return min(range(len(distances)), key=lambda place: (math.isnan(distances[place]), distances[place]))
+
+
+def encoder_names(plan: TrainPlan) -> list[str]:
+    """Names of the encoder's layers in a plan."""
+    return [name for name in plan.layers if name.startswith("encoder.")]
 
 
 class ByFeatures(ClientHalf):
@@ -44,11 +50,13 @@ class ByFeatures(ClientHalf):
         own = {name.removeprefix(OWN): value.numpy() for name, value in (state or {}).items() if name.startswith(OWN)}
         if not own:
             return 0
-        load_layers(method, own)
+        encoders = [{name: plan.layers[name] for name in encoder_names(plan)} for plan in plans]
+        # Where the encoder has grown since, what is new is in the client's own model as in the first that is offered.
+        load_layers(method, encoders[0] | {name: array for name, array in own.items() if name in encoders[0]})
         mine = pictures.represent(method, self.pictures)
         distances = []
-        for plan in plans:
-            load_layers(method, {name: plan.layers[name] for name in own})
+        for encoder in encoders:
+            load_layers(method, encoder)
             distances.append(feature_distance(mine, pictures.represent(method, self.pictures)))
         return nearest(distances)
 
@@ -56,8 +64,7 @@ class ByFeatures(ClientHalf):
         kept = super().keep(method, plan, start=start, state=state)
         if not plan.others:
             return kept
-        encoder = [name for name in plan.layers if name.startswith("encoder.")]
-        return {**kept, **{f"{OWN}{name}": value for name, value in copies(method, encoder).items()}}
+        return {**kept, **{f"{OWN}{name}": value for name, value in copies(method, encoder_names(plan)).items()}}
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, stays=", ".join([*method.kept, "own encoder"]))

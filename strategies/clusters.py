@@ -12,9 +12,10 @@ import numpy as np
 from sklearn.cluster import AgglomerativeClustering
 
 from fedssl.errors import InputError
-from fedssl.layers import Layers, is_weight
+from fedssl.layers import GlobalLayers, Layers, is_weight
 from strategies.base import Circumstances, Outcome, Rule, ServerHalf, Travels
 from strategies.choosing import feature_distance, nearest
+from strategies.gram import deviation_gram
 from strategies.state import GLOBAL, Model, ServerState
 
 MEMBERS = "members"  # in the server's memory: which model each client belongs to
@@ -183,8 +184,15 @@ class SortedOnce(Clusters):
 
     def check(self, circumstances: Circumstances) -> None:
         super().check(circumstances)
-        asked, clients = circumstances.clients_per_round, circumstances.num_clients
-        if len(self.names) > 1 and asked < clients:
+        asked, clients = circumstances.clients_per_round, circumstances.num_clients - circumstances.newcomers
+        if len(self.names) == 1:
+            return
+        if self.after > circumstances.rounds:
+            raise InputError(
+                f"strategy.after={self.after} is the round in which clients are sorted, and there are "
+                f"rounds={circumstances.rounds}; lower strategy.after or raise rounds"
+            )
+        if asked < clients:
             raise InputError(
                 f"strategy.choose_by=weights sorts all clients in round {self.after}, but clients_per_round={asked} of "
                 f"num_clients={clients} take part; set clients_per_round={clients}"
@@ -209,13 +217,12 @@ def by_angle(ways: Sequence[Layers], *, clusters: int) -> list[int]:
     """
     if len(ways) < 2:
         return [0] * len(ways)
-    vectors = [np.concatenate([array.ravel() for name, array in way.items() if is_weight(name, array)]) for way in ways]
-    lengths = [float(np.linalg.norm(vector.astype(np.float64))) or 1.0 for vector in vectors]
-    distances = np.zeros((len(ways), len(ways)))
-    for one in range(len(ways)):
-        for other in range(one):
-            product = float(np.dot(vectors[one].astype(np.float64), vectors[other].astype(np.float64)))
-            distances[one, other] = distances[other, one] = 1 - product / lengths[one] / lengths[other]
+    zero = GlobalLayers({name: np.zeros_like(array) for name, array in ways[0].items() if is_weight(name, array)})
+    gram = deviation_gram(zero, ways, exact=True)
+    lengths = np.sqrt(gram.diagonal())
+    lengths[lengths == 0] = 1.0
+    distances = np.maximum(1 - gram / np.outer(lengths, lengths), 0)
+    np.fill_diagonal(distances, 0)
     tree = AgglomerativeClustering(min(clusters, len(ways)), metric="precomputed", linkage="average")
     labels = tree.fit(distances).labels_.tolist()
     order = list(dict.fromkeys(labels))

@@ -13,7 +13,7 @@ equal weights, with one model. The paper does not say which weights it takes; th
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ class Mixture:
 
     def start(self, global_layers: GlobalLayers) -> None:
         """Begin a round."""
-        self._before, self._rest = global_layers.layers, 1.0
+        self._rest = 1.0
         self._mine: ClientUpdate | None = None
         self._sum.start(global_layers)
 
@@ -66,9 +66,8 @@ class Mixture:
         self._sum.add_weighted(update, weight)
 
     def finish(self) -> Layers:
-        """The mixture, or the model as it was if the client is missing itself."""
-        if self._mine is None:
-            return dict(self._before)
+        """The mixture; the client's own update must be there."""
+        assert self._mine is not None
         self._sum.add_weighted(self._mine, self._rest)
         return self._sum.finish()
 
@@ -98,6 +97,9 @@ class Relay(ServerHalf):
     def rule(self, round: int, name: str = GLOBAL) -> Rule:
         return WeightedSum() if name == GLOBAL else Mixture(int(name), self._beside(int(name)))
 
+    def stays(self, name: str, clients: Collection[int]) -> bool:
+        return name != GLOBAL and int(name) not in clients
+
     def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
         if self._star:
             return state.memory, {}
@@ -124,6 +126,11 @@ class Relay(ServerHalf):
                     f"{setting} works on a model that clients share, and with strategy=gossip they share none; set "
                     f"{setting.partition('=')[0]}=none"
                 )
+        if circumstances.devices and not self._star:
+            raise InputError(
+                "strategy=gossip is for simulations: the graph is over all clients, and which devices there will be is "
+                "not known; set another strategy, or strategy.topology=star"
+            )
         self._graph = make_graph(
             self._topology,
             circumstances.num_clients,

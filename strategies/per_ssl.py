@@ -17,6 +17,7 @@ under ``method.target=copy`` in every round) and the stages that it trained befo
 Orchestra are the server's. No layer of v_k leaves the client.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -78,10 +79,10 @@ class PersonalClient(ClientHalf):
     trainings = 2
 
     def __init__(self, *, weight: float) -> None:
-        if weight < 0:
+        if not 0 <= weight < math.inf:
             raise InputError(
-                f"strategy.weight={weight} must not be negative; 0 trains personal models alone, and the larger it is "
-                "the nearer they stay to the global one"
+                f"strategy.weight={weight} must be a number of at least 0; 0 trains personal models alone, and the "
+                "larger it is the nearer they stay to the global one"
             )
         self.weight = weight
 

@@ -65,6 +65,15 @@ def make_graph(
     """
     import networkx as nx  # here: it takes a third of a second, and few strategies have a topology
 
+    for setting, value, owner in (
+        ("degree", degree, "random_regular"),
+        ("probability", probability, "erdos_renyi"),
+        ("file", file, "file"),
+    ):
+        if value is not None and kind != owner:
+            raise InputError(
+                f"strategy.{setting}={value} is for strategy.topology={owner}, and it is {kind}; set one of the two"
+            )
     if num_clients < 1:
         raise InputError(f"num_clients={num_clients} but a topology needs a client; set num_clients=2 or more")
     if kind == "random_regular":
@@ -176,15 +185,16 @@ def _connected(draw: Callable[[int], "nx.Graph"], said: str) -> "nx.Graph":
         graph = draw(number)
         if nx.is_connected(graph):
             return graph
-    raise InputError(f"none of {DRAWS} random graphs with {said}, is connected; raise it, or set another seed")
+    raise InputError(f"none of {DRAWS} random graphs is connected with {said}; set a larger one, or another seed")
 
 
 def _check_degree(degree: int | None, num_clients: int) -> None:
     if degree is None:
         raise InputError("strategy.topology=random_regular needs strategy.degree, the neighbours of a client; set it")
-    if not 1 <= degree < num_clients:
+    if type(degree) is not int or not 1 <= degree < num_clients:
         raise InputError(
-            f"strategy.degree={degree} but it must be from 1 to num_clients - 1 = {num_clients - 1}; set another one"
+            f"strategy.degree={degree} but it must be a whole number from 1 to {num_clients - 1}, one less than "
+            f"num_clients={num_clients}; set another one, or more clients"
         )
     if degree * num_clients % 2:
         raise InputError(
@@ -196,5 +206,5 @@ def _check_degree(degree: int | None, num_clients: int) -> None:
 def _check_probability(probability: float | None) -> None:
     if probability is None:
         raise InputError("strategy.topology=erdos_renyi needs strategy.probability, that of an edge; set it")
-    if not 0 < probability <= 1:
-        raise InputError(f"strategy.probability={probability} must be above 0 and at most 1; set another one")
+    if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 < probability <= 1:
+        raise InputError(f"strategy.probability={probability} must be a number above 0 and at most 1; set another one")

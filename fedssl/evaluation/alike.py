@@ -64,5 +64,13 @@ class Part(Subject):
 def part_of(subject: Subject, rows: Tensor) -> Part:
     """The subject with the test pictures of these rows alone."""
     test = Labelled(subject.test.images[rows], subject.test.labels[rows])
-    kept = {name: getattr(subject, name) for name in ("encoder", "train", "mean", "std", "device")}
-    return Part(**kept, test=test, whole=subject, rows=rows)
+    return Part(
+        encoder=subject.encoder,
+        train=subject.train,
+        test=test,
+        mean=subject.mean,
+        std=subject.std,
+        device=subject.device,
+        whole=subject,
+        rows=rows,
+    )

@@ -78,7 +78,7 @@ def stratified(labels: Tensor, *, share: float, generator: np.random.Generator) 
 
 def check_shares(shares: Sequence[float]) -> None:
     """Refuse shares that are none; raises `InputError`."""
-    if not all(0 < share <= 1 for share in shares):
+    if not all(isinstance(share, int | float) and share is not True and 0 < share <= 1 for share in shares):
         raise InputError(f"shares={list(shares)} of the labels must each be above 0 and at most 1, e.g. [0.01,0.1]")
 
 

@@ -67,6 +67,8 @@ class FineTune:
         view: Mapping[str, Any],
     ) -> None:
         check_shares(shares)
+        if not shares:
+            raise InputError("shares=[] of fine-tuning needs shares of the labels, e.g. [0.01,0.1,1.0]")
         for name, value, least in (("draws", draws, 1), ("epochs", epochs, 0), ("batch_size", batch_size, 2)):
             if value < least:
                 raise InputError(f"{name}={value} of fine-tuning must be at least {least}")

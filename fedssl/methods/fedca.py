@@ -173,7 +173,7 @@ class FedCA(SSLMethod):
 
 
 def _check(temperature: float, dictionary_size: int, entries: int, alignment_weight: float) -> None:
-    if temperature <= 0:
+    if not 0 < temperature < math.inf:
         raise InputError(f"method.temperature={temperature} must be positive; SimCLR uses 0.1 to 0.5")
     if dictionary_size < 0:
         raise InputError(f"method.dictionary_size={dictionary_size} must not be negative; 0 turns the dictionary off")

@@ -71,6 +71,10 @@ def feature_clusters(
     check_counts(num_pictures, num_clients)
     check_shares(alpha, min_size)
     clusters = num_clients if clusters is None else clusters
+    if type(clusters) is not int:
+        raise InputError(
+            f"partition.clusters={clusters} is not a whole number; set one, or null for as many as clients"
+        )
     found = torch.from_numpy(cluster(images, clusters=clusters, encoder=encoder, components=components, seed=seed))
     parts = dirichlet(
         found,

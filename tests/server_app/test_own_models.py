@@ -12,6 +12,7 @@ from fedssl.messages import Ask, TrainPlan
 from server_app.own_models import ADAPTED, RECEIVED, USED, own_models, shown
 from server_app.post import Post
 from simulation.cli import run
+from strategies import choosing
 from strategies.state import GLOBAL
 from tests.devices import ask as asked_of
 from tests.devices import context, pictures
@@ -48,7 +49,7 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
     assert not equal(adapted, model)
     assert equal(encoders(federation, [3], Ask(epochs=1))[3][1], model)
     assert equal(adapted, encoders(federation, [3], Ask(epochs=1, adapted=True))[3][1])  # nothing was kept
-    judged = own_models(Post(federation.grid), federation.prepared, federation.state, epochs=1)
+    judged = own_models(Post(federation.grid), federation.prepared, federation.state, trained={0, 1, 2}, epochs=1)
     assert [(one.client, one.whose) for one in judged] == [
         *((client, USED) for client in range(3)),
         (3, RECEIVED),
@@ -81,13 +82,37 @@ def test_every_client_alone_shows_its_own_model(tmp_path):
 
 
 def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, monkeypatch):
-    """Model 0 is untrained; the newcomer learns from the model that it is dealt and then takes the nearest."""
     federation = Federation(tmp_path, "strategy=featarc", "strategy.pictures=16", *NEW)
     federation.run(1)
-    found = encoders(federation, [3], Ask(epochs=1))[3]
-    assert found[0] in ("0", "1")
-    model = federation.state.models.get(found[0], federation.prepared.federation.untrained())
-    assert equal(found[1], model.layers)
+    learned = []  # whether the client had an encoder of its own when it chose
+    original = choosing.ByFeatures.choose
+
+    def choose(half, method, plans, state, pictures):
+        learned.append(any(name.startswith(choosing.OWN) for name in state or {}))
+        return original(half, method, plans, state, pictures)
+
+    monkeypatch.setattr(choosing.ByFeatures, "choose", choose)
+    name, layers = encoders(federation, [3], Ask(epochs=1))[3]
+    assert learned == [False, True]
+    model = federation.state.models.get(name, federation.prepared.federation.untrained())
+    assert equal(layers, model.layers)
+
+
+def test_newcomers_learn_although_the_learning_rate_has_come_to_its_end(tmp_path):
+    federation = Federation(tmp_path, "strategy=fedavg", *NEW, "rounds=1", "lr_schedule=cosine")
+    federation.run(1)
+    assert federation.prepared.federation.lr_factor(2) == 0
+    received, adapted = (encoders(federation, [3], Ask(epochs=1, adapted=now))[3][1] for now in (False, True))
+    assert any(not np.array_equal(received[name], adapted[name]) for name in received if received[name].ndim == 4)
+
+
+def test_who_was_never_drawn_is_a_newcomer(tmp_path):
+    federation = Federation(tmp_path, "strategy=fedavg", *THREE, "clients_per_round=1")
+    federation.run(1)
+    (trained,) = federation.state.took_part
+    judged = own_models(Post(federation.grid), federation.prepared, federation.state, trained={trained}, epochs=0)
+    whose = {one.client: one.whose for one in judged}
+    assert whose == {client: USED if client == trained else RECEIVED for client in range(3)}
 
 
 def test_in_the_run_folder(tmp_path):

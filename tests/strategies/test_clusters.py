@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 from fedssl.errors import InputError
 from fedssl.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
 from fedssl.records import content_bytes
+from fedssl.schedule.stages import at_stage
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.post import Post
@@ -55,6 +56,8 @@ def test_the_distance_of_features_by_hand():
 
 def test_the_nearest_is_the_first_of_equals():
     assert nearest([0.5, -0.5, -0.5]) == 1
+    assert nearest([math.nan, 0.9, math.nan]) == 1  # whose representations are no numbers, is nobody's
+    assert nearest([math.nan, math.nan]) == 0
 
 
 def way(*numbers, statistics=0.0):
@@ -131,6 +134,18 @@ def test_a_client_takes_the_model_that_sees_as_its_own_last_one_did():
     assert half.choose(method, PLANS[:2], {f"{OWN}encoder.weight": torch.tensor([3.0, 1.0, -2.0])}, Pictures()) == 1
     assert half.choose(method, PLANS, None, Pictures()) == 0
     assert half.choose(method, PLANS, {"encoder.weight": torch.ones(3)}, Pictures()) == 0  # kept for something else
+
+
+def test_what_of_the_encoder_is_new_does_not_depend_on_what_a_process_held_before():
+    class Shifted(Pictures):
+        def represent(self, method, number):
+            return super().represent(method, number) + method.encoder.bn.running_mean
+
+    half, own = ByFeatures(pictures=8), {f"{OWN}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
+    for held in (0.0, 50.0, math.nan):
+        method = Small()
+        method.encoder.bn.running_mean.fill_(held)
+        assert half.choose(method, PLANS, own, Shifted()) == 2
 
 
 def test_a_client_takes_the_model_with_the_least_loss():
@@ -319,6 +334,23 @@ def test_one_model_is_federated_averaging(tmp_path):
         assert len(federation.plans[0].array_records) == len(averaged.plans[0].array_records)
 
 
+@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
+@pytest.mark.parametrize("words", [FEATARC, IFCA, [*FEATARC, "strategy.assign_at=server"]])
+def test_clusters_grow_by_stages(tmp_path, words, schedule):
+    federation = Federation(tmp_path, *words, f"schedule={schedule}", "rounds=4", "num_clients=3", "threads=1")
+    for round in range(4):
+        with at_stage(federation.method, depth=round + 1):  # as the server does
+            federation.run(1)
+    assert federation.report.dropped == {}
+    assert federation.state.memory[MEMBERS].keys() == {0, 1, 2}
+
+
+def test_newcomers_are_not_sorted(tmp_path):
+    federation = Federation(tmp_path, *SORTED, "newcomers=1", "clients_per_round=4")
+    federation.run(1)
+    assert federation.state.memory[MEMBERS].keys() == {0, 1, 2, 3}
+
+
 def test_a_model_for_each_client_is_every_client_alone(tmp_path):
     alone = Federation(tmp_path / "alone", "strategy=local_only", "num_clients=3")
     alone.run(3)
@@ -364,6 +396,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
             "strategy.rule=eua has no weighting",
         ),
         ([*SORTED, "strategy.after=0"], "strategy.after=0 must be the number of a round"),
+        ([*SORTED, "strategy.after=30"], "strategy.after=30 is the round in which clients are sorted, and there are"),
         ([*SORTED, "clients_per_round=3"], "sorts all clients in round 1, but clients_per_round=3 of num_clients=5"),
         (["strategy=featarc", "secure=secagg_plus"], "secure=secagg_plus needs clients that all send and receive"),
     ],

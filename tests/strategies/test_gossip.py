@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers
-from fedssl.messages import ClientUpdate
 from server_app.replies import receive
 from server_app.round import Round
 from strategies.base import Circumstances
-from strategies.gossip import Gossip, Mixture, consensus_distance
+from strategies.gossip import Gossip, consensus_distance
 from strategies.state import GLOBAL, Model, ServerState
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
-from strategies.weighted_sum import UNMEASURED
 from tests.federation import Federation
-from tests.server_app.small import LAYERS, small_federation
+from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import crash, good, make_grid
 
 
@@ -78,11 +75,16 @@ def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
     assert report.findings["edges"] == 1
 
 
-def test_a_client_that_is_missing_keeps_its_model_whatever_its_neighbours_send():
-    rule = Mixture(0, {1: 0.25})
-    rule.start(GlobalLayers(LAYERS))
-    rule.add(ClientUpdate(layers={name: array + 7 for name, array in LAYERS.items()}, partition_id=1), UNMEASURED)
-    assert all(np.array_equal(array, LAYERS[name]) for name, array in rule.finish().items())
+def test_a_client_that_is_missing_gets_no_model_by_what_its_neighbours_send(tmp_path):
+    state, _ = played(Gossip(topology="file", file=path(tmp_path)), [good, crash, crash])
+    assert vectors(state) == {"0": [1, 2, 2]}
+
+
+def test_without_a_server_nobody_knows_which_devices_there_will_be():
+    circumstances = Circumstances(method=Small(), clients_per_round=3, num_clients=3, devices=True)
+    with pytest.raises(InputError, match="strategy=gossip is for simulations"):
+        Gossip().check(circumstances)
+    Gossip(topology="star").check(circumstances)
 
 
 @pytest.mark.parametrize("topology", ["ring", "grid", "complete", "random_regular"])
@@ -90,7 +92,7 @@ def test_a_client_that_is_missing_keeps_its_model_whatever_its_neighbours_send()
 def test_the_mean_of_all_models_never_changes_by_mixing(topology, asked):
     rng = np.random.default_rng(0)
     models = {str(k): Model(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(7)}
-    gossip = Gossip(topology=topology, degree=4)
+    gossip = Gossip(topology=topology, degree=4 if topology == "random_regular" else None)
     state, _ = played(gossip, [stay] * 7, ServerState(models=models), number=4, clients_per_round=asked)
     before, after = (
         np.mean([model.layers["encoder.weight"] for model in one.values()], axis=0) for one in (models, state.models)
@@ -104,11 +106,12 @@ def test_the_mean_of_all_models_never_changes_by_mixing(topology, asked):
 @pytest.mark.parametrize("topology", ["ring", "grid", "random_regular"])
 def test_differences_shrink_by_the_second_eigenvalue(topology):
     """In the long run the slowest direction is left, which every round multiplies by the second eigenvalue."""
-    graph = make_graph(topology, 9, seed=3, degree=4)
+    graph = make_graph(topology, 9, seed=3, degree=4 if topology == "random_regular" else None)
     rate = second_eigenvalue(weight_matrix(metropolis_weights(graph)))
     rng = np.random.default_rng(1)
     models = {str(k): Model(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(9)}
-    gossip, state = Gossip(topology=topology, degree=4), ServerState(models=models)
+    gossip = Gossip(topology=topology, degree=4 if topology == "random_regular" else None)
+    state = ServerState(models=models)
     distances = []
     for number in (8, 4):
         state, _ = played(gossip, [stay] * 9, state, number=number)
@@ -147,6 +150,9 @@ def test_a_run_and_its_figure(tmp_path):
         (["strategy.topology=mesh"], "strategy.topology=mesh is not a choice"),
         (["strategy.topology=random_regular"], "strategy.topology=random_regular needs strategy.degree"),
         (["strategy.topology=file"], "strategy.file"),
+        (["strategy.degree=3"], "strategy.degree=3 is for strategy.topology=random_regular, and it is ring"),
+        (["strategy.topology=random_regular", "strategy.degree=1.5"], "strategy.degree=1.5 but it must be a whole"),
+        (["strategy.topology=erdos_renyi", "strategy.probability=x"], "strategy.probability=x must be a number above"),
         (["calibration=auxiliary"], "calibration=auxiliary works on a model that clients share"),
         (["server_optimizer=fedadam"], "server_optimizer works on a model that clients share"),
         (["secure=secagg_plus"], "secure=secagg_plus needs clients that all send and receive"),

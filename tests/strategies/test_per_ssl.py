@@ -206,7 +206,7 @@ def test_two_trainings_cost_twice_as_much(tmp_path):
 
 
 def test_settings():
-    with pytest.raises(InputError, match="strategy.weight=-1 must not be negative"):
+    with pytest.raises(InputError, match="strategy.weight=-1 must be a number of at least 0"):
         PerSSL(weight=-1)
     assert PerSSL().server.rule(1).needs == (NUM_EXAMPLES,)
     assert PerSSL(weighting="uniform").server.rule(1).needs == ()

@@ -1,0 +1,65 @@
+"""The pictures by which a client tells models apart: the same at every call, also where stages are frozen."""
+
+import pytest
+import torch
+
+from client_app.sample import Sample
+from fedssl.config import compose
+from fedssl.datasets.base import load_federated
+from fedssl.errors import Refused
+from fedssl.methods.build import build
+from fedssl.schedule.stages import at_stage
+from fedssl.training import LocalTraining
+
+WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
+
+
+def sample(*words, place=(0, "choose", 1, 2), before_step=lambda: None):
+    settings = compose([*WORDS, *words])
+    method = build(settings.model)
+    pictures = load_federated(settings.data)
+    labels = pictures.labels if method.uses_labels else None
+    made = Sample(
+        pictures.images,
+        torch.arange(10, 50),
+        data=settings.data,
+        training=LocalTraining.prepare(settings.training, method),
+        place=place,
+        labels=labels,
+        before_step=before_step,
+    )
+    return made, method
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("name", ["simclr", "byol", "supervised"])
+def test_calls_see_the_same(name, frozen):
+    pictures, method = sample(f"method={name}")
+    with at_stage(method, depth=3, frozen=frozen):
+        losses = {pictures.loss(method, 24) for _ in range(3)}
+        assert len(losses) == 1
+        one, other = (pictures.represent(method, 24) for _ in range(2))
+        assert one.shape == (24, method.encoder.feature_dim)
+        assert one.equal(other)
+        assert method.encoder.span.frozen == frozen
+
+
+def test_other_rounds_and_clients_see_others():
+    (one, method), (other, _) = sample(), sample(place=(0, "choose", 2, 2))
+    assert not one.represent(method, 8).equal(other.represent(method, 8))
+    assert one.loss(method, 8) != other.loss(method, 8)
+    assert len(one.represent(method, 1000)) == 40  # all that there are
+
+
+def test_what_limits_training_limits_choosing():
+    calls = []
+
+    def clock():
+        calls.append(1)
+        if len(calls) > 3:
+            raise Refused("the time is up")
+
+    pictures, method = sample(before_step=clock)
+    pictures.loss(method, 40)  # three batches
+    with pytest.raises(Refused, match="the time is up"):
+        pictures.represent(method, 8)
