@@ -358,12 +358,14 @@ def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     start = dict(federation.layers)
     federation.run(8)
     assert federation.report.dropped == {}
+    trained = []  # a model of a cluster may lose all its clients
     for model in federation.state.names():
         after = model_of(federation.prepared.federation, federation.state, model).layers
         assert {key: (array.shape, array.dtype) for key, array in after.items()} == before
         assert all(np.isfinite(array).all() for array in after.values())
         weights = [key for key in after if key.endswith("0.weight") and "blocks" in key]
-        assert all(not np.array_equal(after[key], start[key]) for key in weights)
+        trained.append(all(not np.array_equal(after[key], start[key]) for key in weights))
+    assert all(trained) or (name == "clustered" and any(trained))
 
 
 @pytest.mark.parametrize("kind", METHODS)
