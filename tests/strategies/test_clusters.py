@@ -334,8 +334,10 @@ def test_one_model_is_federated_averaging(tmp_path):
         assert len(federation.plans[0].array_records) == len(averaged.plans[0].array_records)
 
 
-@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
-@pytest.mark.parametrize("words", [FEATARC, IFCA, [*FEATARC, "strategy.assign_at=server"]])
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [(FEATARC, "progressive"), (IFCA, "layer_wise"), ([*FEATARC, "strategy.assign_at=server"], "progressive")],
+)
 def test_clusters_grow_by_stages(tmp_path, words, schedule):
     federation = Federation(tmp_path, *words, f"schedule={schedule}", "rounds=4", "num_clients=3", "threads=1")
     for round in range(4):
@@ -362,7 +364,14 @@ def test_a_model_for_each_client_is_every_client_alone(tmp_path):
             assert same(federation.state.models[name].layers, one.layers)
 
 
-@pytest.mark.parametrize("words", [FEATARC, IFCA, SORTED, [*FEATARC, "strategy.assign_at=server"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        FEATARC,
+        SORTED,
+        *(pytest.param(some, marks=pytest.mark.heavy) for some in (IFCA, [*FEATARC, "strategy.assign_at=server"])),
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
     quick = ["num_clients=4", "local_epochs=1", "dataset.limit=80", "encoder.width=4", "threads=1", "evaluate_every=0"]
     quick += ["final_evaluation=none", "method=byol", "measure_resources=false", "engine=local", *words]

@@ -136,7 +136,13 @@ SMALL = {
 
 
 @pytest.mark.parametrize("schedule", groups()["schedule"])
-@pytest.mark.parametrize("encoder", groups()["encoder"])
+@pytest.mark.parametrize(
+    "encoder",
+    [
+        pytest.param(name, marks=pytest.mark.heavy) if name in ("resnet34", "resnet50") else name
+        for name in groups()["encoder"]
+    ],
+)
 def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
     words = [f"encoder={encoder}", f"schedule={schedule}", *SMALL.get(encoder, [])]
     settings = compose([*words, "method.projector.hidden=8"]).model

@@ -350,7 +350,7 @@ def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
+@pytest.mark.parametrize("schedule", ["layer_wise", pytest.param("progressive", marks=pytest.mark.heavy)])
 def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     words = [f"strategy={name}", "method=byol", "rounds=8", f"schedule={schedule}"]
     federation = Federation(tmp_path, *words)
