@@ -40,7 +40,7 @@ def choose_engine(settings: Settings) -> Choice:
     Raises
     ------
     InputError
-        The pictures or the method cannot be used.
+        The pictures, the method or the strategy cannot be used.
     """
     if os.name != "posix":
         return Choice("local", 1, "Ray needs Linux or macOS")
@@ -55,6 +55,7 @@ def choose_engine(settings: Settings) -> Choice:
     steps = number_of_steps(settings)
     if steps < FEW:
         return Choice("local", at_a_time, f"{steps} training steps")
+    settings.algorithm.strategy.make()  # what it refuses is refused before anything is measured
     training = steps * seconds_per_step(settings)
     free, each = available_memory(), peak_memory()
     fit = at_a_time if free is None else max(min(free // each, at_a_time), 1)

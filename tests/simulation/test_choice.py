@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedssl.config import compose
+from fedssl.errors import InputError
 from fedssl.machine.memory import peak_memory
 from simulation import choice
 from simulation.choice import Choice, choose_engine, number_of_steps, seconds_per_step
@@ -100,3 +101,10 @@ def test_the_choice_changes_no_number(tmp_path):
     auto, local = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("auto", "local"))
     rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
     assert auto | rest == local | rest
+
+
+def test_what_a_strategy_refuses_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(choice, "available_cores", lambda: 2)
+    monkeypatch.setattr(choice, "seconds_per_step", lambda settings: pytest.fail("it was measured"))
+    with pytest.raises(InputError, match="strategy.topology=rin is not a choice"):
+        choose_engine(compose([*WORDS, "threads=1", "device=cpu", "strategy=gossip", "strategy.topology=rin"]))
