@@ -85,13 +85,12 @@ class Resident:
             kept = self.half.keep(self.method, plan, start=begun_with, state=state) | own
             if kept:
                 save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
-            if plan.hold and not arrived.isdisjoint(frozen_names(self.method)):
-                held = {name: torch.from_numpy(plan.layers[name]) for name in frozen_names(self.method)}
-                save_state(state_folder / "frozen", held, round=plan.round, keep_from=plan.keep_from)
+            frozen = frozen_names(self.method) if plan.hold else []
             constant = layers_of(self.method, self.method.constant)
-            if not arrived.isdisjoint(constant):
-                held = {name: torch.from_numpy(plan.shared[name]) for name in constant}
-                save_state(state_folder / "constant", held, round=plan.round, keep_from=plan.keep_from)
+            for folder, names, source in (("frozen", frozen, plan.layers), ("constant", constant, plan.shared)):
+                if not arrived.isdisjoint(names):
+                    held = {name: torch.from_numpy(source[name]) for name in names}
+                    save_state(state_folder / folder, held, round=plan.round, keep_from=plan.keep_from)
             return ClientUpdate(
                 layers=self.half.send(self.method, plan),
                 gathered=copied_layers(self.method, layers_of(self.method, self.method.gathered)),
@@ -105,8 +104,8 @@ class Resident:
     def show(self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask) -> ClientUpdate:
         """The encoder that the client would use itself, with parts that never travel; nothing is kept.
 
-        A client that never trained cannot tell models apart by what it has learned: it first learns from the one that
-        it would take otherwise.
+        A client that never trained may have nothing to tell models apart by: before it chooses between several, it
+        learns from the one that it would take otherwise.
         """
         with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
             training, rows = replace(self.training, epochs=ask.epochs), self._rows(client)

@@ -50,7 +50,8 @@ def answer(
     def call(message: Message, context: Context) -> Message:
         plan, update = train(message, context)
         way = way_of(update.layers, plan.layers)
-        _check_way(way, most=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]  # set up
+        # Flower leaves the type of a record's value open; this one its own set-up stage has written as a number.
+        _check_way(way, most=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
         found = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([way]), num_examples=1, metrics={})
         return Message(fitres_to_recorddict(found, keep_input=False), reply_to=message)
 

@@ -10,13 +10,12 @@ import hashlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, stdev
 
 import torch
 from flwr.app import Message
 
 from fedssl.evaluation.alike import alike, part_of
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.scores import Score, over_models
 from fedssl.evaluation.subject import Subject
 from fedssl.layers import Layers
 from fedssl.messages import Ask
@@ -96,7 +95,7 @@ def means(found: Sequence[OwnModel]) -> dict[str, dict[str, Score]]:
         for name, scores in ((one.whose, one.everywhere), (f"{one.whose}, own classes", one.own)):
             if scores:
                 columns.setdefault(name, []).append(scores)
-    return {name: _mean(rows) for name, rows in columns.items()}
+    return {name: over_models(rows) for name, rows in columns.items()}
 
 
 def shown(
@@ -159,11 +158,3 @@ class Judge:
         generator = torch_generator(self._prepared.settings.seed, "alike", client)
         rows = alike(subject.test.labels, own, generator=generator)
         return self._known[key], evaluator.judge(part_of(subject, rows)) if len(rows) else {}
-
-
-def _mean(rows: Sequence[Scores]) -> dict[str, Score]:
-    averaged = {}
-    for name, first in rows[0].items():
-        values = [row[name].value for row in rows]
-        averaged[name] = Score(mean(values), first.unit, stdev(values) if len(values) > 1 else None)
-    return averaged

@@ -172,7 +172,10 @@ class ServerHalf:
         return ()
 
     def sort(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
-        """Name of the model that each client's update goes into, by what its training changed of the layers."""
+        """Name of the model that each client's update goes into, by what its training changed of the layers.
+
+        Only server halves whose `sorts` names models are asked, and these define it.
+        """
         raise NotImplementedError
 
     def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedssl.errors import InputError
+from strategies.edge_file import read_edges
 from strategies.topology import (
     KINDS,
     SERVER,
@@ -21,6 +22,12 @@ from strategies.topology import (
 from strategies.topology_figure import describe, draw_topology, places
 
 OPTIONS = {"random_regular": {"degree": 3}, "erdos_renyi": {"probability": 0.4}}
+
+
+def test_edges_of_a_file_with_the_smaller_number_first(tmp_path):
+    file = tmp_path / "edges.txt"
+    file.write_text("# a path\n1 0\n\n1 2 # its end\n")
+    assert read_edges(file, 3) == [(0, 1), (1, 2)]
 
 
 def make(kind, num_clients, folder=None, **options):
