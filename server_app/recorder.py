@@ -36,6 +36,7 @@ from fedssl.settings import RecordingSettings, Settings
 from fedssl.untrusted import damaged, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.held import Held
+from server_app.keeper import Keeper
 from server_app.log import DISK_ERRORS
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.own_models import OwnModel, means
@@ -247,6 +248,11 @@ class Recorder:
             for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
                 sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
+
+    def keeper(self, round: int) -> Keeper | None:
+        """What keeps the models of this round; None: they are not to be kept."""
+        every = self._settings.keep_models
+        return Keeper(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
         """Write the encoder of the model of this name, for use elsewhere."""
