@@ -20,11 +20,15 @@ from fedssl.model_layers import copied_layers, load_layers, travelling_names
 from fedssl.report.figures import look_of
 from fedssl.report.kept_models import KeptRound, kept_rounds, read_layers
 from fedssl.report.runs import rule_of
+from fedssl.saved_run import read_words
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator
 from fedssl.settings import Settings
 from fedssl.words import quote
+
+# What a run folder may not choose for whoever looks into it: where decoded pictures are written, and an engine.
+INSTEAD = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,5 +131,7 @@ def open_run(folder: Path, words: Sequence[str]) -> OpenRun:
         It keeps no models, or its settings cannot be used.
     """
     kept = kept_rounds(folder)
+    saved = {word.partition("=")[0] for word in read_words(folder / "overrides.yaml") or []}
+    words = [*words, *(word for key, word in INSTEAD.items() if key in saved)]
     settings = load_run([*words, f"resume={quote(str(folder.resolve()))}"])
     return OpenRun(folder, settings, kept, set_up(settings.machine))
