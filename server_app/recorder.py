@@ -30,6 +30,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
+from fedssl.report.kept_models import forget_after
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
 from fedssl.settings import RecordingSettings, Settings
@@ -179,6 +180,7 @@ class Recorder:
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
+        forget_after(self.folder, done)
         for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))

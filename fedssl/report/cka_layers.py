@@ -98,6 +98,7 @@ def layers_figure(layers: np.ndarray, pairs: np.ndarray, names: Sequence[str], *
     axes = figure.add_subplot(1, 2 if len(pairs) else 1, 1, title=f"layers of the global model, round {round}")
     draw_matrix(figure, axes, layers, names)
     if len(pairs):
+        figure.set_layout_engine("constrained", w_pad=0.12)  # between the bar and the next label
         axes = figure.add_subplot(1, 2, 2, title=f"clients' models, round {round}", ylabel="linear CKA of two clients")
         places = np.arange(len(names))
         for number, pair in enumerate(pairs):

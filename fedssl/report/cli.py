@@ -71,10 +71,15 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     if together and into is None and len(folders) > 1:
         raise InputError(f"the figure {together[0]} is of all {len(folders)} folders; say where to with --into FOLDER")
     words = from_arguments([f"--config-dir={folder}" for folder in settings])
-    into = into or folders[0]
-    if not into.is_dir():
+    if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is no folder; make it, or name another one")
-    draw_all(find_runs(folders), names, into=into, words=words, say=lambda text: print(printable(text), flush=True))
+    draw_all(
+        find_runs(folders),
+        names,
+        into=into or folders[0],
+        words=words,
+        say=lambda text: print(printable(text), flush=True),
+    )
     print()
 
 

@@ -156,7 +156,7 @@ def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | Non
     axes.legend(once.values(), once.keys())
     whose = [line["client"] if line["client"] is not None else line.get("model", "") for line in lines]
     shown = [*zip(whose, (line["spectrum"]["singular_values"] for line in lines), strict=True), ("Gaussian", reference)]
-    rows = [[name, index, value] for name, values in shown for index, value in enumerate(values, start=1)]
+    rows = [[name, index, value] for name, values in shown for index, value in enumerate(values)]
     header = ["client or model", "index", "singular value"]
     return save_figure(figure, folder, "spectrum", rows=[header, *rows], formats=formats)
 

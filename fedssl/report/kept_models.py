@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.files import inner_folder, write_whole
+from fedssl.files import inner_folder, remove, write_whole
 from fedssl.layers import Layers
 from fedssl.untrusted import damaged, read_tensors
 
@@ -33,6 +33,16 @@ def save_layers(folder: Path, round: int, name: str, layers: Layers) -> None:
     place = inner_folder(inner_folder(folder, FOLDER), round_folder(folder, round).name)
     tensors = {layer: torch.from_numpy(np.asarray(array)) for layer, array in layers.items()}
     write_whole(place / f"{name}.pt", lambda stream: torch.save(tensors, stream))
+
+
+def forget_after(folder: Path, round: int) -> None:
+    """Remove the models of later rounds, which a resumed run does again."""
+    for place in (folder / FOLDER).glob("*"):
+        match = _ROUND.fullmatch(place.name)
+        if match and int(match[1]) > round:
+            for file in place.iterdir():
+                remove(file)
+            place.rmdir()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fedssl.report.cka import centred_gram, cka_matrix
 from fedssl.report.cka_layers import layer_outputs
 from fedssl.report.cli import main
 from fedssl.report.forgetting import judge
-from fedssl.report.kept_models import kept_rounds, read_layers, save_layers
+from fedssl.report.kept_models import forget_after, kept_rounds, read_layers, save_layers
 from fedssl.report.open_run import OpenRun, open_run
 from fedssl.report.partition import read_table
 from fedssl.report.representations import read_representations
@@ -169,6 +169,10 @@ def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
     keeper.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
     (kept,) = kept_rounds(tmp_path)
     assert list(kept.clients) == [4]
+    Keeper(tmp_path, 5).finish({"global": layers}, used=[])
+    forget_after(tmp_path, 3)  # resumed behind round 3
+    assert [one.round for one in kept_rounds(tmp_path)] == [3]
+    assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
 
 
 def test_few_rounds_give_no_plane(opened: OpenRun):
