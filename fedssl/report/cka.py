@@ -18,7 +18,8 @@ WRITTEN = 12  # models or layers for which a matrix has its numbers written into
 
 def centred_gram(x: np.ndarray) -> np.ndarray:
     """Inner products of the deviations of representations ``(n, dim)`` from their mean, float64, ``(n, n)``."""
-    deviations = x.astype(np.float64) - x.astype(np.float64).mean(axis=0)
+    deviations = x.astype(np.float64)  # a copy
+    deviations -= deviations.mean(axis=0)
     gram: np.ndarray = deviations @ deviations.T
     return gram
 

@@ -31,7 +31,7 @@ from fedssl.training import taken
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROUNDS = 40  # most models of a way: all of them are in memory
+ROUNDS = 25  # most models of a way: all of them are in memory, three times
 PICTURES = 256  # on which the loss is taken
 POINTS = 15  # of the grid, along either direction
 MARGIN = 0.25  # of the grid beyond the models, as a share of their extent
