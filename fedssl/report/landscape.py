@@ -188,11 +188,14 @@ def draw_landscape(run: OpenRun, *, formats: Sequence[str] = SCREEN) -> Path:
 
 def landscape_figure(found: Landscape, *, title: str, color: str) -> "Figure":
     """Draw the loss as colours and lines, the way of the global model from a circle to a star, clients as crosses."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure(height=5.2, width=6.0)
     names = [
         f"direction {number} ({share:.0%} of the variance)" for number, share in enumerate(found.plane.shares, start=1)
     ]
     axes = figure.add_subplot(xlabel=names[0], ylabel=names[1], title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     filled = axes.contourf(found.x, found.y, found.grid, levels=24, cmap="cividis")
     axes.contour(found.x, found.y, found.grid, levels=12, colors="white", linewidths=0.4, alpha=0.6)
     figure.colorbar(filled, ax=axes, label="loss")
