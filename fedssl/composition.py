@@ -38,6 +38,7 @@ MINIMUM = {
     "adapt_epochs": 0,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
+    "keep_models": 0,
 }
 MOST_THREADS = 1024  # more of them end the process
 CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "transport": TRANSPORTS}
@@ -47,7 +48,7 @@ MAY_CHANGE = {
     *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
     *("evaluate_every", "final_evaluation", "health_pictures", "measure_resources"),
     *("evaluate_clients", "adapt_epochs"),
-    *("checkpoint_every", "keep_checkpoints", "dataset.cache", "calibration.dataset.cache"),
+    *("checkpoint_every", "keep_checkpoints", "keep_models", "dataset.cache", "calibration.dataset.cache"),
 }
 
 

@@ -113,6 +113,11 @@ def read_run(folder: Path) -> Run:
     return Run(folder, own, names, settings, summary)
 
 
+def rule_of(folder: Path) -> str:
+    """The name of the strategy of a run folder; empty if nothing tells it."""
+    return read_run(folder).value("strategy")
+
+
 def read_summary(file: Path) -> dict[str, Any] | None:
     """Read what a run writes at its end; None if it is missing, damaged or another program's."""
     try:
