@@ -2,8 +2,8 @@
 
     uv run python benchmarks/layer_wise.py [--batch 256] [--blocks 12] [--sampled 1 4 8 12] [--device cpu] [--threads 2]
 
-The experiments of these names in conf/experiment/lw_fedssl (ViT-Tiny, MoCo v3 with LW-FedSSL's heads, AdamW; as many rounds per
-block as the paper has), on random pictures of 32x32:
+The experiments of these names in conf/experiment/lw_fedssl (ViT-Tiny, MoCo v3 with LW-FedSSL's heads, AdamW; as many
+rounds per block as the paper has), on random pictures of 32x32:
 
 memory   Tensors of a training step at the worst moment, in the worst stage, see `fedssl.step_cost`.
 FLOPs    Of a training step, torch's count; mean over stages.
