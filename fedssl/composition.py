@@ -12,6 +12,7 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -99,8 +100,11 @@ def check_names(words: Sequence[str]) -> DictConfig:
         group = override.key_or_group.split("@")[0]
         if group in known_groups:
             check_choices(override, group=group, choices=known_groups[group])
+            value = override.value()
             if not override.is_sweep_override():
                 chosen.append(str(override.input_line))
+            elif group == "experiment" and isinstance(value, ChoiceSweep):  # the first one chooses for all groups
+                chosen.append(f"experiment={value.list[0]}")
     defaults = compose_nodes(chosen)[0]
     known = [key for key, _ in flatten(defaults, inner=True)]
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
 from PIL import Image
 
@@ -63,6 +63,10 @@ def jobs(words: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _values(word: Override) -> list[str]:
+    value = word.value()
+    if isinstance(value, Glob):
+        names = value.filter([name for name in GROUPS[word.key_or_group] if "/" not in name])
+        return [f"{word.key_or_group}={name}" for name in names]
     if not word.is_sweep_override():
         return [str(word.input_line)]
     values = [f"{word.key_or_group}={value}" for value in word.sweep_string_iterator()]
@@ -104,13 +108,11 @@ def small(config: DictConfig, *, data: Path) -> list[str]:
     elif "conv_small" not in config.encoder._target_:
         words += ["encoder=conv_small", "encoder.width=4"]
     words += [f"method.{name}.hidden=8" for name in ("projector", "predictor") if name in config.method]
-    return words + [word for key, value in flatten(config) for word in _places(key, value, data)]
+    return words + [word for key, _ in flatten(config) for word in _places(key, data)]
 
 
-def _places(key: str, value: Any, data: Path) -> list[str]:
+def _places(key: str, data: Path) -> list[str]:
     parts = key.split(".")
     if parts[-1] == "path" and ("dataset" in parts or "datasets" in parts):
         return [f"{key}={data}"]
-    if key.startswith("final_evaluation") and parts[-1] == "epochs":
-        return [f"{key}=1"]
-    return [f"{key}=null"] if key in ("dataset.limit", "dataset.test_limit") and value else []
+    return [f"{key}=1"] if key.startswith("final_evaluation") and parts[-1] == "epochs" else []
