@@ -28,8 +28,8 @@ class Cell:
         Key to value, as on the command line: what tells this run from others of the table.
     judged : str
         Whose number it is: of the ``"federated"`` or of the ``"untrained"`` encoder.
-    result : str
-        Name of the result, as in ``summary.json``.
+    results : tuple of str
+        Names of the result in ``summary.json``: by the paper's own protocol, and by the one that we have for all.
     value : float
         In per cent.
     spread : float or None
@@ -38,7 +38,7 @@ class Cell:
 
     settings: dict[str, str]
     judged: str
-    result: str
+    results: tuple[str, ...]
     value: float
     spread: float | None
 
@@ -60,7 +60,8 @@ def read_table(name: str) -> list[Cell]:
     if name not in names:
         raise InputError(f"there is no table {name!r}{nearest(name, names)}; choose one of {', '.join(names)}")
     paper, _, table = name.partition(".")
-    return list(_cells(_read(FOLDER / f"{paper}.yaml")["tables"][table]))
+    found = _read(FOLDER / f"{paper}.yaml")
+    return list(_cells(found["tables"][table], found["own"]))
 
 
 @functools.cache
@@ -69,17 +70,18 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
-def _cells(table: dict[str, Any]) -> Iterator[Cell]:
+def _cells(table: dict[str, Any], own: dict[str, str]) -> Iterator[Cell]:
     for row in table["rows"]:
         for column, number in zip(table["columns"], row["numbers"], strict=True):
             if number is None:  # the paper gives none
                 continue
             settings = {**column, **row["settings"]}
+            protocol, at, where = column["result"].partition("@")
             value, _, spread = str(number).partition(" ± ")
             yield Cell(
                 settings={key: str(setting) for key, setting in settings.items() if key != "result"},
                 judged=row.get("judged", "federated"),
-                result=column["result"],
+                results=tuple(dict.fromkeys((f"{own.get(protocol, protocol)}{at}{where}", column["result"]))),
                 value=float(value),
                 spread=float(spread) if spread else None,
             )

@@ -35,6 +35,8 @@ class Line:
     Attributes
     ----------
     cell : Cell
+    result : str
+        Name of the result that is compared, one of the cell's.
     differs : dict
         Key to the value in the runs and in the experiment.
     runs : int
@@ -44,6 +46,7 @@ class Line:
     """
 
     cell: Cell
+    result: str
     differs: Differences
     runs: int
     ours: Score | None
@@ -99,7 +102,7 @@ class PaperTable:
     def _settings(self, line: Line, *, told: int) -> list[str]:
         settings = [line.cell.settings.get(key, "") for key in self._keys]
         whose = "" if line.cell.judged == "federated" else f" ({line.cell.judged})"
-        return [*settings, _told(line.differs, told), line.cell.result + whose]
+        return [*settings, _told(line.differs, told), line.result + whose]
 
     def _cells(self) -> list[list[str]]:
         cells = [[*self._keys, "differs", "result", "paper (%)", "ours (%)", "difference", "runs"]]
@@ -134,17 +137,20 @@ def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
         if same not in matched:
             matched[same] = list(_groups({"experiment": experiment, **cell.settings}, finished))
         found = [_line(cell, differs, group) for differs, group in matched[same]]
-        lines += found or [Line(cell=cell, differs={}, runs=0, ours=None)]
+        lines += found or [Line(cell=cell, result=cell.results[0], differs={}, runs=0, ours=None)]
     belong = {run.folder for groups in matched.values() for _, group in groups for run in group}
     return PaperTable(name, lines, [str(run.folder) for run in finished if run.folder not in belong])
 
 
 def _line(cell: Cell, differs: Differences, runs: Sequence[Run]) -> Line:
     runs = list({run.seed: run for run in reversed(runs)}.values())  # the first with a seed counts
-    scores = [run.results_of(cell.judged).get(cell.result) for run in runs]
-    values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
-    ours = Score(mean(values), spread=stdev(values) if len(values) > 1 else None) if values else None
-    return Line(cell=cell, differs=differs, runs=len(values) or len(runs), ours=ours)
+    for result in cell.results:
+        scores = [run.results_of(cell.judged).get(result) for run in runs]
+        values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
+        if values:
+            ours = Score(mean(values), spread=stdev(values) if len(values) > 1 else None)
+            return Line(cell=cell, result=result, differs=differs, runs=len(values), ours=ours)
+    return Line(cell=cell, result=cell.results[0], differs=differs, runs=len(runs), ours=None)
 
 
 def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[Differences, list[Run]]]:
