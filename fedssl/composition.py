@@ -103,11 +103,10 @@ def check_names(words: Sequence[str]) -> DictConfig:
         group = override.key_or_group.split("@")[0]
         if group in known_groups:
             check_choices(override, group=group, choices=known_groups[group])
-            value = override.value()
             if not override.is_sweep_override():
                 chosen.append(str(override.input_line))
-            elif group == "experiment" and isinstance(value, ChoiceSweep):  # the first one chooses for all groups
-                chosen.append(f"experiment={value.list[0]}")
+            elif group == "experiment" and isinstance(several := override.value(), ChoiceSweep):
+                chosen.append(f"experiment={several.list[0]}")  # the first one tells which settings there are
     defaults = compose_nodes(chosen)[0]
     known = [key for key, _ in flatten(defaults, inner=True)]
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
