@@ -2,10 +2,10 @@
 
     uv run python benchmarks/bench.py --suite cpu --data '/my/cifar10/*.parquet' --minutes 240
 
-Runs rows in the order of their cost, two at a time, with seed 0 first; runs that are finished stay, and runs that the
-time ended go on the next time. Results go into docs/results.json, where other entries stay, and docs/results.md is
-written anew from it. `--dry-run` measures one round of a row of every cost and tells how long the suite takes;
-`--write-partitions` draws the divisions, which lie beside the suites, and their digests.
+Runs rows in the order of their cost, as many at a time as there are cores, with seed 0 first, but for those of which
+docs/results.json has an entry; runs that the time ended go on the next time. Results go into that file, where other
+entries stay, and docs/results.md is written anew from it. `--dry-run` measures two rounds of one row and tells how long
+the suite takes; `--write-partitions` draws the divisions, which lie beside the suites, and their digests.
 """
 
 import argparse
@@ -14,9 +14,10 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from benchmarks.fedssl_bench.results import collect, merge, page
+from benchmarks.fedssl_bench.results import collect, merge, page, read
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import PARTITIONS, SUITES, Suite
 from fedssl.config import compose
@@ -28,8 +29,8 @@ DIGESTS = PARTITIONS / "SHA256SUMS"
 TEXT = Path(__file__).parent / "fedssl_bench" / "results_head.md"
 
 
-def jobs(suite: Suite, data: str, folder: Path) -> list[Job]:
-    """All runs of a suite: seed by seed, rules before methods, the cheap ones first."""
+def jobs(suite: Suite, data: str, folder: Path, *, done: Collection[tuple[str, str, str, int]] = ()) -> list[Job]:
+    """The runs of a suite that are not ``done``: seed by seed, rules before methods, the cheap ones first."""
     ordered = sorted(suite.rows, key=lambda row: (row.stage, row.cost))
     return [
         Job(
@@ -40,6 +41,7 @@ def jobs(suite: Suite, data: str, folder: Path) -> list[Job]:
         )
         for seed in suite.seeds
         for row in ordered
+        if (suite.name, row.rule, row.method, seed) not in done
     ]
 
 
@@ -95,6 +97,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=240, help="no run is begun, and none goes on, after these")
     parser.add_argument("--beside", type=int, default=os.cpu_count() or 1, help="how many runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="of the run folders")
+    parser.add_argument("--again", action="store_true", help="run also what docs/results.json has an entry of")
     parser.add_argument("--dry-run", action="store_true", help="tell how long the suite takes")
     parser.add_argument("--write-partitions", action="store_true", help="draw the divisions anew")
     arguments = parser.parse_args()
@@ -103,15 +106,18 @@ def main() -> None:
         write_divisions(arguments.data)
         return
     check_divisions(suite)
-    todo = jobs(suite, arguments.data, folder)
+    known = [] if arguments.again else read(DOCS / "results.json")
+    todo = jobs(suite, arguments.data, folder, done={entry.key for entry in known})
     if arguments.dry_run:
         cost = sum(job.cost for job in todo)
         minutes = estimate(suite, arguments.data)
         print(f"{len(todo)} runs, {minutes:.1f} min for cost 1: {minutes * cost / arguments.beside / 60:.1f} hours")
         return
-    left = Runner(beside=arguments.beside, seconds=60 * arguments.minutes).run(todo)
-    entries = merge(DOCS / "results.json", collect(suite, folder))
-    (DOCS / "results.md").write_text(TEXT.read_text() + "\n".join(page(one, entries) for one in SUITES.values()))
+    try:
+        left = Runner(beside=arguments.beside, seconds=60 * arguments.minutes).run(todo)
+    finally:
+        entries = merge(DOCS / "results.json", collect(suite, folder))
+        (DOCS / "results.md").write_text(TEXT.read_text() + "\n".join(page(one, entries) for one in SUITES.values()))
     print(f"{left} of {len(todo)} runs are left; results are in {DOCS / 'results.md'}")
     sys.exit(1 if left else 0)
 

@@ -88,10 +88,14 @@ def collect(suite: Suite, folder: Path) -> list[Entry]:
     return found
 
 
+def read(file: Path) -> list[Entry]:
+    """The entries of a file; none if it is not there."""
+    return [Entry(**entry) for entry in json.loads(file.read_text())["results"]] if file.exists() else []
+
+
 def merge(file: Path, entries: Iterable[Entry]) -> list[Entry]:
     """Write the file's entries and these, of which one replaces another of the same run; return all of them."""
-    known = [Entry(**entry) for entry in json.loads(file.read_text())["results"]] if file.exists() else []
-    by_key = {entry.key: entry for entry in [*known, *entries]}
+    by_key = {entry.key: entry for entry in [*read(file), *entries]}
     together = [by_key[key] for key in sorted(by_key)]
     write_text(file, json.dumps({"results": [asdict(entry) for entry in together]}, indent=1) + "\n")
     return together

@@ -165,5 +165,8 @@ def test_cheap_rows_first_rules_before_methods_seeds_one_after_the_other(tmp_pat
     of_seed = found[: len(found) // 3]
     assert all(name.endswith("seed 0") for name, _ in of_seed)
     assert of_seed[0] == ("simclr-untrained_batch_norm, seed 0", 0.1)
+    done = {entry("fedavg", 1, 0.4).key}
+    fewer = [job.name for job in bench.jobs(SUITES["cpu"], "/no/such", tmp_path, done=done)]
+    assert fewer == [name for name, _ in found if name != "simclr-fedavg, seed 1"]
     methods = [name.partition("-")[0] for name, _ in of_seed]
     assert methods.index("barlow_twins") > max(place for place, name in enumerate(methods) if name == "simclr")
