@@ -101,8 +101,8 @@ def small(config: DictConfig, *, data: Path) -> list[str]:
     """Words that make an experiment of any size a run of a second on the pictures in ``data``."""
     words = ["rounds=1", "local_epochs=1", "batch_size=8", "threads=1", "device=cpu", "engine=local"]
     words += ["evaluate_every=0", "health_pictures=0", "measure_resources=false"]
-    if config.num_clients > 20:
-        words += ["num_clients=20", "clients_per_round=2"]
+    if config.num_clients > 10:
+        words += ["num_clients=10", "clients_per_round=2"]
     if "vit" in config.encoder._target_:
         words += ["encoder.depth=2", "encoder.width=16", "encoder.heads=2", "rounds=2"]
     elif "conv_small" not in config.encoder._target_:
