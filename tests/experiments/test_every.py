@@ -21,7 +21,7 @@ QUICK = {"l_dawa/table2", "fedu/table2", "fedu2/table1", "lw_fedssl/lw_fedssl", 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    pictures(folder, splits={"train": 60, "test": 20, "valid": 20, "unlabeled": 24})
+    pictures(folder, splits={"train": 60, "test": 20, "valid": 20, "unlabeled": 60})
     return folder
 
 
