@@ -1,11 +1,12 @@
 """The command ``fedssl-report``: the results of any runs as one table, and figures of each of them.
 
-    fedssl-report DIR... [--figures [NAME...]] [--into FOLDER] [--out FILE.md|FILE.csv]
+    fedssl-report DIR... [--paper PAPER.TABLE] [--figures [NAME...]] [--into FOLDER] [--out FILE.md|FILE.csv]
 
 A folder is that of a run, or has runs below it (``multirun/...``, ``runs``). Runs that differ only in their seed make
 one row, with mean and standard deviation; runs that did not finish are listed with the reason. ``--figures`` draws
 what a run folder has numbers for into its ``figures/``, also while the run goes on, or the figures that it names, each
-as PNG, PDF and CSV; those of several runs together go into ``FOLDER/figures/``.
+as PNG, PDF and CSV; those of several runs together go into ``FOLDER/figures/``. ``--paper`` sets the runs beside the
+numbers of a table of a paper (`fedssl.report.paper_table`).
 """
 
 import argparse
@@ -18,6 +19,8 @@ from fedssl.errors import InputError
 from fedssl.files import write_text
 from fedssl.report.accuracy_table import Table, run_table
 from fedssl.report.cost_table import CostTable, cost_table
+from fedssl.report.paper_numbers import read_table
+from fedssl.report.paper_table import PaperTable, paper_table
 from fedssl.report.runs import find_runs
 from fedssl.untrusted import printable
 
@@ -35,7 +38,7 @@ def main() -> int:
             raise InputError("no folder is given; write fedssl-report DIR... and --figures behind the folders")
         if options.figures is not None:
             figures(options.folders, options.figures, into=options.into, settings=options.config_dir)
-        report(options.folders, out=options.out)
+        report(options.folders, out=options.out, paper=options.paper)
         sys.stdout.flush()
     except InputError as error:
         print(f"fedssl-report: {printable(error)}", file=sys.stderr)
@@ -83,14 +86,16 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     print()
 
 
-def report(folders: Sequence[Path], *, out: Path | None) -> None:
-    """Print the tables of the runs in the folders, and write them to ``out``.
+def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = None) -> None:
+    """Print the tables of the runs in the folders, or a paper's with them, and write them to ``out``.
 
     Raises
     ------
     InputError
-        A folder has no run in it, no run has finished, or ``out`` cannot be written.
+        A folder has no run in it, no run has finished, there is no such table, or ``out`` cannot be written.
     """
+    if paper is not None:
+        read_table(paper)  # is there one?
     if out is not None and out.suffix not in FORMATS:
         raise InputError(f"--out {out} ends in neither of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
     runs = find_runs(folders)
@@ -98,8 +103,12 @@ def report(folders: Sequence[Path], *, out: Path | None) -> None:
         listed = "; ".join(f"{run.folder}: {run.ending}" for run in runs[:LISTED])
         more = f"; and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
         raise InputError(f"no run has finished, so there are no results ({listed}{more}); try fedssl resume=FOLDER")
-    costs = cost_table(runs)
-    tables: list[Table | CostTable] = [run_table(runs), *([costs] if costs.rows else [])]
+    tables: list[Table | CostTable | PaperTable]
+    if paper is None:
+        costs = cost_table(runs)
+        tables = [run_table(runs), *([costs] if costs.rows else [])]
+    else:
+        tables = [paper_table(paper, runs)]
     print("\n\n".join(table.text() for table in tables))
     if out is not None:
         kinds = {".md": [table.markdown() for table in tables], ".csv": [table.csv() for table in tables]}
@@ -141,6 +150,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="settings of your own that the runs were made with, where figures look into models",
+    )
+    parser.add_argument(
+        "--paper", metavar="PAPER.TABLE", help="set the runs beside this table of a paper, e.g. l_dawa.table2"
     )
     parser.add_argument("--pictures", action="store_true", help=argparse.SUPPRESS)  # the old name of --figures
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the table to FILE.md or FILE.csv as well")

@@ -51,9 +51,13 @@ class Run:
     @property
     def results(self) -> dict[str, Score]:
         """What the federated encoder is worth, by protocol; none without a finished evaluation."""
+        return self.results_of("federated")
+
+    def results_of(self, judged: str) -> dict[str, Score]:
+        """What ``judged`` is worth: the ``"federated"`` encoder, the ``"untrained"`` one or raw ``"pixels"``."""
         if self.summary is None or not self.finished:
             return {}
-        return as_scores(self.summary["final"].get("federated", {}), self.summary.get("units"))
+        return as_scores(self.summary["final"].get(judged, {}), self.summary.get("units"))
 
     @property
     def ending(self) -> str:

@@ -206,7 +206,7 @@ def test_a_real_run(tmp_path: Path, command):
     assert cost.count("(1.00x)") == 6
 
 
-@pytest.mark.parametrize("name", ["method=fedu2/byol", "experiment=fedu2", "method=byol"])
+@pytest.mark.parametrize("name", ["method=fedu2/byol", "experiment=fedu2/base", "method=byol"])
 def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str):
     folder = job(tmp_path / "run", "eua", 0)
     save_run(compose([name]).recording, folder)
