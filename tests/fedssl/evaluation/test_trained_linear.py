@@ -234,7 +234,6 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
     assert abs(own - usual) <= 0.002
 
 
-@pytest.mark.parametrize("slot", ["evaluation", "final_evaluation"])
 @pytest.mark.parametrize(
     ("choice", "numbers", "lr"),
     [
@@ -245,9 +244,8 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
         ("lw_fedssl", ("pooled", 0, 20, 256, torch.optim.AdamW), 0.03),
     ],
 )
-def test_the_files_say_what_the_papers_say(slot, choice, numbers, lr):
-    settings = compose([f"{slot}={choice}/linear"]).evaluation
-    made = (settings.protocol if slot == "evaluation" else settings.final_protocol).make()
+def test_the_files_say_what_the_papers_say(choice, numbers, lr):
+    made = compose([f"final_evaluation={choice}/linear"]).evaluation.final_protocol.make()
     optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))]}])
     found = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
     assert (made.name, *found) == (f"linear_{choice}", *numbers)
