@@ -64,18 +64,21 @@ def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
         config.output_dir = str(config.output_dir)
-    if config.partition.get("encoder"):  # a file, which clients read in another folder
-        config.partition.encoder = str(Path(str(config.partition.encoder)).expanduser().absolute())
-    if config.strategy.get("file"):
-        config.strategy.file = str(Path(str(config.strategy.file)).expanduser().absolute())
-    if config.teacher is not None:
-        config.teacher = str(Path(str(config.teacher)).expanduser().absolute())
+    for node, key in ((config.partition, "encoder"), (config.partition, "file"), (config.strategy, "file")):
+        _make_absolute(node, key)
+    _make_absolute(config, "teacher")
     for node in (config.dataset, config.calibration.get("dataset")):
-        if node is not None and node.get("path"):
-            node.path = str(Path(str(node.path)).expanduser().absolute())
-        if node is not None and node.get("cache") not in (None, "auto"):
-            node.cache = str(Path(str(node.cache)).expanduser().absolute())
+        if node is not None:
+            _make_absolute(node, "path")
+            if node.get("cache") != "auto":
+                _make_absolute(node, "cache")
     return config, choices
+
+
+def _make_absolute(node: DictConfig, key: str) -> None:
+    """Clients and resumed runs read the file in another folder."""
+    if node.get(key) not in (None, ""):
+        node[key] = str(Path(str(node[key])).expanduser().absolute())
 
 
 def check_names(words: Sequence[str]) -> DictConfig:

@@ -3,6 +3,7 @@
 from fedssl.partition.base import Division, Images
 from fedssl.partition.clusters import feature_clusters
 from fedssl.partition.deal import auxiliary, divide, split
+from fedssl.partition.listed import listed, write_division
 from fedssl.partition.rules import MIN_PICTURES, classes, dirichlet, iid, natural, skew
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "divide",
     "feature_clusters",
     "iid",
+    "listed",
     "natural",
     "skew",
     "split",
+    "write_division",
 ]

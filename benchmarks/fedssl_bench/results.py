@@ -1,0 +1,176 @@
+"""Results of a suite: one JSON file, which others can extend, and the page that is made of it."""
+
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import mean, median
+
+from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
+from benchmarks.fedssl_bench.suites import BOUNDS, IDLE, Suite
+from fedssl.evaluation.scores import as_scores
+from fedssl.files import write_text
+from fedssl.report.runs import read_run
+from fedssl.report.tables import markdown
+
+REFERENCE = "fedavg"
+PROTOCOLS = ("linear", "knn")  # ranked by the first
+_RANKED = "linear"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The result of one run.
+
+    Attributes
+    ----------
+    suite, rule, method : str
+    seed : int
+    results, untrained : dict
+        Protocol to accuracy in [0, 1], of the federated encoder and of the one before training.
+    bytes_up : float
+        What a client sent in all rounds.
+    minutes : float
+        Of the whole run, with evaluation; comparable only on one machine.
+    machine, date : str
+    versions : dict
+        Package to version.
+    """
+
+    suite: str
+    rule: str
+    method: str
+    seed: int
+    results: dict[str, float]
+    untrained: dict[str, float]
+    bytes_up: float
+    minutes: float
+    machine: str
+    date: str
+    versions: dict[str, str]
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """Which run it is; there is one entry for each."""
+        return self.suite, self.rule, self.method, self.seed
+
+
+def collect(suite: Suite, folder: Path) -> list[Entry]:
+    """Entries of a suite's finished runs, which lie in ``folder`` as ``<row>/<seed>``."""
+    found = []
+    for row in suite.rows:
+        for seed in suite.seeds:
+            place = folder / row.place / str(seed)
+            summary = read_run(place).summary if place.is_dir() else None
+            if summary is None or summary["status"] != "finished":
+                continue
+            accuracies = {
+                name: {key: score.value for key, score in as_scores(scores, summary["units"]).items()}
+                for name, scores in summary["final"].items()
+            }
+            found.append(
+                Entry(
+                    suite=suite.name,
+                    rule=row.rule,
+                    method=row.method,
+                    seed=seed,
+                    results=accuracies["federated"],
+                    untrained=accuracies["untrained"],
+                    bytes_up=summary["client"]["bytes_up"],
+                    minutes=summary["seconds"] / 60,
+                    machine=machine(),
+                    date=date.fromtimestamp((place / "summary.json").stat().st_mtime).isoformat(),
+                    versions=summary["versions"],
+                )
+            )
+    return found
+
+
+def read(file: Path) -> list[Entry]:
+    """The entries of a file; none if it is not there."""
+    return [Entry(**entry) for entry in json.loads(file.read_text())["results"]] if file.exists() else []
+
+
+def merge(file: Path, entries: Iterable[Entry]) -> list[Entry]:
+    """Write the file's entries and these, of which one replaces another of the same run; return all of them."""
+    by_key = {entry.key: entry for entry in [*read(file), *entries]}
+    together = [by_key[key] for key in sorted(by_key)]
+    write_text(file, json.dumps({"results": [asdict(entry) for entry in together]}, indent=1) + "\n")
+    return together
+
+
+def machine() -> str:
+    """The processor, by its name where the system tells it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def page(suite: Suite, entries: Sequence[Entry]) -> str:
+    """The suite's part of ``docs/results.md``: a table for each method, and what differs by more than chance."""
+    own = [entry for entry in entries if entry.suite == suite.name]
+    lines = [f"## Suite `{suite.name}`", ""]
+    for method in dict.fromkeys(row.method for row in suite.rows):
+        of_method = _by_rule(suite, [entry for entry in own if entry.method == method])
+        if of_method:
+            lines += [f"### `method={method}`", "", _table(suite, of_method), *_verdict(of_method), ""]
+    return "\n".join(lines)
+
+
+def _by_rule(suite: Suite, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Rows whose every seed is there, in the order of the suite."""
+    rules = dict.fromkeys(row.rule for row in suite.rows)
+    found = {rule: [entry for entry in entries if entry.rule == rule] for rule in rules}
+    return {rule: each for rule, each in found.items() if {entry.seed for entry in each} >= set(suite.seeds)}
+
+
+def _values(rows: Mapping[str, Sequence[Entry]], protocol: str) -> dict[str, list[float]]:
+    """Accuracy in per cent of every row that is ranked, in the order of seeds."""
+    return {
+        rule: [100 * entry.results[protocol] for entry in sorted(each, key=lambda entry: entry.seed)]
+        for rule, each in rows.items()
+        if rule not in (*BOUNDS, IDLE)
+    }
+
+
+def _table(suite: Suite, rows: Mapping[str, Sequence[Entry]]) -> str:
+    values = _values(rows, _RANKED)
+    rank = ranks(values) if values else {}
+    beside = differences(values, reference=REFERENCE) if REFERENCE in values else {}
+    body = []
+    for rule, each in rows.items():
+        cells = [_middle([100 * entry.results[name] for entry in each]) for name in PROTOCOLS]
+        gain = mean(100 * (entry.results[_RANKED] - entry.untrained[_RANKED]) for entry in each)
+        difference = beside.get(rule)
+        cells += [
+            f"{gain:+.1f}",
+            f"{difference.mean:+.1f} ± {difference.spread:.1f}" if difference else "",
+            f"{difference.p:.2f}" if difference else "",
+            f"{rank[rule]:.1f}" if rule in rank else "",
+            f"{median(entry.bytes_up for entry in each) / 1e6:.0f}",
+            f"{median(entry.minutes for entry in each):.1f}",
+        ]
+        body.append([f"({rule})" if rule in (*BOUNDS, IDLE) else rule, *cells])
+    heads = ["strategy", "linear, %", "kNN, %", "above untrained", f"beside {REFERENCE}", "p", "rank", "MB up", "min"]
+    return markdown([heads, *body], left=1)
+
+
+def _middle(numbers: Sequence[float]) -> str:
+    return f"{median(numbers):.1f} ({min(numbers):.1f} to {max(numbers):.1f})"
+
+
+def _verdict(rows: Mapping[str, Sequence[Entry]]) -> list[str]:
+    values = _values(rows, _RANKED)
+    chance = friedman(values)
+    beside = differences(values, reference=REFERENCE) if REFERENCE in values else {}
+    sure = [rule for rule, difference in beside.items() if difference.p < 0.05]
+    lines = []
+    if chance is not None:
+        lines.append(f"Friedman's test over the {len(values)} strategies: p = {chance:.2g}.")
+    if beside:
+        named = ", ".join(f"`{rule}`" for rule in sure) if sure else "none"
+        lines.append(f"Different from `{REFERENCE}` by more than chance (p < 0.05 after Holm's correction): {named}.")
+    return ["", " ".join(lines)] if lines else []

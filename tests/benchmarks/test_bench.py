@@ -1,0 +1,172 @@
+"""FedSSL-Bench without training: what runs, in which order, what is kept, and what the page says of made-up results."""
+
+import hashlib
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench
+from benchmarks.fedssl_bench import results
+from benchmarks.fedssl_bench.ranking import differences, friedman, holm, ranks
+from benchmarks.fedssl_bench.results import Entry, merge, page
+from benchmarks.fedssl_bench.running import Job, Runner
+from benchmarks.fedssl_bench.suites import ALL, IDLE, METHODS, RULES, SINGLE, SUITES, Suite
+from fedssl.config import compose
+from fedssl.words import groups
+
+# A stand-in for `fedssl`: the first word says what it does; its folder is the last one.
+PROGRAM = """
+import json, pathlib, sys, time
+*words, place = sys.argv[1:]
+folder = pathlib.Path(place.partition("=")[2])
+(folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+with open(folder.parent / "order", "a") as file:
+    print(folder.name, place.partition("=")[0], file=file)
+try:
+    if "slow" in words:
+        (folder / "checkpoints" / "1").touch()
+        time.sleep(100)
+except KeyboardInterrupt:
+    sys.exit(130)
+if "bad" not in words:
+    summary = {"status": "finished", "reason": None, "overrides": words, "final": {"federated": {"knn": 0.5}}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return sys.executable, str(tmp_path / "program.py")
+
+
+def test_what_is_finished_stays_what_fails_is_tried_again_and_what_was_stopped_goes_on(tmp_path, command, capsys):
+    jobs = [Job(name, tmp_path / "runs" / name, (name,), 1.0) for name in ("good", "bad", "slow")]
+    runner = Runner(beside=3, seconds=600, command=command)
+
+    def end() -> None:
+        while not (jobs[2].folder / "checkpoints" / "1").exists() or not jobs[0].finished:
+            time.sleep(0.05)
+        runner.end = 0.0
+
+    threading.Thread(target=end, daemon=True).start()
+    assert runner.run(jobs) == 2
+    said = capsys.readouterr().out
+    assert "good: finished" in said
+    assert "slow: to be continued" in said
+    again = [Job(job.name, job.folder, (), 1.0) for job in jobs]
+    assert Runner(beside=1, seconds=600, command=command).run(again) == 0
+    order = (tmp_path / "runs" / "order").read_text().split("\n")
+    assert order[-3:] == ["bad output_dir", "slow resume", ""]
+    assert order.count("good output_dir") == 1
+
+
+def test_what_fails_is_told_and_counted(tmp_path, command, capsys):
+    assert Runner(beside=1, seconds=600, command=command).run([Job("bad", tmp_path / "bad", ("bad",), 1.0)]) == 1
+    assert f"bad: failed, see {tmp_path / 'bad.log'}" in capsys.readouterr().out
+
+
+def test_nothing_begins_after_the_time(tmp_path, command):
+    assert Runner(beside=1, seconds=0, command=command).run([Job("good", tmp_path / "good", ("good",), 1.0)]) == 1
+    assert not (tmp_path / "good").exists()
+
+
+def test_ranks_by_hand():
+    # Seed 0: b, then a and c share places 2 and 3. Seed 1: a, b, c.
+    assert ranks({"a": [1.0, 9.0], "b": [2.0, 8.0], "c": [1.0, 7.0]}) == {"a": 1.75, "b": 1.5, "c": 2.75}
+
+
+def test_friedman_by_hand():
+    # Three rows, four seeds, always the same order: rank sums 4, 8, 12. chi2 = 12 / (4 * 3 * 4) * (16 + 64 + 144)
+    # - 3 * 4 * 4 = 56 - 48 = 8; with two degrees of freedom p = exp(-8 / 2).
+    values = {"a": [9.0, 8.0, 9.0, 7.0], "b": [5.0, 5.5, 6.0, 5.0], "c": [1.0, 2.0, 3.0, 4.0]}
+    assert friedman(values) == pytest.approx(0.018315638888734)
+    assert friedman({"a": [1.0], "b": [2.0], "c": [3.0]}) is None
+
+
+def test_paired_differences_by_hand():
+    # Differences 1, 2, 3: mean 2, deviation 1, t = 2 * sqrt(3); with two degrees of freedom
+    # p = 1 - t / sqrt(2 + t^2) = 1 - sqrt(12 / 14) = 0.0741799. Two rows, Holm: twice as much.
+    found = differences(
+        {"fedavg": [10.0, 20.0, 30.0], "x": [11.0, 22.0, 33.0], "y": [10.0, 20.0, 30.0]}, reference="fedavg"
+    )
+    assert (found["x"].mean, found["x"].spread) == (2.0, 1.0)
+    assert found["x"].p == pytest.approx(2 * 0.0741799, abs=1e-6)
+    assert found["y"].p == 1.0
+    assert differences({"fedavg": [1.0], "x": [2.0]}, reference="fedavg") == {}
+
+
+def test_holm_by_hand():
+    # Sorted 0.01, 0.02, 0.03, times 3, 2, 1: 0.03, 0.04, and 0.03 raised to the one before.
+    assert holm({"b": 0.02, "a": 0.01, "c": 0.03}) == pytest.approx({"a": 0.03, "b": 0.04, "c": 0.04})
+    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+
+
+def entry(rule: str, seed: int, linear: float, method: str = "simclr") -> Entry:
+    results = {"linear": linear, "knn": linear - 0.1}
+    return Entry(
+        "cpu", rule, method, seed, results, {"linear": 0.3, "knn": 0.2}, 2e6, 1.5, "a machine", "2026-01-01", {}
+    )
+
+
+def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    merge(file, [entry("fedavg", 0, 0.4), entry("theirs", 0, 0.5)])
+    together = merge(file, [entry("fedavg", 0, 0.6)])
+    assert [(one.rule, one.results["linear"]) for one in together] == [("fedavg", 0.6), ("theirs", 0.5)]
+    assert json.loads(file.read_text())["results"][1]["rule"] == "theirs"
+
+
+def test_the_page_ranks_rows_whose_seeds_are_all_there() -> None:
+    numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6), "krum": (0.5, 0.5)}
+    entries = [entry(rule, seed, one) for rule, each in numbers.items() for seed, one in enumerate(each)]
+    said = page(SUITES["cpu"], entries)
+    table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
+    cells = {name.strip(): [cell.strip() for cell in each] for name, *each in table}
+    assert cells["fedavg"][:3] == ["42.0 (40.0 to 44.0)", "32.0 (30.0 to 34.0)", "+12.0"]
+    # Beside FedAvg 1, 2, 3 points: as in the test above, but a single row needs no correction.
+    assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2", "1.5"]
+    assert cells[f"({ALL})"][5] == ""  # no rank for a bound
+    assert "krum" not in said
+    assert "by more than chance (p < 0.05 after Holm's correction): none." in said
+
+
+def test_rows_compose_and_divide_as_on_record() -> None:
+    suite = SUITES["cpu"]
+    bench.check_divisions(suite)
+    rows = {(row.rule, row.method): row for row in suite.rows}
+    assert len(rows) == len(suite.rows)
+    assert {rule for rule, method in rows if method == "simclr"} == {*RULES, SINGLE, ALL, IDLE}
+    assert {method for rule, method in rows if rule == "l_dawa"} == set(METHODS)
+    assert set(RULES) <= set(groups()["strategy"])
+    for key in [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (IDLE, "simclr")]:
+        settings = compose(suite.arguments(rows[key], 0, "/no/such"))
+        assert settings.num_clients == (suite.clients if rows[key].shared else 1)
+        assert settings.data.limit == suite.pictures
+        assert set(results.PROTOCOLS) <= set(settings.evaluation.final_protocol.values["protocols"])
+
+
+def test_a_division_that_was_changed_is_refused(tmp_path, monkeypatch):
+    suite = SUITES["cpu"]
+    file = tmp_path / "changed.csv"
+    file.write_text("client\n0\n")
+    monkeypatch.setattr(Suite, "division", lambda self, seed: file)
+    with pytest.raises(SystemExit, match=r"changed.csv.*not the division on record"):
+        bench.check_divisions(suite)
+    assert hashlib.sha256(b"client\n0\n").hexdigest() == bench.digests(suite)["changed.csv"]
+
+
+def test_cheap_rows_first_rules_before_methods_seeds_one_after_the_other(tmp_path: Path) -> None:
+    found = [(job.name, job.cost) for job in bench.jobs(SUITES["cpu"], "/no/such", tmp_path)]
+    of_seed = found[: len(found) // 3]
+    assert all(name.endswith("seed 0") for name, _ in of_seed)
+    assert of_seed[0] == ("simclr-untrained_batch_norm, seed 0", 0.1)
+    done = {entry("fedavg", 1, 0.4).key}
+    fewer = [job.name for job in bench.jobs(SUITES["cpu"], "/no/such", tmp_path, done=done)]
+    assert fewer == [name for name, _ in found if name != "simclr-fedavg, seed 1"]
+    methods = [name.partition("-")[0] for name, _ in of_seed]
+    assert methods.index("barlow_twins") > max(place for place, name in enumerate(methods) if name == "simclr")
