@@ -113,9 +113,11 @@ def main() -> None:
         minutes = estimate(suite, arguments.data)
         print(f"{len(todo)} runs, {minutes:.1f} min for cost 1: {minutes * cost / arguments.beside / 60:.1f} hours")
         return
-    left = Runner(beside=arguments.beside, seconds=60 * arguments.minutes).run(todo)
-    entries = merge(DOCS / "results.json", collect(suite, folder))
-    (DOCS / "results.md").write_text(TEXT.read_text() + "\n".join(page(one, entries) for one in SUITES.values()))
+    try:
+        left = Runner(beside=arguments.beside, seconds=60 * arguments.minutes).run(todo)
+    finally:
+        entries = merge(DOCS / "results.json", collect(suite, folder))
+        (DOCS / "results.md").write_text(TEXT.read_text() + "\n".join(page(one, entries) for one in SUITES.values()))
     print(f"{left} of {len(todo)} runs are left; results are in {DOCS / 'results.md'}")
     sys.exit(1 if left else 0)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl  # setting values is no public function of Hydra 1.3
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -166,27 +168,47 @@ def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]
 
 
 def compose_nodes(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """The resolved nodes, and the choice in every group; the same ones again are not composed again."""
-    changeable = any("${" in word or word.startswith(f"{SEARCH}=") for word in words)
-    config, choices = _composed.__wrapped__(tuple(words)) if changeable else _composed(tuple(words))
-    return copy.deepcopy(config), dict(choices)
+    """The resolved nodes, and the choice in every group.
 
-
-@functools.lru_cache(maxsize=64)
-def _composed(words: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    GlobalHydra.instance().clear()
+    Hydra composes the choices of groups, which takes long, and then sets the values. The first is done once for the
+    same choices.
+    """
+    folders = search_folders(words)
+    chosen: list[Override] = []
+    values: list[Override] = []
+    for override in parse(words):
+        (chosen if _chooses(override, folders) else values).append(override)
+    lines = tuple(str(override.input_line) for override in chosen)
+    changeable = any("${" in line for line in lines) or bool(folders)
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
-            choices = OmegaConf.to_container(config.hydra.runtime.choices)
-            with open_dict(config):
-                del config["hydra"]
-            OmegaConf.resolve(config)
+        cached, choices = _composed.__wrapped__(lines) if changeable else _composed(lines)
+        config = copy.deepcopy(cached)
+        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split())) from error
-    assert isinstance(choices, dict)
-    names = groups(search_folders(words))
-    return config, {str(group): str(name) for group, name in choices.items() if group in names and name}
+    names = groups(folders)
+    return config, {group: name for group, name in choices.items() if group in names}
+
+
+def _chooses(override: Override, folders: Sequence[Path]) -> bool:
+    """Whether Hydra needs a word to compose the nodes, or to refuse it, as what it is not there for."""
+    key = override.key_or_group
+    if override.package is not None or override.is_sweep_override() or key.startswith("hydra"):
+        return True
+    return any((root / key).is_dir() for root in (CONF, *folders)) and not isinstance(override.value(), dict)
+
+
+@functools.lru_cache(maxsize=256)
+def _composed(words: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+    """The nodes with their interpolations, and the choices; for a copy, since these stay."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
+    choices = {str(group): str(name) for group, name in config.hydra.runtime.choices.items() if name}
+    with open_dict(config):
+        del config["hydra"]
+    return config, choices
 
 
 def flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ RULES = (
     *("per_ssl", "featarc", "clustered", "gossip", "median", "trimmed_mean", "krum"),
 )
 METHODS = {  # what a method needs beyond the settings of all (docs/learning.md tells why)
-    "simclr": (),
+    "simclr": ("method.temperature=0.2",),
     "byol": ("method.projector.last_norm=true",),
     "simsiam": ("method.projector.layers=1",),
     "moco_v3": (),
@@ -96,8 +96,9 @@ class Suite:
 
 def rows(rules: Sequence[str], both: Sequence[str]) -> tuple[Row, ...]:
     """All rows: ``rules`` with SimCLR, then every method with the rules ``both``; bounds for every method."""
-    made = [Row(rule, "simclr", (f"strategy={rule}",), 0, 2.0 if rule in _DOUBLE else 1.0) for rule in rules]
-    idle = ("strategy=fedavg", "rounds=1", "local_epochs=2", "optimizer.lr=0")
+    own = METHODS["simclr"]
+    made = [Row(rule, "simclr", (f"strategy={rule}", *own), 0, 2.0 if rule in _DOUBLE else 1.0) for rule in rules]
+    idle = ("strategy=fedavg", *own, "rounds=1", "local_epochs=2", "optimizer.lr=0")
     made.append(Row(IDLE, "simclr", idle, 0, 0.1))
     for method, words in METHODS.items():
         chosen = (f"method={method}", *words)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import bench
 from benchmarks.fedssl_bench import results
@@ -16,6 +17,8 @@ from benchmarks.fedssl_bench.results import Entry, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import ALL, IDLE, METHODS, RULES, SINGLE, SUITES, Suite
 from fedssl.config import compose
+from fedssl.datasets.base import Pictures
+from fedssl.partition import divide
 from fedssl.words import groups
 
 # A stand-in for `fedssl`: the first word says what it does; its folder is the last one.
@@ -143,10 +146,12 @@ def test_rows_compose_and_divide_as_on_record() -> None:
     assert {rule for rule, method in rows if method == "simclr"} == {*RULES, SINGLE, ALL, IDLE}
     assert {method for rule, method in rows if rule == "l_dawa"} == set(METHODS)
     assert set(RULES) <= set(groups()["strategy"])
+    pictures = Pictures(torch.zeros(suite.pictures, 3, 1, 1, dtype=torch.uint8), None)
     for key in [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (IDLE, "simclr")]:
         settings = compose(suite.arguments(rows[key], 0, "/no/such"))
         assert settings.num_clients == (suite.clients if rows[key].shared else 1)
         assert settings.data.limit == suite.pictures
+        assert sum(map(len, divide(settings.partition, pictures).parts)) == suite.pictures
         assert set(results.PROTOCOLS) <= set(settings.evaluation.final_protocol.values["protocols"])
 
 
