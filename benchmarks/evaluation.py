@@ -9,12 +9,14 @@ in full. Times are CPU seconds of this process, with one thread, so that other w
 
 Targets: at most 1/80 of its time, and within 0.2 points of its accuracy. With n pictures for training and m for the
 test the encoder sees n + m instead of 100 n + m: whatever the rest costs, 80 times is in reach only if m is below a
-quarter of n. On 1,000 test pictures 0.2 points are two of them.
+quarter of n. Accuracies are those on all 10,000 test pictures, where 0.2 points are 20 of them, and are taken aside.
+With a learning rate of 0.05 in place of 0.2 the 100 epochs are too few: 0.4 points are missing.
 """
 
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,8 +25,8 @@ from torch import Tensor, nn
 
 from fedssl.config import compose
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.linear import Linear, standardise
-from fedssl.evaluation.subject import Subject, make_subject
+from fedssl.evaluation.linear import Linear
+from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.export import load_encoder
 from fedssl.machine.threads import tune_allocator
 from fedssl.training import batches
@@ -47,8 +49,8 @@ class Usual:
     def __init__(self, *, epochs: int, batch: int, lr: float) -> None:
         self.epochs, self.batch, self.lr = epochs, batch, lr
 
-    def __call__(self, subject: Subject, *, mean: Tensor, std: Tensor) -> Tensor:
-        """Classes of the test pictures; ``mean`` and ``std`` are those of the training pictures' features."""
+    def __call__(self, subject: Subject, *, mean: Tensor, std: Tensor) -> nn.Linear:
+        """Train, and test; the classifier. ``mean`` and ``std`` are those of the training pictures' features."""
         encoder, generator = subject.encoder.eval(), torch.Generator().manual_seed(0)
         center, scale = (torch.tensor(values).view(-1, 1, 1) for values in (subject.mean, subject.std))
 
@@ -67,20 +69,9 @@ class Usual:
                 loss.backward()
                 optimizer.step()
             schedule.step()
-        with torch.no_grad():
-            return torch.cat([head(features(images)).argmax(dim=1) for images in subject.test.images.split(256)])
-
-
-def fresh(subject: Subject) -> Subject:
-    """The same without features that were computed before."""
-    return Subject(
-        encoder=subject.encoder,
-        train=subject.train,
-        test=subject.test,
-        mean=subject.mean,
-        std=subject.std,
-        device=subject.device,
-    )
+        for images in subject.test.images.split(256):
+            head(features(images)).argmax(dim=1)
+        return head
 
 
 def main() -> None:
@@ -90,31 +81,35 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=5000)
     parser.add_argument("--test", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.2)
     options = parser.parse_args()
     torch.set_num_threads(1)
     tune_allocator()
     words = ["dataset=cifar10", f"dataset.path={quote(options.data)}", "dataset.cache=null"]
-    words += [f"dataset.limit={options.pictures}", f"dataset.test_limit={options.test}"]
-    subject = make_subject(load_encoder(options.encoder), compose(words).data, device=torch.device("cpu"))
+    words.append(f"dataset.limit={options.pictures}")
+    everything = make_subject(load_encoder(options.encoder), compose(words).data, device=torch.device("cpu"))
+    few = slice(options.test)
+    subject = replace(everything, test=Labelled(everything.test.images[few], everything.test.labels[few]))
     own, usual = Linear(l2=L2), Usual(epochs=options.epochs, batch=128, lr=options.lr)
 
     seconds, solver = [], []
     for _ in range(4):
-        judged = fresh(subject)
+        judged = replace(subject)  # without features that were computed before
         start = time.process_time()
         data = judged.features
         solver_start = time.process_time()
-        found = own(judged, seed=0)["linear"].value
+        own(judged, seed=0)
         seconds.append(time.process_time() - start)
         solver.append(time.process_time() - solver_start)
     mean, std = data.train.mean(0), data.train.std(0, correction=0)
-    assert torch.allclose(
-        (data.train - mean) / std, standardise(data.train, data.test)[0], atol=1e-5
-    )  # none is constant
+    assert std.min() > 0  # a constant feature is left as it is by one, and divided by 0 by the other
     start = time.process_time()
-    expected = accuracy(usual(subject, mean=mean, std=std), subject.test.labels)
+    head = usual(subject, mean=mean, std=std)
     usual_seconds = time.process_time() - start
+
+    found = own(everything, seed=0)["linear"].value
+    classes = head((everything.features.test - mean) / std).argmax(dim=1)
+    expected = accuracy(classes, everything.test.labels)
 
     own_seconds, solved = (statistics.median(values[1:]) for values in (seconds, solver))  # the first one warms up
     ratio, points = usual_seconds / own_seconds, 100 * abs(found - expected)

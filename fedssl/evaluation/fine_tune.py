@@ -94,13 +94,8 @@ class FineTune:
             view=view,
             of="fine-tuning",
         )
-        self.name, self.shares, self.draws, self.epochs, self.batch_size = (
-            name,
-            tuple(shares),
-            draws,
-            epochs,
-            batch_size,
-        )
+        self.name, self.shares, self.draws = name, tuple(shares), draws
+        self.epochs, self.batch_size = epochs, batch_size
         self.optimizer, self.encoder_lr, self.head_lr, self.lr_schedule = optimizer, encoder_lr, head_lr, lr_schedule
         self.transform, self.view = transform, view
 
