@@ -79,7 +79,7 @@ def test_runs_stand_beside_the_numbers_of_their_settings(runs):
 
 
 def test_the_table_in_every_form(runs, tmp_path, capsys):
-    report([runs], figures=False, out=tmp_path / "table.csv", paper="l_dawa.table1")
+    report([runs], out=tmp_path / "table.csv", paper="l_dawa.table1")
     shown = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert lines[0] == "local_epochs strategy differs result paper (%) ours (%) difference runs"
@@ -105,7 +105,7 @@ def test_a_wrong_name_is_answered_with_those_there_are(runs):
     with pytest.raises(
         InputError, match=r"there is no table 'l_dawa.tabel2'; did you mean l_dawa.table2 .*fedu.table1"
     ):
-        report([runs], figures=False, out=None, paper="l_dawa.tabel2")
+        report([runs], out=None, paper="l_dawa.tabel2")
 
 
 def test_every_table_is_an_experiment_and_its_rows_are_words():
