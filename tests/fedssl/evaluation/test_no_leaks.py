@@ -1,5 +1,6 @@
 """No protocol learns from test pictures or their labels: they decide what the score is, and nothing else."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,19 +12,26 @@ from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.subject import Labelled, make_subject
 from fedssl.methods.build import build
 from fedssl.settings import Component
-from fedssl.words import groups
+from fedssl.words import CONF, groups
 
 SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
-# `probes` is three of the others, `transfer` any of them, `none` is none.
-PROTOCOLS = [name for name in groups()["evaluation"] if name not in ("none", "probes", "transfer")]
+MODULES = (few_labels, fine_tune, knn, linear, trained_linear)
 QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "shares": [0.5]}
+
+
+def alone():
+    """Choices that are one protocol on the run's own data, and no mixture of several."""
+    written = {name: (CONF / "evaluation" / f"{name}.yaml").read_text() for name in groups()["evaluation"]}
+    inherit = {name for name, text in written.items() if re.search(r"^  - \w+$", text, flags=re.MULTILINE)}
+    modules = [f"_target_: {module.__name__}." for module in MODULES]
+    return [name for name, text in written.items() if name in inherit or any(one in text for one in modules)]
 
 
 @pytest.fixture
 def predictions(monkeypatch):
     """What protocols predict of test pictures, of each score."""
     found = []
-    for module in (few_labels, fine_tune, knn, linear, trained_linear):
+    for module in MODULES:
 
         def noted(predicted, labels, *, real=module.accuracy):
             found.append(predicted)
@@ -53,7 +61,7 @@ def subject():
     return found
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("name", alone())
 def test_predictions_know_neither_labels_nor_other_pictures_of_the_test(name, subject, predictions):
     test, protocol = subject.test, made(name)
 
