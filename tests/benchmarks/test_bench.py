@@ -124,8 +124,8 @@ def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["results"][1]["rule"] == "theirs"
 
 
-def test_the_page_ranks_rows_whose_seeds_are_all_there() -> None:
-    numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6), "krum": (0.5, 0.5)}
+def test_the_page_ranks_rows_over_the_seeds_that_all_have() -> None:
+    numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6)}
     entries = [entry(rule, seed, one) for rule, each in numbers.items() for seed, one in enumerate(each)]
     said = page(SUITES["cpu"], entries)
     table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
@@ -134,7 +134,9 @@ def test_the_page_ranks_rows_whose_seeds_are_all_there() -> None:
     # Beside FedAvg 1, 2, 3 points: as in the test above, but a single row needs no correction.
     assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2", "1.5"]
     assert cells[f"({ALL})"][5] == ""  # no rank for a bound
-    assert "krum" not in said
+    fewer = page(SUITES["cpu"], [*entries, entry("krum", 0, 0.5), entry("krum", 1, 0.5)])
+    assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
+    assert "| krum | 50.0 (50.0 to 50.0) |" in fewer
     assert "by more than chance (p < 0.05 after Holm's correction): none." in said
 
 
