@@ -21,7 +21,7 @@ import yaml
 from fedssl.errors import InputError
 
 TEXT = 2**22  # bytes of a file with settings or a summary
-LINES = 2**30  # of a file with lines of rounds
+LINES = 2**30  # of a file with lines of rounds, clients or pictures
 TENSORS = 2**36  # of an archive, where nothing says what is to be in it
 _PICKLE = 2**24  # of the list of an archive's tensors
 _DEPTH = 32  # of what is nested in a file

@@ -32,9 +32,10 @@ from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
 from fedssl.report.kept_models import forget_after
 from fedssl.report.lines import read_lines
-from fedssl.report.partition import draw, write_table
+from fedssl.report.partition import draw, table
 from fedssl.settings import RecordingSettings, Settings
-from fedssl.untrusted import damaged, read_yaml
+from fedssl.untrusted import LINES as MOST
+from fedssl.untrusted import damaged, read_text, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.held import Held
 from server_app.keeper import Keeper
@@ -154,15 +155,19 @@ class Recorder:
         ``settings`` are those that the pictures have led to, in the place of those it was made with.
         """
         self._settings = settings
-        save_run(self._settings, self.folder)
         if held:
-            pictures = held.pictures
-            write_table(
-                self.folder / "partition.csv",
-                held.parts,
-                (pictures.labels, pictures.classes),
-                (held.division.groups, held.division.names),
+            self._write_division(held)
+        save_run(self._settings, self.folder)
+
+    def _write_division(self, held: Held) -> None:
+        pictures, division, file = held.pictures, held.division, self.folder / "partition.csv"
+        text = table(held.parts, (pictures.labels, pictures.classes), (division.groups, division.names))
+        if self._settings.resumed is not None and read_text(file, most=MOST) not in (None, text):
+            raise InputError(
+                f"{file} says that clients held other pictures: the data, or the file of partition=file, have changed "
+                "since the run began; put back what they were, or begin a new run"
             )
+        write_text(file, text)
 
     def restore(self, expected: Expected | None = None) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.

@@ -11,7 +11,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.partition.base import Images
 from fedssl.partition.rules import MIN_PICTURES, check_counts
-from fedssl.untrusted import printable, read_text
+from fedssl.untrusted import LINES, printable, read_text
 
 COLUMNS = ("client", "label")
 _DIGITS = 9  # more of them are no number of a client
@@ -83,7 +83,7 @@ def write_division(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
 
 def _read(file: Path, num_clients: int, said: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Client of every picture ``(n,)``, -1 for nobody, and their labels if they are there."""
-    text = read_text(file)
+    text = read_text(file, most=LINES)
     if text is None:
         raise InputError(f"{said} is not there; name a CSV file with a line for each picture")
     try:

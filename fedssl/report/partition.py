@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedssl.files import write_text
 from fedssl.report.figures import SCREEN, class_colors, new_figure, save_figure, write_png
 from fedssl.report.tables import to_csv
-from fedssl.untrusted import damaged, read_text
+from fedssl.untrusted import LINES, damaged, read_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,13 +19,11 @@ if TYPE_CHECKING:
 _LEGEND = 10  # classes that a legend can name; more get a colour scale
 
 
-def write_table(path: Path, parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> None:
-    """Write ``client,examples,<class>...`` with the number of pictures per class; without labels no class columns.
+def table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> str:
+    """A CSV file ``client,examples,<class>...`` with the number of pictures per class; without labels no class columns.
 
     Parameters
     ----------
-    path : Path
-        The CSV file.
     parts : sequence of ndarray
         Positions of each client's pictures.
     columns : tuple of Tensor or None, and sequence of str
@@ -36,7 +33,7 @@ def write_table(path: Path, parts: Sequence[np.ndarray], *columns: tuple[torch.T
     found = [_counts(parts, labels, classes) for labels, classes in columns]
     counts = np.concatenate([counts for counts, _ in found], axis=1)
     rows = ([client, len(part), *counts[client]] for client, part in enumerate(parts))
-    write_text(path, to_csv([["client", "examples", *(name for _, names in found for name in names)], *rows]))
+    return to_csv([["client", "examples", *(name for _, names in found for name in names)], *rows])
 
 
 def draw(
@@ -49,7 +46,7 @@ def draw(
 ) -> None:
     """Draw one bar per client, divided by class, into the PNG file ``path``.
 
-    ``kind`` is what a class is called; the others are as in `write_table`.
+    ``kind`` is what a class is called; the others are as in `table`.
     """
     counts, names = _counts(parts, labels, classes)
     if labels is None:
@@ -79,12 +76,12 @@ def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | N
 
 
 def read_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
-    """Read pictures of each client and class ``(clients, classes)``, and the names of the classes, of `write_table`.
+    """Read pictures of each client and class ``(clients, classes)``, and the names of the classes, of `table`.
 
     Columns of other groups are left out, and so are last classes that nobody holds. Without labels there is one column,
     and no names. None: there is no file.
     """
-    text = read_text(path)
+    text = read_text(path, most=LINES)
     if text is None:
         return None
     header, *lines = list(csv.reader(text.splitlines())) or [[]]

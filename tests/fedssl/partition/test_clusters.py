@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
 from fedssl.partition import Images, auxiliary, clusters, dirichlet, divide, feature_clusters
 from fedssl.partition.clusters import cluster, encoder_features, k_means, pixel_features, whitened
-from fedssl.report.partition import write_table
+from fedssl.report.partition import table
 
 KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 pictures of each of three kinds
 
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: P
     assert "every process clusters the pictures" in caplog.text
 
 
-def test_in_a_run_without_labels_and_with_pictures_set_aside(tmp_path: Path) -> None:
+def test_in_a_run_without_labels_and_with_pictures_set_aside() -> None:
     words = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
     settings = compose([*words, "partition=feature_clusters", "partition.components=2"]).partition
     division = divide(settings, Pictures(blobs(KIND), None))
@@ -180,8 +180,7 @@ def test_in_a_run_without_labels_and_with_pictures_set_aside(tmp_path: Path) -> 
     assert set(division.groups[kept].tolist()) == {-1}
     rest = np.setdiff1d(np.arange(90), kept)
     assert same_groups(division.groups[rest], KIND[rest])
-    write_table(tmp_path / "held.csv", division.parts, (None, ()), (division.groups, division.names))
-    rows = list(csv.reader((tmp_path / "held.csv").read_text().splitlines()))
+    rows = list(csv.reader(table(division.parts, (None, ()), (division.groups, division.names)).splitlines()))
     assert rows[0] == ["client", "examples", "cluster 0", "cluster 1", "cluster 2"]
     assert sum(int(number) for row in rows[1:] for number in row[2:]) == 72
 

@@ -1,6 +1,7 @@
 """Every picture has exactly one holder, and the settings do what they say."""
 
 import csv
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from fedssl.config import compose
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import flower
-from fedssl.report.partition import draw, write_table
+from fedssl.report.partition import draw, table
 from fedssl.seeding import derive, numpy_generator
 
 KINDS = {
@@ -378,21 +379,17 @@ def test_modules_loaded_before_are_back_after(monkeypatch: pytest.MonkeyPatch) -
     assert "datasets.other" not in sys.modules
 
 
-def test_table_counts_by_hand(tmp_path: Path) -> None:
+def test_table_counts_by_hand() -> None:
     parts = [np.array([0, 1, 4]), np.array([2, 3])]
     labels = torch.tensor([0, 0, 2, 2, 2])
-    write_table(tmp_path / "named.csv", parts, (labels, ("cat", "dog, wet", "owl")))
-    with (tmp_path / "named.csv").open(newline="") as file:
-        rows = list(csv.reader(file))
+    rows = list(csv.reader(io.StringIO(table(parts, (labels, ("cat", "dog, wet", "owl"))), newline="")))
     assert rows == [
         ["client", "examples", "cat", "dog, wet", "owl"],
         ["0", "3", "2", "0", "1"],
         ["1", "2", "0", "0", "2"],
     ]
-    write_table(tmp_path / "numbered.csv", parts, (labels, ()))
-    assert (tmp_path / "numbered.csv").read_text().splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
-    write_table(tmp_path / "unknown.csv", parts, (None, ()))
-    assert (tmp_path / "unknown.csv").read_text().splitlines() == ["client,examples", "0,3", "1,2"]
+    assert table(parts, (labels, ())).splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
+    assert table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
 
 
 def test_picture_shows_counts_as_areas(tmp_path: Path) -> None:

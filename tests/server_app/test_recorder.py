@@ -1,0 +1,30 @@
+"""What a run folder is begun with."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.config import compose
+from fedssl.datasets.base import Pictures
+from fedssl.errors import InputError
+from fedssl.partition import Division
+from server_app.held import Held
+from server_app.recorder import Recorder
+
+
+def held(*parts):
+    pictures = Pictures(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 0, 1, 1, 1]))
+    return Held(pictures, Division([np.array(part) for part in parts]))
+
+
+def test_a_run_goes_on_with_the_pictures_that_its_clients_had(tmp_path):
+    new = compose([f"output_dir={tmp_path / 'run'}"]).recording
+    Recorder(new, rounds=1).begin(new, held([0, 1, 2], [3, 4, 5]))
+    resumed = replace(new, resumed=0)
+    recorder = Recorder(resumed, rounds=2)
+    recorder.begin(resumed, held([0, 1, 2], [3, 4, 5]))
+    with pytest.raises(InputError, match=r"partition.csv says that clients held other pictures: .*file of partition"):
+        recorder.begin(resumed, held([0, 1, 3], [2, 4, 5]))
+    assert (tmp_path / "run" / "partition.csv").read_text().splitlines()[1:] == ["0,3,3,0", "1,3,0,3"]
