@@ -1,6 +1,7 @@
 """The table of formats, and the one way in which any of them is written: beside its place, compared, then put there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from fedssl.exporting.extras import need
 from fedssl.exporting.hub_folder import run_huggingface, write_huggingface
 from fedssl.exporting.onnx_file import run_onnx, write_onnx
 from fedssl.exporting.source import Source, represent
-from fedssl.exporting.timm_weights import has_timm, run_timm, write_timm
+from fedssl.exporting.timm_weights import run_timm, write_timm
 from fedssl.exporting.torch_programs import run_torch_export, run_torchscript, write_torch_export, write_torchscript
 from fedssl.exporting.weights import write_safetensors
 
@@ -29,8 +30,8 @@ class Format:
     ----------
     ending : str
         Of the names of its files; of a folder's name, empty where any will do.
-    packages : callable
-        From a `Source` to the packages that writing and reading it need.
+    packages : tuple of str
+        What writing and reading it need.
     write : callable
         Writes a `Source` to a path where nothing is.
     run : callable
@@ -39,7 +40,7 @@ class Format:
     """
 
     ending: str
-    packages: Callable[[Source], tuple[str, ...]]
+    packages: tuple[str, ...]
     write: Callable[[Source, Path], None]
     run: Callable[[Source, Path, Tensor], Tensor]
 
@@ -49,41 +50,33 @@ def _run_safetensors(source: Source, file: Path, pictures: Tensor) -> Tensor:
     return represent(encoder, encoder.preprocess, pictures)
 
 
-def _always(*packages: str) -> Callable[[Source], tuple[str, ...]]:
-    return lambda source: packages
-
-
-def _hub_packages(source: Source) -> tuple[str, ...]:
-    return ("safetensors", "timm") if has_timm(source) else ("safetensors",)
-
-
 FORMATS = {
     "safetensors": Format(
         ending=".safetensors",
-        packages=_always("safetensors"),
+        packages=("safetensors",),
         write=lambda source, file: write_safetensors(file, source.content),
         run=_run_safetensors,
     ),
     "onnx": Format(
         ending=".onnx",
-        packages=_always("onnx", "onnxscript", "onnxruntime"),
+        packages=("onnx", "onnxscript", "onnxruntime"),
         write=write_onnx,
         run=lambda source, file, pictures: run_onnx(file, pictures),
     ),
     "torchscript": Format(
         ending=".torchscript",
-        packages=_always(),
+        packages=(),
         write=write_torchscript,
         run=lambda source, file, pictures: run_torchscript(file, pictures),
     ),
     "torch_export": Format(
         ending=".pt2",
-        packages=_always(),
+        packages=(),
         write=write_torch_export,
         run=lambda source, file, pictures: run_torch_export(file, pictures),
     ),
-    "timm": Format(ending=".timm.safetensors", packages=_always("safetensors", "timm"), write=write_timm, run=run_timm),
-    "huggingface": Format(ending="", packages=_hub_packages, write=write_huggingface, run=run_huggingface),
+    "timm": Format(ending=".timm.safetensors", packages=("safetensors", "timm"), write=write_timm, run=run_timm),
+    "huggingface": Format(ending="", packages=("safetensors", "timm"), write=write_huggingface, run=run_huggingface),
 }
 
 
@@ -111,30 +104,36 @@ def export(source: Source, form: str, target: Path) -> float:
     """
     check_target(source, form, target)
     with workplace(target) as folder:
-        made = Path(folder, target.name)
+        made = folder / target.name
         found = write_checked(source, form, made)
         made.replace(target)
     return found
 
 
-def workplace(target: Path) -> TemporaryDirectory[str]:
-    """A folder beside the target for what is not proven yet; raises `InputError` if it cannot be made."""
+@contextmanager
+def workplace(target: Path) -> Iterator[Path]:
+    """A folder beside the target for what is not proven yet; raises `InputError` where nothing can be written."""
     try:
-        return TemporaryDirectory(dir=target.parent, prefix=".fedssl-export-")
+        with TemporaryDirectory(dir=target.parent, prefix=".fedssl-export-") as folder:
+            yield Path(folder)
     except OSError as error:
-        raise InputError(f"{target} cannot be written ({error.strerror}); give another place with output=") from error
+        reason = error.strerror or error
+        raise InputError(
+            f"{target} cannot be written ({reason}); make room, or give another place with output="
+        ) from error
 
 
 def write_checked(source: Source, form: str, made: Path) -> float:
     """Write to a path where nothing is, run what was written, and return the `difference`; raises as `export` does."""
     FORMATS[form].write(source, made)
-    found = max(difference(source, form, made, count=count) for count in (5, 1))
-    if not found <= TOLERANCE:  # not a number is no agreement
+    found = [difference(source, form, made, count=count) for count in (5, 1)]
+    wrong = [one for one in found if not one <= TOLERANCE]  # not a number is no agreement
+    if wrong:
         raise RunFailed(
-            f"the encoder in format={form} gives representations that differ by {found:.1e} from fedssl's, where "
+            f"the encoder in format={form} gives representations that differ by {wrong[0]:.1e} from fedssl's, where "
             f"{TOLERANCE:.0e} is allowed; nothing was written, so choose another format"
         )
-    return found
+    return max(found)
 
 
 def difference(source: Source, form: str, made: Path, *, count: int) -> float:
@@ -157,7 +156,7 @@ def difference(source: Source, form: str, made: Path, *, count: int) -> float:
 
 def check_target(source: Source, form: str, target: Path) -> None:
     """Refuse, by an `InputError`, a place that the format cannot be written to, and packages that are missing."""
-    need(f"format={form}", *FORMATS[form].packages(source))
+    need(f"format={form}", *FORMATS[form].packages)
     ending = FORMATS[form].ending
     if not target.name.endswith(ending):
         raise InputError(f"output={target} is no name for format={form}; give one that ends in {ending}")

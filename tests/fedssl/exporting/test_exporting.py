@@ -1,7 +1,9 @@
 """Exports: other programs' own readers, given nothing but what was written, find our representations."""
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from fedssl import encoders
 from fedssl.config import compose
 from fedssl.errors import InputError, RunFailed
 from fedssl.export import load_encoder, read_content, save_encoder
-from fedssl.exporting import cli, extras
+from fedssl.exporting import cli, extras, quantised
 from fedssl.exporting.formats import FORMATS, export
 from fedssl.exporting.quantised import check_pictures, compare, quantise
 from fedssl.exporting.source import Source
@@ -276,10 +278,15 @@ def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path
     assert found.least_cosine > 0.95
 
 
-@pytest.mark.heavy
-def test_command_tells_what_int8_costs_and_saves(run: Path, monkeypatch, capsys):
+def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeypatch, capsys):
+    def already_written(source: Source, form: str, made: Path) -> float:
+        made.write_bytes(graph.read_bytes())
+        return 2e-6
+
+    monkeypatch.setattr(quantised, "write_checked", already_written)
     assert command(monkeypatch, f"run={run}", "format=onnx", "precision=int8") == 0
     told = capsys.readouterr().out
+    assert "in fp32: 2.0e-06 (allowed: 1e-05)" in told
     assert re.search(r"size: .* MB, in fp32 .* MB \(.* times as large\)", told)
     assert re.search(r"time of 32 pictures on one thread: .* \(.* times as long\)", told)
     assert re.search(r"mean 0\.9\d+, least 0\.\d+", told)
@@ -300,9 +307,12 @@ def test_int8_needs_pictures():
 def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypatch, capsys):
     source, file = source_of(tmp_path, SMALL), tmp_path / "encoder.torchscript"
     file.write_text("what was there before")
-    sound = FORMATS["torchscript"]
-    wrong = dataclasses.replace(sound, run=lambda source, made, pictures: sound.run(source, made, pictures) + error)
-    monkeypatch.setitem(FORMATS, "torchscript", wrong)
+    sound = FORMATS["torchscript"].run
+
+    def wrong(source: Source, made: Path, pictures: Tensor) -> Tensor:
+        return sound(source, made, pictures) + (error if len(pictures) == 1 else 0)
+
+    monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(FORMATS["torchscript"], run=wrong))
     with pytest.raises(RunFailed, match="differ by"):
         export(source, "torchscript", file)
     assert file.read_text() == "what was there before"
@@ -343,6 +353,19 @@ def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypat
     assert command(monkeypatch, f"run={run}", "format=onnx", f"output={run}/other.onnx") == 2
     told = "fedssl-export: format=onnx needs onnx and onnxruntime; run pip install 'fedssl[export]'\n"
     assert capsys.readouterr().err == told
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(tmp_path: Path, monkeypatch):
+    source = source_of(tmp_path, SMALL)
+
+    def full(source: Source, file: Path) -> None:
+        file.write_bytes(b"a part of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setitem(FORMATS, "safetensors", dataclasses.replace(FORMATS["safetensors"], write=full))
+    with pytest.raises(InputError, match="cannot be written .No space left on device.; make room"):
+        export(source, "safetensors", tmp_path / "encoder.safetensors")
+    assert [one.name for one in tmp_path.iterdir()] == ["encoder.pt"]
 
 
 def test_foreign_and_damaged_safetensors_are_no_encoders(tmp_path: Path):
