@@ -290,6 +290,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             resumed=resumed,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
+            keep_models=config.keep_models,
             tracker=config.tracker.name,
             words=tuple(words),
             choices=choices,

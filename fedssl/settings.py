@@ -263,7 +263,7 @@ class RecordingSettings:
         Keeps apart what clients keep of different runs.
     resumed : int or None
         How many rounds the run in the folder was to have; None: it is a new run.
-    checkpoint_every, keep_checkpoints : int
+    checkpoint_every, keep_checkpoints, keep_models : int
     tracker : str
     words : tuple of str
         The complete words of the command line.
@@ -278,6 +278,7 @@ class RecordingSettings:
     resumed: int | None
     checkpoint_every: int
     keep_checkpoints: int
+    keep_models: int
     tracker: str
     words: tuple[str, ...]
     choices: Mapping[str, str]

@@ -30,12 +30,14 @@ from fedssl.methods.base import SSLMethod
 from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
+from fedssl.report.kept_models import forget_after
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
 from fedssl.settings import RecordingSettings, Settings
 from fedssl.untrusted import damaged, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.held import Held
+from server_app.keeper import Keeper
 from server_app.log import DISK_ERRORS
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.own_models import OwnModel, means
@@ -178,6 +180,7 @@ class Recorder:
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
+        forget_after(self.folder, done)
         for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
@@ -247,6 +250,11 @@ class Recorder:
             for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
                 sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
+
+    def keeper(self, round: int) -> Keeper | None:
+        """What keeps the models of this round; None: they are not to be kept."""
+        every = self._settings.keep_models
+        return Keeper(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
         """Write the encoder of the model of this name, for use elsewhere."""
