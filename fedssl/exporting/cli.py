@@ -21,9 +21,8 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError, RunFailed
 from fedssl.evaluation.cli import as_in_training, encoder_file
 from fedssl.export import load_encoder, read_content, saved_target
-from fedssl.exporting.extras import need
-from fedssl.exporting.formats import FORMATS, TOLERANCE, export
-from fedssl.exporting.quantised import CALIBRATION, MEASURED, Quantised, check_pictures, export_int8
+from fedssl.exporting.formats import FORMATS, TOLERANCE, check_target, export
+from fedssl.exporting.quantised import BATCH, CALIBRATION, MEASURED, Quantised, check_pictures, export_int8
 from fedssl.exporting.source import Source
 from fedssl.exporting.timm_weights import timm_model
 from fedssl.plugins import SEARCH, from_arguments, own_encoder
@@ -77,6 +76,7 @@ def run(words: Sequence[str]) -> str:
     )
     target = Path(own["output"]) if "output" in own else _beside(file, form, int8=int8)
     if int8:
+        check_target(source, form, target)  # before pictures are read
         return _told(export_int8(source, target, _pictures(source, own, others)), target)
     found = export(source, form, target)
     lines = [f"written to {target}", f"largest difference of representations: {found:.1e} (allowed: {TOLERANCE:.0e})"]
@@ -118,7 +118,6 @@ def _beside(file: Path, form: str, *, int8: bool) -> Path:
 
 def _pictures(source: Source, own: Mapping[str, str], others: Sequence[str]) -> Tensor:
     """Pictures of the data set in the form that the encoder takes, as many as int8 needs."""
-    need("precision=int8", "onnx", "onnxscript", "onnxruntime")
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
     images = load_federated(as_in_training(source.encoder, settings.data, own_size=False)).images
     check_pictures(len(images))
@@ -134,7 +133,7 @@ def _told(found: Quantised, target: Path) -> str:
             f"written to {target}",
             f"largest difference of representations in fp32: {found.difference:.1e} (allowed: {TOLERANCE:.0e})",
             f"size: {small:.2f} MB, in fp32 {exact:.2f} MB ({exact / small:.2f} times as large)",
-            f"time of 32 pictures on one thread: {1e3 * fast:.1f} ms, in fp32 {1e3 * slow:.1f} ms "
+            f"time of {BATCH} pictures on one thread: {1e3 * fast:.1f} ms, in fp32 {1e3 * slow:.1f} ms "
             f"({slow / fast:.2f} times as long)",
             f"cosine of representations, less their mean, with those in fp32: mean {found.mean_cosine:.4f}, "
             f"least {found.least_cosine:.4f}",

@@ -88,7 +88,9 @@ def _results(run: Run) -> list[str]:
         "over draws of labels. `untrained` is the encoder before training, `pixels` are the pictures themselves.",
         f"```\n{printable(table, lines=True)}\n```",
         f"Repeat it:\n\n```\n{printable(shlex.join(['fedssl', *summary['overrides']]))}\n```",
-        "Versions: " + ", ".join(f"{printable(name)} {printable(value)}" for name, value in listed) + ".",
+        "Versions: "
+        + (", ".join(f"{printable(name)} {printable(value)}" for name, value in listed) or "not known")
+        + ".",
     ]
 
 

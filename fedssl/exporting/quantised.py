@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from fedssl.errors import InputError
-from fedssl.exporting.formats import check_target, workplace, write_checked
+from fedssl.exporting.formats import workplace, write_checked
 from fedssl.exporting.onnx_file import PICTURES, run_onnx
 from fedssl.exporting.source import Source
 
 CALIBRATION, MEASURED = 128, 256  # pictures that give the ranges, and others on which the result is compared
-_BATCH = 32  # of a timing
+BATCH = 32  # of a timing
 _TIMES = 7
 
 
@@ -56,16 +56,15 @@ def export_int8(source: Source, target: Path, pictures: Tensor) -> Quantised:
     Parameters
     ----------
     target : Path
-        The file, which is replaced.
+        The file, which is replaced; `fedssl.exporting.formats.check_target` has seen it.
     pictures : Tensor
-        uint8 ``(n, channels, size, size)``, those of `pictures_needed`.
+        uint8 ``(n, channels, size, size)``, ``CALIBRATION + MEASURED`` of them.
 
     Raises
     ------
     InputError, RunFailed
         As of `fedssl.exporting.formats.export`.
     """
-    check_target(source, "onnx", target)
     with workplace(target) as folder:
         exact, small = folder / "fp32.onnx", folder / target.name
         difference = write_checked(source, "onnx", exact)
@@ -98,15 +97,14 @@ def quantise(exact: Path, small: Path, pictures: Tensor, *, dynamic: bool) -> No
 
     class Reader(quantization.CalibrationDataReader):
         def __init__(self) -> None:
-            self.batches: Iterator[Tensor] = iter(pictures.split(_BATCH))
+            self.batches: Iterator[Tensor] = iter(pictures.split(BATCH))
 
         def get_next(self) -> dict[str, np.ndarray] | None:
             batch = next(self.batches, None)
             return None if batch is None else {PICTURES: batch.numpy()}
 
-    logging.disable(
-        logging.WARNING
-    )  # its advice to pre-process: there is nothing left to fuse, and layers without weights
+    # Its advice to pre-process the graph, in which nothing is left to fuse, and lines on layers with one axis.
+    logging.disable(logging.WARNING)
     try:
         if dynamic:
             quantization.quantize_dynamic(exact, small, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True)
@@ -126,7 +124,7 @@ def compare(exact: Path, small: Path, pictures: Tensor, *, difference: float) ->
     return Quantised(
         difference=difference,
         megabytes=(exact.stat().st_size / 1e6, small.stat().st_size / 1e6),
-        seconds=_times(exact, small, pictures[:_BATCH]),
+        seconds=_times(exact, small, pictures[:BATCH]),
         mean_cosine=float(cosines.mean()),
         least_cosine=float(cosines.min()),
     )
