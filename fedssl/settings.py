@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.errors import InputError
+from fedssl.stopping import StopSettings
 from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
 
 EXACT = "fp32"
@@ -230,6 +231,8 @@ class EvaluationSettings:
     ----------
     every : int
         Rounds between two evaluations; 0: only at the end.
+    stop : StopSettings
+        By which of their results the run ends early.
     protocol, final_protocol : Component
         In the rounds, and at the end of the run.
     health_pictures : int
@@ -243,6 +246,7 @@ class EvaluationSettings:
     """
 
     every: int
+    stop: StopSettings
     protocol: Component
     final_protocol: Component
     health_pictures: int

@@ -27,6 +27,7 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.saying import OUTPUT_IN
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
+from fedssl.stopping import reason_to_stop
 from fedssl.words import parse, quote
 from server_app.attempts import run_round
 from server_app.devices import NO_PICTURES
@@ -141,6 +142,8 @@ def rounds(post: Post, prepared: Prepared, state: ServerState, recorder: Recorde
         with suppress(OSError):  # the disk may be full
             recorder.checkpoint(state, ends=True)
         raise
+    if state.round < last:
+        recorder.stopped(state, reason_to_stop(recorder.evaluations, prepared.settings.evaluation.stop) or "")
     return state
 
 
@@ -155,7 +158,7 @@ def one_by_one(
         recorder.register(clients.numbers)
         return replace(prepared.federation, nodes=clients.nodes)
 
-    while state.round < last:
+    while state.round < last and not reason_to_stop(recorder.evaluations, prepared.settings.evaluation.stop):
         start, number = time.monotonic(), state.round + 1
         phase, due = prepared.lr_schedule.phase(number), evaluator.due(number)
         with at_stage(method, depth=phase.depth):

@@ -83,6 +83,8 @@ class Recorder:
         self._settings, self._rounds = settings, rounds
         self._make_folder()
         self._start = time.monotonic()
+        self.evaluations: list[tuple[int, dict[str, float]]] = []  # rounds and results, all of them
+        self._early: str | None = None
         self._numbers: dict[str, int] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._progress = Progress(rounds)
@@ -181,6 +183,8 @@ class Recorder:
         for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        rounds = read_lines(self.folder / "metrics.jsonl")
+        self.evaluations = [(line["round"], line["evaluation"]) for line in rounds if "evaluation" in line]
         return state
 
     def round(
@@ -221,6 +225,7 @@ class Recorder:
         if report.findings:
             line["strategy"] = report.findings
         if overall:
+            self.evaluations.append((report.round, as_numbers(overall)))
             line |= {"evaluation": as_numbers(overall), "units": units_of(overall), **_by_model(evaluation)}
         if health:
             line["health"] = summary(health.rows)
@@ -247,6 +252,12 @@ class Recorder:
             for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
                 sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
+
+    def stopped(self, state: ServerState, reason: str) -> None:
+        """Keep the state with which the run ends before its last round, and tell why."""
+        self.checkpoint(state, ends=True)
+        self._early = reason
+        log.info("stop_when: %s; the run ends after round %d of %d", reason, state.round, self._rounds)
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
         """Write the encoder of the model of this name, for use elsewhere."""
@@ -319,7 +330,7 @@ class Recorder:
             results["privacy"] = lines[-1]["privacy"]
         content = {
             "status": status,
-            "reason": reason,
+            "reason": reason or self._early,
             "rounds": max((line["round"] for line in lines), default=0),
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,
