@@ -6,7 +6,7 @@ The run config has the words of the command line, see `server_app.run_config`.
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from flwr.app import Context
@@ -41,6 +41,7 @@ from server_app.prepare import Prepared, prepare
 from server_app.proven import Expected
 from server_app.recorder import Recorder
 from server_app.run_config import words_of
+from server_app.screen import TERMINAL, make_screen
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -64,8 +65,10 @@ def main(grid: Grid, context: Context) -> None:
             log.warning("num_clients=%d, as many as the federation has nodes", size)
     if settings.recording.folder is None:
         settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
-    recorder = Recorder(settings.recording, rounds=settings.rounds)
-    with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder):
+    screen = make_screen(terminal=context.node_config.get(TERMINAL) is True)
+    recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
+    with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder, screen), closing(screen):
+        screen.open(settings.rounds)
         try:
             results, models, unjudged = run(grid, settings, recorder)
         except BaseException as error:

@@ -42,6 +42,7 @@ from server_app.own_models import OwnModel, means
 from server_app.progress import Progress
 from server_app.proven import Expected
 from server_app.report import RoundReport
+from server_app.screen import Screen
 from server_app.tracker import make_tracker
 from strategies.state import ServerState, suffix
 
@@ -70,6 +71,8 @@ class Recorder:
         With a folder.
     rounds : int
         Of the run.
+    screen : Screen
+        Shows how far the run is.
 
     Raises
     ------
@@ -77,10 +80,10 @@ class Recorder:
         The folder cannot be written, or holds another run.
     """
 
-    def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:
+    def __init__(self, settings: RecordingSettings, *, rounds: int, screen: Screen) -> None:
         assert settings.folder is not None
         self.folder = settings.folder
-        self._settings, self._rounds = settings, rounds
+        self._settings, self._rounds, self._screen = settings, rounds, screen
         self._make_folder()
         self._start = time.monotonic()
         self.evaluations: list[tuple[int, dict[str, float]]] = []  # rounds and results, all of them
@@ -177,6 +180,7 @@ class Recorder:
         remove_leftovers(self.folder)
         state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
         done = state.round
+        self._screen.at(done)
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
@@ -235,7 +239,9 @@ class Recorder:
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
         self._tracker(report.round, line)
-        log.info(self._progress.line(line, overall))
+        standing = self._progress.after(line, overall)
+        log.info(standing.line)
+        self._screen.show(standing)
 
     def _check_clients(self, report: RoundReport) -> None:
         """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
