@@ -292,7 +292,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             resumed=resumed,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
-            tracker=config.tracker.name,
+            tracker=_component(config.tracker),
             words=tuple(words),
             choices=choices,
             text=OmegaConf.to_yaml(config),

@@ -268,7 +268,8 @@ class RecordingSettings:
     resumed : int or None
         How many rounds the run in the folder was to have; None: it is a new run.
     checkpoint_every, keep_checkpoints : int
-    tracker : str
+    tracker : Component
+        What is told of the run beside its folder, see ``conf/tracker``.
     words : tuple of str
         The complete words of the command line.
     choices : mapping of str to str
@@ -282,7 +283,7 @@ class RecordingSettings:
     resumed: int | None
     checkpoint_every: int
     keep_checkpoints: int
-    tracker: str
+    tracker: Component
     words: tuple[str, ...]
     choices: Mapping[str, str]
     text: str

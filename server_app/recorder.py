@@ -43,7 +43,7 @@ from server_app.progress import Progress
 from server_app.proven import Expected
 from server_app.report import RoundReport
 from server_app.screen import Screen
-from server_app.tracker import make_tracker
+from server_app.tracking import Tracking
 from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
@@ -88,10 +88,11 @@ class Recorder:
         self._start = time.monotonic()
         self.evaluations: list[tuple[int, dict[str, float]]] = []  # rounds and results, all of them
         self._early: str | None = None
+        self._done = 0  # rounds of a resumed run
         self._numbers: dict[str, int] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._progress = Progress(rounds)
-        self._tracker = make_tracker(settings.tracker, self.folder)
+        self._tracking = Tracking(settings)
 
     def _make_folder(self) -> None:
         try:
@@ -158,6 +159,7 @@ class Recorder:
         """
         self._settings = settings
         save_run(self._settings, self.folder)
+        self._tracking.begin(settings, done=self._done)
         if held:
             pictures = held.pictures
             write_table(
@@ -179,7 +181,7 @@ class Recorder:
         """
         remove_leftovers(self.folder)
         state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
-        done = state.round
+        done = self._done = state.round
         self._screen.at(done)
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
@@ -238,7 +240,7 @@ class Recorder:
             health.representations.save(self.folder, round=report.round)
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
-        self._tracker(report.round, line)
+        self._tracking.round(line)
         standing = self._progress.after(line, overall)
         log.info(standing.line)
         self._screen.show(standing)
@@ -347,6 +349,7 @@ class Recorder:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
         write_text(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+        self._tracking.end(content)
 
 
 def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     ⠹ ━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━ 12/200 0:02:51 44 min left  loss 4.810  knn 61.3% (round 10)
 
-The bar is for whoever sits before the command itself. A pipe, a file, a runner of CI, the engine on Ray and Flower's own
-runtime, which hand on what they are given, get the lines alone.
+The bar is for whoever sits before the command itself. A pipe, a file, a runner of CI, the engine on Ray and Flower's
+own runtime, which hand on what they are given, get the lines alone.
 """
 
 import logging

@@ -18,8 +18,8 @@ from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
 from fedssl.report.lines import KINDS, read_lines
 from server_app.log import logging_to
-from server_app.screen import Screen
 from server_app.recorder import Recorder
+from server_app.screen import Screen
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
