@@ -2,8 +2,8 @@
 
     uv run python benchmarks/layer_wise.py [--batch 256] [--blocks 12] [--sampled 1 4 8 12] [--device cpu] [--threads 2]
 
-The experiments of these names in conf/experiment (ViT-Tiny, MoCo v3 with LW-FedSSL's heads, AdamW; as many rounds per
-block as the paper has), on random pictures of 32x32:
+The experiments of these names in conf/experiment/lw_fedssl (ViT-Tiny, MoCo v3 with LW-FedSSL's heads, AdamW; as many
+rounds per block as the paper has), on random pictures of 32x32:
 
 memory   Tensors of a training step at the worst moment, in the worst stage, see `fedssl.step_cost`.
 FLOPs    Of a training step, torch's count; mean over stages.
@@ -154,7 +154,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if options.device.type == "cuda" else f"CPU, {options.threads} threads"
     print(f"torch {torch.__version__}, {name}, {options.blocks} blocks, batch {options.batch}, {options.precision}\n")
     words = ["num_clients=1", f"encoder.depth={options.blocks}", f"rounds={ROUNDS_PER_STAGE * options.blocks}"]
-    settings = {way: compose([f"experiment={way}", *words]) for way in WAYS}
+    settings = {way: compose([f"experiment=lw_fedssl/{way}", *words]) for way in WAYS}
     method = build(settings["fedmoco"].model).to(options.device)
     schedules = {way: make_phases(settings[way].model.schedule, stages=options.blocks) for way in WAYS}
 

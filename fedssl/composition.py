@@ -13,7 +13,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl  # setting values is no public function of Hydra 1.3
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -38,6 +38,7 @@ MINIMUM = {
     "adapt_epochs": 0,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
+    "keep_models": 0,
 }
 MOST_THREADS = 1024  # more of them end the process
 CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "transport": TRANSPORTS}
@@ -47,7 +48,7 @@ MAY_CHANGE = {
     *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
     *("evaluate_every", "stop_when", "final_evaluation", "health_pictures", "measure_resources"),
     *("evaluate_clients", "adapt_epochs"),
-    *("checkpoint_every", "keep_checkpoints", "dataset.cache", "calibration.dataset.cache"),
+    *("checkpoint_every", "keep_checkpoints", "keep_models", "dataset.cache", "calibration.dataset.cache"),
 }
 
 
@@ -106,6 +107,8 @@ def check_names(words: Sequence[str]) -> DictConfig:
             check_choices(override, group=group, choices=known_groups[group])
             if not override.is_sweep_override():
                 chosen.append(str(override.input_line))
+            elif group == "experiment" and isinstance(several := override.value(), ChoiceSweep):
+                chosen.append(f"experiment={several.list[0]}")  # the first one tells which settings there are
     defaults = compose_nodes(chosen)[0]
     known = [key for key, _ in flatten(defaults, inner=True)]
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]

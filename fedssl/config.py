@@ -292,6 +292,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             resumed=resumed,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
+            keep_models=config.keep_models,
             tracker=_component(config.tracker),
             words=tuple(words),
             choices=choices,

@@ -267,7 +267,7 @@ class RecordingSettings:
         Keeps apart what clients keep of different runs.
     resumed : int or None
         How many rounds the run in the folder was to have; None: it is a new run.
-    checkpoint_every, keep_checkpoints : int
+    checkpoint_every, keep_checkpoints, keep_models : int
     tracker : Component
         What is told of the run beside its folder, see ``conf/tracker``.
     words : tuple of str
@@ -283,6 +283,7 @@ class RecordingSettings:
     resumed: int | None
     checkpoint_every: int
     keep_checkpoints: int
+    keep_models: int
     tracker: Component
     words: tuple[str, ...]
     choices: Mapping[str, str]

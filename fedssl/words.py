@@ -24,6 +24,20 @@ RENAMED = {
     "engine.verbose": "is gone: a run on Ray shows all that there is to see; leave it out",
 }
 
+# Experiments that lay in no folder of a paper.
+_MOVED = {
+    **{f"dec_ssl_{name}": f"dec_ssl/{name}" for name in (*(f"figure{n}" for n in (2, 4, 5, 13, 15, 16)), "table2")},
+    "dec_ssl": "dec_ssl/base",
+    "dec_ssl_transfer": "dec_ssl/table2_transfer",
+    "dec_ssl_clusters": "cifar_clusters",
+    "fedu2": "fedu2/base",
+    **{
+        name: f"lw_fedssl/{name}"
+        for name in ("fedmoco", "fedbyol", "fedsimclr", "fedmoco_lw", "fll", "lw_fedssl", "prog_fedssl")
+    },
+}
+RENAMED |= {f"experiment={old}": f"is now experiment={new}" for old, new in _MOVED.items()}
+
 
 def parse(words: Sequence[str]) -> list[Override]:
     """The words as Hydra reads them; raises `InputError`."""

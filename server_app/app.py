@@ -5,7 +5,7 @@ The run config has the words of the command line, see `server_app.run_config`.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 
@@ -40,6 +40,7 @@ from server_app.post import Post
 from server_app.prepare import Prepared, prepare
 from server_app.proven import Expected
 from server_app.recorder import Recorder
+from server_app.round import Observe
 from server_app.run_config import words_of
 from server_app.screen import TERMINAL, make_screen
 from strategies.state import ServerState
@@ -164,18 +165,22 @@ def one_by_one(
     while state.round < last and not reason_to_stop(recorder.evaluations, prepared.settings.evaluation.stop):
         start, number = time.monotonic(), state.round + 1
         phase, due = prepared.lr_schedule.phase(number), evaluator.due(number)
+        keeper = recorder.keeper(number)
+        observers = [one.observe for one in (monitor if due else None, keeper) if one is not None]
         with at_stage(method, depth=phase.depth):
             state, report = run_round(
                 post,
                 present,
                 state,
                 keep_from=min(numbered_files(recorder.folder / "checkpoints"), default=0),
-                observe=monitor.observe if monitor and due else None,
+                observe=to_all(observers) if observers else None,
             )
             seconds = time.monotonic() - start
             evaluation, health = {}, None
+            models = layers_of(prepared.federation, state) if due or keeper else {}
+            if keeper:
+                keeper.finish(models, used=[row.client for row in report.clients])
             if due:
-                models = layers_of(prepared.federation, state)
                 health = monitor.finish(models) if monitor else None
                 evaluation = evaluator.evaluate(in_turn(method, models))
         cost = prepared.costs(phase, [row.client for row in report.clients]) if prepared.costs else None
@@ -183,6 +188,16 @@ def one_by_one(
         recorder.round(report, seconds=seconds, evaluation=evaluation, health=health, cost=cost)
         recorder.checkpoint(state)
         yield state
+
+
+def to_all(observers: Sequence[Observe]) -> Observe:
+    """One that lets all of them see."""
+
+    def observe(client: int, layers: Layers) -> None:
+        for one in observers:
+            one(client, layers)
+
+    return observe
 
 
 def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
@@ -39,8 +40,8 @@ class Evaluator:
     def check(self, encoder: Encoder) -> list[str] | None:
         """Find before any training a protocol that the labels do not allow, by a rehearsal.
 
-        Protocols are run on features that say nothing, and no further than to where pictures come to the encoder: what
-        they refuse they refuse before.
+        Protocols are run on features that say nothing, and no further than to where a network computes, the encoder or
+        a classifier that is trained: what they refuse they refuse before.
 
         Returns
         -------
@@ -54,7 +55,7 @@ class Evaluator:
         few = Labelled(subject.test.images[:2], subject.test.labels[:2])
         # At the end raw pixels are judged, too.
         longest = max(encoder.feature_dim, pixels(few.images).shape[1])
-        end = encoder.register_forward_pre_hook(_end_rehearsal)
+        end = register_module_forward_pre_hook(_end_rehearsal)
         try:
             with suppress(_EndOfRehearsal):
                 rehearsal = _Rehearsal(**{**vars(subject), "test": few}, length=encoder.feature_dim)
@@ -125,8 +126,8 @@ class _Rehearsal(Subject):
 
 
 class _EndOfRehearsal(Exception):
-    """Pictures came to the encoder."""
+    """A network was to compute."""
 
 
-def _end_rehearsal(encoder: nn.Module, pictures: Any) -> None:
+def _end_rehearsal(network: nn.Module, inputs: Any) -> None:
     raise _EndOfRehearsal

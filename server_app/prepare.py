@@ -199,6 +199,8 @@ def check_updates(settings: Settings, *, devices: bool) -> None:
             "secure=secagg_plus shows the server nothing but a sum; set privacy=none updates.buffered=false "
             "updates.norm_factor=null, which need single updates"
         )
+    if settings.secure and settings.recording.keep_models:
+        raise InputError("secure=secagg_plus shows the server no client's model; set keep_models=0")
     if updates.buffered and updates.extra_clients:
         raise InputError("updates.buffered=true waits for updates.min_updates; set updates.extra_clients=0")
 

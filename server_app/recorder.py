@@ -30,12 +30,14 @@ from fedssl.methods.base import SSLMethod
 from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import totals
 from fedssl.report.curves import draw_curves
+from fedssl.report.kept_models import forget_after
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
 from fedssl.settings import RecordingSettings, Settings
 from fedssl.untrusted import damaged, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.held import Held
+from server_app.keeper import Keeper
 from server_app.log import DISK_ERRORS
 from server_app.monitor import Measurement, summary, warn_of_collapse
 from server_app.own_models import OwnModel, means
@@ -186,6 +188,7 @@ class Recorder:
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
+        forget_after(self.folder, done)
         for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
@@ -266,6 +269,11 @@ class Recorder:
         self.checkpoint(state, ends=True)
         self._early = reason
         log.info("stop_when: %s; the run ends after round %d of %d", reason, state.round, self._rounds)
+
+    def keeper(self, round: int) -> Keeper | None:
+        """What keeps the models of this round; None: they are not to be kept."""
+        every = self._settings.keep_models
+        return Keeper(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
         """Write the encoder of the model of this name, for use elsewhere."""

@@ -72,6 +72,9 @@ class Encoder(nn.Module):
         stages differ in width; see `add_bridges`.
     even : bool
         Whether every stage takes the output of any other.
+    unpooled : bool
+        Whether `forward` gives the last stage's output, flattened, and not what `readout` makes of it. Protocols of
+        evaluation set it, on a copy.
     """
 
     feature_dim: int
@@ -82,6 +85,7 @@ class Encoder(nn.Module):
     span: Span
     bridges: nn.ModuleDict
     even = False
+    unpooled = False
 
     def divide(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
         """Divide the submodules into stages.
@@ -142,6 +146,8 @@ class Encoder(nn.Module):
             x = self.stem(x)
         for stage in self.stages()[span.frozen : span.depth]:
             x = stage(x)
+        if self.unpooled:
+            return x.flatten(1)
         h = self.readout(x)
         bridge = str(span.depth)
         return self.bridges[bridge](h) if bridge in self.bridges else h

@@ -7,7 +7,7 @@ An encoder or a data set of your own is found in the folder of settings that ``-
 Without ``dataset=`` the data set is the run's, and ``dataset.key=value`` changes its settings (``dataset.path=...``).
 The pictures are brought to the size the encoder was trained on, unless ``dataset.size=`` says otherwise, and always
 standardised as in its training. The result is printed and written to ``evaluation/<protocol>-<dataset>.json`` beside
-the encoder.
+the encoder; a protocol such as ``fedu/linear`` is called ``fedu_linear`` there.
 """
 
 import json
@@ -33,8 +33,9 @@ from fedssl.settings import DataSettings, Settings
 from fedssl.untrusted import printable
 
 USAGE = (
-    "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer] "
-    "[dataset=NAME] [dataset.path=PATH] [key=value ...]\n       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
+    "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer|\n"
+    "       PAPER/linear|PAPER/fine_tune] [dataset=NAME] [dataset.path=PATH] [key=value ...]\n"
+    "       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
     "       --config-dir FOLDER: your own settings, where the encoder or the data set is one of yours"
 )
 
@@ -73,7 +74,7 @@ def run(words: Sequence[str]) -> str:
     results = evaluate(protocol, subject, seed=settings.seed)
     name = data.name.rpartition("/")[2]
     chosen = {"evaluation": "knn", **{key: value for key, _, value in map(_split, others)}}["evaluation"]
-    report = file.parent / "evaluation" / f"{chosen}-{name}.json"
+    report = file.parent / "evaluation" / f"{chosen.replace('/', '_')}-{name}.json"
     _write(report, _content(file, settings, data, subject, results))
     return f"{format_table({name: results})}\nwritten to {report}"
 

@@ -4,8 +4,7 @@ The papers train a linear layer by SGD or Adam on cached features for 50 to 200 
 FedU2: Adam, 200 epochs; L-DAWA: SGD, 100 epochs on the unpooled map) and report the last epoch. Here the same loss is
 minimised by L-BFGS over all training pictures, on standardised features: no learning rate, no batch order, the same
 number every time. On CIFAR-10 it agrees with 100 epochs of SGD to 0.1 point. The number is that of the solution; test
-pictures take no part in finding it. Protocols that augment pictures while they probe (Dec-SSL, LW-FedSSL, SimSiam) are
-not reproduced.
+pictures take no part in finding it. The papers' own probes are those of `fedssl.evaluation.trained_linear`.
 """
 
 import torch

@@ -1,10 +1,12 @@
 """The command ``fedssl-report``: the results of any runs as one table, and figures of each of them.
 
-    fedssl-report DIR... [--figures] [--out FILE.md|FILE.csv]
+    fedssl-report DIR... [--paper PAPER.TABLE] [--figures [NAME...]] [--into FOLDER] [--out FILE.md|FILE.csv]
 
 A folder is that of a run, or has runs below it (``multirun/...``, ``runs``). Runs that differ only in their seed make
 one row, with mean and standard deviation; runs that did not finish are listed with the reason. ``--figures`` draws
-what a run folder has numbers for into its ``figures/``, also while the run goes on.
+what a run folder has numbers for into its ``figures/``, also while the run goes on, or the figures that it names, each
+as PNG, PDF and CSV; those of several runs together go into ``FOLDER/figures/``. ``--paper`` sets the runs beside the
+numbers of a table of a paper (`fedssl.report.paper_table`).
 """
 
 import argparse
@@ -17,7 +19,9 @@ from fedssl.errors import InputError
 from fedssl.files import write_text
 from fedssl.report.accuracy_table import Table, run_table
 from fedssl.report.cost_table import CostTable, cost_table
-from fedssl.report.runs import Run, find_runs
+from fedssl.report.paper_numbers import read_table
+from fedssl.report.paper_table import PaperTable, paper_table
+from fedssl.report.runs import find_runs
 from fedssl.untrusted import printable
 
 FORMATS = (".md", ".csv")
@@ -30,7 +34,11 @@ def main() -> int:
     try:
         if options.pictures:
             raise InputError("--pictures is called --figures now; write fedssl-report DIR... --figures")
-        report(options.folders, figures=options.figures, out=options.out)
+        if not options.folders:
+            raise InputError("no folder is given; write fedssl-report DIR... and --figures behind the folders")
+        if options.figures is not None:
+            figures(options.folders, options.figures, into=options.into, settings=options.config_dir)
+        report(options.folders, out=options.out, paper=options.paper)
         sys.stdout.flush()
     except InputError as error:
         print(f"fedssl-report: {printable(error)}", file=sys.stderr)
@@ -40,43 +48,72 @@ def main() -> int:
     return 0
 
 
-def report(folders: Sequence[Path], *, figures: bool, out: Path | None) -> None:
-    """Print the tables of the runs in the folders, write them to ``out``, and draw the figures.
+def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None, settings: Sequence[Path]) -> None:
+    """Draw figures of the runs in the folders.
+
+    Parameters
+    ----------
+    folders : sequence of Path
+    names : sequence of str
+        Which ones; none: those of what every run writes.
+    into : Path or None
+        Where figures of several runs together go; None: into the folder, if there is one alone.
+    settings : sequence of Path
+        Folders of settings of the user's own that the runs were made with.
 
     Raises
     ------
     InputError
-        A folder has no run in it, no run has finished, or ``out`` cannot be written.
+        A folder has no run in it, there is no such figure, a run lacks what it needs, or it is not said where to.
     """
+    # Imported here: they need torch and matplotlib, which the tables do not.
+    from fedssl.plugins import from_arguments
+    from fedssl.report.draw import OF_RUNS, draw_all
+
+    together = [name for name in names if name in OF_RUNS]
+    if together and into is None and len(folders) > 1:
+        raise InputError(f"the figure {together[0]} is of all {len(folders)} folders; say where to with --into FOLDER")
+    words = from_arguments([f"--config-dir={folder}" for folder in settings])
+    if into is not None and not into.is_dir():
+        raise InputError(f"--into {into} is no folder; make it, or name another one")
+    draw_all(
+        find_runs(folders),
+        names,
+        into=into or folders[0],
+        words=words,
+        say=lambda text: print(printable(text), flush=True),
+    )
+    print()
+
+
+def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = None) -> None:
+    """Print the tables of the runs in the folders, or a paper's with them, and write them to ``out``.
+
+    Raises
+    ------
+    InputError
+        A folder has no run in it, no run has finished, there is no such table, or ``out`` cannot be written.
+    """
+    if paper is not None:
+        read_table(paper)  # is there one?
     if out is not None and out.suffix not in FORMATS:
         raise InputError(f"--out {out} ends in neither of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
     runs = find_runs(folders)
-    if figures:
-        _draw(runs)
     if not any(run.finished for run in runs):
         listed = "; ".join(f"{run.folder}: {run.ending}" for run in runs[:LISTED])
         more = f"; and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
         raise InputError(f"no run has finished, so there are no results ({listed}{more}); try fedssl resume=FOLDER")
-    costs = cost_table(runs)
-    tables: list[Table | CostTable] = [run_table(runs), *([costs] if costs.rows else [])]
+    tables: list[Table | CostTable | PaperTable]
+    if paper is None:
+        costs = cost_table(runs)
+        tables = [run_table(runs), *([costs] if costs.rows else [])]
+    else:
+        tables = [paper_table(paper, runs)]
     print("\n\n".join(table.text() for table in tables))
     if out is not None:
         kinds = {".md": [table.markdown() for table in tables], ".csv": [table.csv() for table in tables]}
         _write(out, "\n".join(kinds[out.suffix]))
         print(f"\nwritten to {out}")
-
-
-def _draw(runs: Sequence[Run]) -> None:
-    # Imported here: they need torch and matplotlib, which the tables do not.
-    from fedssl.report.curves import draw_curves
-    from fedssl.report.embeddings import draw_embeddings
-
-    for run in runs:
-        drawn = [*draw_curves(run.folder), *draw_embeddings(run.folder)]
-        names = ", ".join(file.name for file in drawn)
-        told = f"{run.folder / 'figures'}: {names}" if drawn else f"{run.folder}: nothing to draw"
-        print(printable(told), flush=True)
-    print()
 
 
 def _write(file: Path, text: str) -> None:
@@ -88,15 +125,34 @@ def _write(file: Path, text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fedssl-report", description="The results of any runs as one table, and figures of each of them."
+        prog="fedssl-report",
+        description="The results of any runs as one table, and figures of each of them.",
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "folders", metavar="DIR", type=Path, nargs="+", help="folder of a run, or folder with runs below it"
+        "folders", metavar="DIR", type=Path, nargs="*", help="folder of a run, or folder with runs below it"
     )
     parser.add_argument(
         "--figures",
-        action="store_true",
-        help="draw curves, spectra, t-SNE and sphere of every run into its figures/ (takes some seconds each)",
+        metavar="NAME",
+        nargs="*",
+        help="draw into the figures/ of every run what it has numbers for (takes some seconds each), or these figures: "
+        "partition, metrics, cosines, spectrum, tsne, sphere, cka; landscape, cka_layers, forgetting of runs with "
+        "keep_models; accuracy, divergence, sensitivity of all runs together",
+    )
+    parser.add_argument(
+        "--into", metavar="FOLDER", type=Path, help="where figures of all runs together go, into its figures/"
+    )
+    parser.add_argument(
+        "--config-dir",
+        metavar="FOLDER",
+        type=Path,
+        action="append",
+        default=[],
+        help="settings of your own that the runs were made with, where figures look into models",
+    )
+    parser.add_argument(
+        "--paper", metavar="PAPER.TABLE", help="set the runs beside this table of a paper, e.g. l_dawa.table2"
     )
     parser.add_argument("--pictures", action="store_true", help=argparse.SUPPRESS)  # the old name of --figures
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the table to FILE.md or FILE.csv as well")

@@ -11,8 +11,9 @@ import numpy as np
 
 from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
-from fedssl.report.figures import axes_over_rounds, new_figure, save_figure
+from fedssl.report.figures import MARKS, SCREEN, axes_over_rounds, look_of, new_figure, save_figure
 from fedssl.report.lines import read_lines
+from fedssl.report.runs import rule_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +25,11 @@ NAMED = 6  # global models that a legend names one by one; more get one line in 
 
 def draw_curves(folder: Path) -> list[Path]:
     """Draw everything below for which the run folder has lines, and return the figures' files."""
-    drawn = (draw_metrics(folder), draw_cosines(folder), draw_spectra(folder))
+    drawn = (draw(folder) for draw in (draw_metrics, draw_cosines, draw_spectra))
     return [file for file in drawn if file is not None]
 
 
-def draw_metrics(folder: Path) -> Path | None:
+def draw_metrics(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
     """Draw the loss and the results of evaluations of a run over its rounds to ``figures/metrics.png``.
 
     With several global models the results are means over them. Every unit has a panel of its own.
@@ -46,16 +47,19 @@ def draw_metrics(folder: Path) -> Path | None:
             panels.setdefault(score.unit or name, {}).setdefault(name, []).append((line["round"], score.value))
     if not panels:
         return None
-    figure = new_figure(height=3.0 * len(panels))
+    figure, color = new_figure(height=3.0 * len(panels)), look_of(rule_of(folder)).color
     for position, (title, series) in enumerate(panels.items(), start=1):
         axes = axes_over_rounds(figure, (len(panels), 1, position), title)
-        for name, points in series.items():
-            axes.plot(*zip(*points, strict=True), marker=".", label=name)
+        for number, (name, points) in enumerate(series.items()):
+            mark = MARKS[number % len(MARKS)]
+            axes.plot(*zip(*points, strict=True), marker=mark, markersize=4, color=color, label=name)
         axes.legend()
-    return save_figure(figure, folder, "metrics")
+    named = {name: points for series in panels.values() for name, points in series.items()}
+    rows = [[name, *point] for name, points in named.items() for point in points]
+    return save_figure(figure, folder, "metrics", rows=[["name", "round", "value"], *rows], formats=formats)
 
 
-def draw_cosines(folder: Path) -> Path | None:
+def draw_cosines(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
     """Draw how close the clients stay to their global model to ``figures/cosines.png``.
 
     Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
@@ -74,23 +78,29 @@ def draw_cosines(folder: Path) -> Path | None:
     several = len({line.get("model") for line in lines}) > 1
     reference = "the client's global model" if several else "the global model"
     figure = new_figure(height=6.5)
-    _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines)
-    _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines)
+    color = look_of(rule_of(folder)).color
+    _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines, color)
+    _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines, color)
     for axes in figure.axes:
         axes.legend()
-    return save_figure(figure, folder, "cosines")
+    whole = [
+        (line["round"], line["client"], key, line[key]) for line in lines for key in ("model_cosine", "layer_cosine")
+    ]
+    layers = [(line["round"], line["client"], *pair) for line in lines for pair in line["cosine"].items()]
+    rows = [("round", "client", "of", "cosine"), *whole, *layers]
+    return save_figure(figure, folder, "cosines", rows=rows, formats=formats)
 
 
-def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
+def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
     rounds, clients = _by_round(lines, "model_cosine")
     center = np.array([np.mean(values) for values in clients])
     spread = np.array([np.std(values) for values in clients])
-    axes.plot(rounds, center, marker=".", color="tab:red", label="all weights as one vector, mean over clients")
+    axes.plot(rounds, center, marker=".", color=color, label="all weights as one vector, mean over clients")
     band = (center - spread, center + spread)
-    axes.fill_between(rounds, *band, color="tab:red", alpha=0.25, label="standard deviation over clients")
+    axes.fill_between(rounds, *band, color=color, alpha=0.25, label="standard deviation over clients")
 
 
-def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
+def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
     from matplotlib import colormaps
 
     layers: dict[str, dict[int, list[float]]] = {}
@@ -103,7 +113,7 @@ def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(sorted(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
     axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")
     rounds, clients = _by_round(lines, "layer_cosine")
-    axes.plot(rounds, list(map(np.mean, clients)), color="tab:red", linewidth=2, label="mean over layers by size")
+    axes.plot(rounds, list(map(np.mean, clients)), color=color, linewidth=2, label="mean over layers by size")
 
 
 def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[list[float]]]:
@@ -115,7 +125,7 @@ def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     return sorted(found), [found[round] for round in sorted(found)]
 
 
-def draw_spectra(folder: Path) -> Path | None:
+def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
     """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
 
     Those of every global model and of every client's, in the last round in which they were measured, and as a reference
@@ -136,14 +146,19 @@ def draw_spectra(folder: Path) -> Path | None:
     axes.set_title(_spectrum_title(one), fontsize="medium")
     for line in lines:
         if line["client"] is not None:
-            axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="tab:blue", alpha=0.4, label="clients")
-    _plot_models(axes, [line for line in lines if line["client"] is None], round=round)
+            axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="0.7", alpha=0.6, label="clients")
+    models = [line for line in lines if line["client"] is None]
+    _plot_models(axes, models, round=round, color=look_of(rule_of(folder)).color)
     reference = gaussian_spectrum(one["pictures"], one["dim"])[:TOP].tolist()
-    axes.plot(_logarithms(reference), color="tab:green", linestyle="--", label="Gaussian vectors")
+    axes.plot(_logarithms(reference), color="0.3", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     axes.legend(once.values(), once.keys())
-    return save_figure(figure, folder, "spectrum")
+    whose = [line["client"] if line["client"] is not None else line.get("model", "") for line in lines]
+    shown = [*zip(whose, (line["spectrum"]["singular_values"] for line in lines), strict=True), ("Gaussian", reference)]
+    rows = [[name, index, value] for name, values in shown for index, value in enumerate(values)]
+    header = ["client or model", "index", "singular value"]
+    return save_figure(figure, folder, "spectrum", rows=[header, *rows], formats=formats)
 
 
 def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
@@ -153,12 +168,11 @@ def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
     return f"{spectrum['pictures']} {whose} in {spectrum['dim']} dimensions{few}"
 
 
-def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int) -> None:
-    """Plot the spectra of global models: the only one, each with its name, or, of many, all alike."""
+def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int, color: Any) -> None:
+    """Plot the spectra of global models: the only one in this colour, each with its name, or, of many, all alike."""
     from matplotlib import colormaps
 
     for position, line in enumerate(lines):
-        color: Any = "black"
         label = f"global model, round {round}" if len(lines) == 1 else f"global models, round {round}"
         if 1 < len(lines) <= NAMED:
             color = colormaps["inferno"](0.8 * position / (len(lines) - 1))

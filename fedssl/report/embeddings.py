@@ -7,12 +7,13 @@ divided by their length. These directions are of the representations as they are
 one point for all pictures would otherwise be drawn as the noise around it.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.report.figures import new_figure, save_figure
+from fedssl.report.figures import BLUE, SCREEN, class_colors, new_figure, save_figure
 from fedssl.report.representations import Representations, read_representations
 from fedssl.seeding import derive
 
@@ -24,16 +25,40 @@ SPHERES = 6  # models that are drawn
 MARKS = "os^DvP"  # of global models; where there are more of them, all have the first
 
 
-def draw_embeddings(folder: Path) -> list[Path]:
-    """Draw ``figures/tsne.png`` and ``figures/sphere.png`` of a run folder, if it keeps representations."""
+def draw_tsne(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+    """Draw ``figures/tsne.png`` of a run folder; None if it keeps no representations, or those of one picture alone."""
+    kept = read_representations(folder)
+    if kept is None or kept[1].h[..., 0].size < 2:  # a point alone has no neighbours
+        return None
+    round, representations = kept
+    points = tsne_points(representations)
+    figure = tsne_figure(representations, points, round=round)
+    return save_figure(figure, folder, "tsne", rows=_rows(representations, points, "xy"), formats=formats)
+
+
+def draw_sphere(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+    """Draw ``figures/sphere.png`` of a run folder; None if it keeps no representations."""
     kept = read_representations(folder)
     if kept is None:
-        return []
+        return None
     round, representations = kept
-    figures = {"sphere": sphere_figure(representations, round=round)}
-    if representations.h[..., 0].size > 1:  # a point alone has no neighbours
-        figures = {"tsne": tsne_figure(representations, round=round)} | figures
-    return [save_figure(figure, folder, name) for name, figure in figures.items()]
+    spheres = [on_sphere(vectors) for vectors in _on_spheres(representations)]
+    figure = sphere_figure(representations, spheres, round=round)
+    points = np.stack([points for points, _ in spheres])
+    return save_figure(figure, folder, "sphere", rows=_rows(representations, points, "xyz"), formats=formats)
+
+
+def _rows(representations: Representations, points: np.ndarray, axes: str) -> list[list[object]]:
+    """Points ``(models, n, axes)`` with their models and classes, under a header."""
+    labels = [""] * points.shape[1] if representations.labels is None else representations.labels.tolist()
+    return [
+        ["model", "picture", "class", *axes],
+        *(
+            [str(name), number, labels[number], *place]
+            for name, places in zip(representations.names, points.tolist(), strict=False)  # spheres are few
+            for number, place in enumerate(places)
+        ),
+    ]
 
 
 def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
@@ -92,17 +117,21 @@ def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
     return np.divide(points, lengths, out=np.zeros_like(points), where=lengths > 1e-6), share
 
 
-def tsne_figure(representations: Representations, *, round: int, seed: int = 0) -> "Figure":
+def tsne_points(representations: Representations, *, seed: int = 0) -> np.ndarray:
+    """The t-SNE of all models together, of as many pictures as it can show, ``(models, pictures, 2)``."""
+    models, n, _ = representations.h.shape
+    return tsne(representations.h[:, : max(1, min(n, MAX_POINTS // models))], seed=seed)
+
+
+def tsne_figure(representations: Representations, points: np.ndarray, *, round: int) -> "Figure":
     """Draw every picture once for every model; colours are classes, or else models.
 
     Global models are full marks, one kind for each where they are few, and clients' models are crosses.
     """
     from matplotlib.lines import Line2D
 
-    models = len(representations.h)
-    used = max(1, min(representations.h.shape[1], MAX_POINTS // models))
+    models, used = points.shape[:2]
     labels = representations.labels
-    points = tsne(representations.h[:, :used], seed=seed)
     figure = new_figure(height=6.0)
     axes = figure.add_subplot(1, 1, 1, xticks=[], yticks=[])
     shades = _shades(np.arange(models)) if labels is None else _shades(labels)[:used]
@@ -134,18 +163,22 @@ def _marks(representations: Representations) -> list[tuple[str, str]]:
     return marks + [("x", "clients' models")] * (len(names) - len(first))
 
 
-def sphere_figure(representations: Representations, *, round: int) -> "Figure":
-    """Draw a sphere for each of the first models, global ones before clients'; much blank space is a collapse."""
-    vectors = representations.h if representations.z is None else representations.z
-    models = min(SPHERES, len(vectors))
+def _on_spheres(representations: Representations) -> np.ndarray:
+    """The vectors of the first models, global ones before clients'."""
+    return (representations.h if representations.z is None else representations.z)[:SPHERES]
+
+
+def sphere_figure(
+    representations: Representations, spheres: Sequence[tuple[np.ndarray, float]], *, round: int
+) -> "Figure":
+    """Draw what `on_sphere` gives for each of the first models; much blank space is a collapse."""
+    models = len(spheres)
     columns = min(3, models)
     rows = -(-models // columns)
     figure = new_figure(height=2.6 * rows + 0.5)
-    shades = "tab:blue" if representations.labels is None else _shades(representations.labels)
-    shares = []
-    for model in range(models):
-        points, share = on_sphere(vectors[model])
-        shares.append(share)
+    shades = BLUE if representations.labels is None else _shades(representations.labels)
+    shares = [share for _, share in spheres]
+    for model, (points, _) in enumerate(spheres):
         # mpl_toolkits adds this projection by being imported, which add_subplot does.
         axes: Any = figure.add_subplot(
             rows, columns, model + 1, projection="3d", title=str(representations.names[model])
@@ -155,7 +188,7 @@ def sphere_figure(representations: Representations, *, round: int) -> "Figure":
         axes.view_init(elev=15, azim=15)  # the first direction comes forward
         axes.set_box_aspect((1, 1, 1), zoom=1.6)
         axes.set_axis_off()
-    dim = vectors.shape[2]
+    dim = _on_spheres(representations).shape[2]
     how = (
         f"{'representations' if representations.z is None else 'projections'} as they are"
         if dim == 3
@@ -175,7 +208,4 @@ def _globe() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _shades(numbers: np.ndarray) -> np.ndarray:
     """Give each number a colour, ``(n, 4)``: distinct ones up to 10, a scale beyond."""
-    from matplotlib import colormaps
-
-    highest = int(numbers.max())
-    return np.asarray(colormaps["tab10"](numbers) if highest < 10 else colormaps["turbo"](numbers / highest))
+    return class_colors(numbers, classes=int(numbers.max()) + 1)

@@ -1,10 +1,19 @@
-"""What all figures share: their size, how they are written, and axes over rounds."""
+"""What all figures share: size, colours, how they are written, and axes over rounds.
 
+Colours are those of Okabe and Ito (Color Universal Design, 2008) for rules and models, and Paul Tol's "muted" ones for
+classes: people who confuse red and green tell them apart. A rule has the same colour and line in every figure.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.files import inner_folder, write_whole
+from fedssl.files import inner_folder, write_text, write_whole
+from fedssl.report.tables import to_csv
 from fedssl.untrusted import printable
 
 if TYPE_CHECKING:
@@ -13,6 +22,62 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 200  # signs of a text in a figure
+
+SCREEN = ("png",)  # what a run draws at its end
+PAPER = ("png", "pdf", "csv")  # what the command draws: for the screen, for print, and the numbers themselves
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+COLORS = (BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE)  # Okabe and Ito's, without yellow: too light for a line
+MARKS = "osD^vPX"  # of lines of one colour
+MUTED = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499", "#BBBBBB")
+
+
+class Look(NamedTuple):
+    """How the lines of a rule look."""
+
+    color: str
+    linestyle: str = "-"
+
+
+# By the names of the choices in conf/strategy; others get one by `look_of`.
+LOOKS = {
+    "fedavg": Look(BLACK),
+    "l_dawa": Look(VERMILLION),
+    "fedu": Look(BLUE),
+    "eua": Look(GREEN),
+    "featarc": Look(PURPLE),
+    "m_dawa": Look(ORANGE),
+    "fedema": Look(SKY),
+    "fedprox": Look(BLACK, "--"),
+    "l_dawa_fedu": Look(VERMILLION, "--"),
+    "local_only": Look(BLUE, "--"),
+    "gossip": Look(GREEN, "--"),
+    "clustered": Look(PURPLE, "--"),
+    "loss": Look(ORANGE, "--"),
+    "fedbn": Look(SKY, "--"),
+    "median": Look(BLACK, "-."),
+    "per_ssl": Look(BLUE, "-."),
+    "krum": Look(GREEN, "-."),
+    "euc": Look(ORANGE, "-."),
+    "trimmed_mean": Look(SKY, "-."),
+}
+
+
+def look_of(rule: str) -> Look:
+    """The look of a rule, the same everywhere; of an unknown one dotted, in a colour that its name gives."""
+    known = LOOKS.get(rule)
+    return known or Look(COLORS[hashlib.sha256(rule.encode()).digest()[0] % len(COLORS)], ":")
+
+
+def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:
+    """Give every number of a class a colour, ``(n, 4)``: distinct ones up to 10 classes, a scale beyond."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_rgba_array
+
+    if classes <= len(MUTED):
+        return np.asarray(to_rgba_array(MUTED)[numbers])
+    return np.asarray(colormaps["viridis"](numbers / (classes - 1)))
 
 
 def new_figure(*, height: float, width: float = 7.0) -> "Figure":
@@ -23,10 +88,41 @@ def new_figure(*, height: float, width: float = 7.0) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: "Figure", folder: Path, name: str) -> Path:
-    """Write the figure to ``figures/<name>.png`` of the run folder; raises `InputError` if that cannot be."""
+def save_figure(
+    figure: "Figure",
+    folder: Path,
+    name: str,
+    *,
+    rows: Iterable[Sequence[object]],
+    formats: Sequence[str] = SCREEN,
+) -> Path:
+    """Write the figure to ``figures/<name>.png`` of a folder, and in the other formats beside it.
+
+    Parameters
+    ----------
+    rows : iterable of sequence
+        The numbers that the figure shows, under a header, for the format "csv".
+    formats : sequence of {"png", "pdf", "csv"}
+
+    Returns
+    -------
+    Path
+        The PNG file.
+
+    Raises
+    ------
+    InputError
+        It cannot be written.
+    """
     file = folder / "figures" / f"{name}.png"
     write_png(figure, file)
+    try:
+        if "pdf" in formats:
+            _write(figure, file.with_suffix(".pdf"), format="pdf", metadata={"CreationDate": None})
+        if "csv" in formats:
+            write_text(file.with_suffix(".csv"), to_csv(rows))
+    except OSError as error:
+        raise _unwritable(file, error) from error
     return file
 
 
@@ -39,12 +135,23 @@ def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
         text.set_parse_math(False)
     try:
         inner_folder(file.parent.parent, file.parent.name)
-        write_whole(file, lambda stream: figure.savefig(stream, dpi=dpi, format="png"))
+        _write(figure, file, dpi=dpi, format="png")
     except OSError as error:
-        raise InputError(
-            f"the figure {file} cannot be written ({error.strerror}); make its folder a writable one, and remove what "
-            "has its name"
-        ) from error
+        raise _unwritable(file, error) from error
+
+
+def _write(figure: "Figure", file: Path, **how: Any) -> None:
+    from matplotlib import rc_context
+
+    with rc_context({"pdf.fonttype": 42}):  # letters as TrueType, which journals ask for
+        write_whole(file, lambda stream: figure.savefig(stream, **how))
+
+
+def _unwritable(file: Path, error: OSError) -> InputError:
+    return InputError(
+        f"the figure {file} cannot be written ({error.strerror}); make its folder a writable one, and remove what "
+        "has its name"
+    )
 
 
 def axes_over_rounds(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":

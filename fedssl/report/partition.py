@@ -1,21 +1,23 @@
 """The table and the figure of who holds what."""
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fedssl.files import write_text
-from fedssl.report.figures import new_figure, write_png
+from fedssl.report.figures import SCREEN, class_colors, new_figure, save_figure, write_png
 from fedssl.report.tables import to_csv
+from fedssl.untrusted import damaged, read_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEGEND = 20  # classes that a legend can name; more get a colour scale
+_LEGEND = 10  # classes that a legend can name; more get a colour scale
 
 
 def write_table(path: Path, parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> None:
@@ -49,22 +51,71 @@ def draw(
 
     ``kind`` is what a class is called; the others are as in `write_table`.
     """
-    from matplotlib import colormaps
-
     counts, names = _counts(parts, labels, classes)
     if labels is None:
         counts = np.array([[len(part)] for part in parts])
+    write_png(_figure(counts, names, kind), path, dpi=120)
+
+
+def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+    """Draw the classes of every client from ``partition.csv`` of a run folder to ``figures/partition.png``.
+
+    Returns
+    -------
+    Path or None
+        The figure; None without the table: the pictures are on devices.
+
+    Raises
+    ------
+    InputError
+        The table is damaged.
+    """
+    found = read_table(folder / "partition.csv")
+    if found is None:
+        return None
+    counts, names = found
+    rows = [["client", *(names or ["examples"])], *([client, *row] for client, row in enumerate(counts.tolist()))]
+    return save_figure(_figure(counts, names, "class"), folder, "partition", rows=rows, formats=formats)
+
+
+def read_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
+    """Read pictures of each client and class ``(clients, classes)``, and the names of the classes, of `write_table`.
+
+    Columns of other groups are left out, and so are last classes that nobody holds. Without labels there is one column,
+    and no names. None: there is no file.
+    """
+    text = read_text(path)
+    if text is None:
+        return None
+    header, *lines = list(csv.reader(text.splitlines())) or [[]]
+    try:
+        table = np.array([[int(cell) for cell in line] for line in lines], dtype=np.int64)
+    except (ValueError, OverflowError) as error:
+        raise damaged(path, "it does not hold numbers of pictures") from error
+    if header[:2] != ["client", "examples"] or table.ndim != 2 or table.shape[1] != len(header) or table.min() < 0:
+        raise damaged(path, "it is no table of clients and pictures")
+    examples, counts = table[:, 1], table[:, 2:]
+    if not counts.size:
+        return table[:, 1:2], []
+    # Classes come first, and together they have every picture once.
+    whole = np.flatnonzero((counts.cumsum(axis=1) == examples[:, None]).all(axis=0))
+    if not len(whole):
+        raise damaged(path, "its columns do not add up")
+    used = int(whole[0]) + 1
+    return counts[:, :used], header[2 : 2 + used]
+
+
+def _figure(counts: np.ndarray, names: Sequence[str], kind: str) -> "Figure":
     num_clients, num_classes = counts.shape
-    colors = colormaps["tab10" if num_classes <= 10 else "tab20" if num_classes <= _LEGEND else "turbo"]
-    shades = colors(np.arange(num_classes) if num_classes <= _LEGEND else np.linspace(0, 1, num_classes))
+    shades = class_colors(np.arange(num_classes), classes=num_classes)
     figure = new_figure(width=8, height=min(2 + 0.3 * num_clients, 12))
     axes = figure.add_subplot()
     _draw_bars(axes, counts, shades)
     if 0 < len(names) <= _LEGEND:
         _add_legend(figure, names, shades)
     elif names:
-        _add_scale(figure, axes, num_classes, colors, kind)
-    write_png(figure, path, dpi=120)
+        _add_scale(figure, axes, num_classes, kind)
+    return figure
 
 
 def _draw_bars(axes: "Axes", counts: np.ndarray, shades: np.ndarray) -> None:
@@ -92,11 +143,11 @@ def _add_legend(figure: "Figure", names: Sequence[str], shades: np.ndarray) -> N
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
 
 
-def _add_scale(figure: "Figure", axes: "Axes", num_classes: int, colors: Any, kind: str) -> None:
+def _add_scale(figure: "Figure", axes: "Axes", num_classes: int, kind: str) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    scale = ScalarMappable(Normalize(0, num_classes - 1), colors)
+    scale = ScalarMappable(Normalize(0, num_classes - 1), "viridis")
     figure.colorbar(scale, ax=axes, label=kind, shrink=0.6)
 
 

@@ -51,9 +51,13 @@ class Run:
     @property
     def results(self) -> dict[str, Score]:
         """What the federated encoder is worth, by protocol; none without a finished evaluation."""
+        return self.results_of("federated")
+
+    def results_of(self, judged: str) -> dict[str, Score]:
+        """What ``judged`` is worth: the ``"federated"`` encoder, the ``"untrained"`` one or raw ``"pixels"``."""
         if self.summary is None or not self.finished:
             return {}
-        return as_scores(self.summary["final"].get("federated", {}), self.summary.get("units"))
+        return as_scores(self.summary["final"].get(judged, {}), self.summary.get("units"))
 
     @property
     def ending(self) -> str:
@@ -111,6 +115,11 @@ def read_run(folder: Path) -> Run:
     choices = choices or {key: value for key, value in own.items() if key in groups()}
     names = {printable(group): printable(name) for group, name in choices.items()}
     return Run(folder, own, names, settings, summary)
+
+
+def rule_of(folder: Path) -> str:
+    """The name of the strategy of a run folder; empty if nothing tells it."""
+    return read_run(folder).value("strategy")
 
 
 def read_summary(file: Path) -> dict[str, Any] | None:

@@ -99,7 +99,13 @@ def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, word):
 
 
 def test_words_that_choose_by_name_are_taken(file):
-    words = ["strategy=fedavg", "method=fedu/byol", "+experiment=fll", "dataset.path=/data/x", "dataset.cache=auto"]
+    words = [
+        "strategy=fedavg",
+        "method=fedu/byol",
+        "+experiment=lw_fedssl/fll",
+        "dataset.path=/data/x",
+        "dataset.cache=auto",
+    ]
     words += ["dataset.cache=null", "partition.alpha=0.1", "dataset.mean=[0.5]", "~evaluation", "engine.address=null"]
     assert check_words(words, file) is None
 

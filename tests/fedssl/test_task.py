@@ -9,7 +9,10 @@ from fedssl.errors import InputError, Refused
 from fedssl.task import compose_task, task_of
 from fedssl.words import CONF
 
-EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+EXPERIMENTS = [  # all that lie in no folder of a paper, and one of each paper
+    *sorted(file.stem for file in (CONF / "experiment").glob("*.yaml")),
+    *("l_dawa/table2", "fedu/table4", "fedu2/table1", "dec_ssl/figure5", "lw_fedssl/fll", "lw_fedssl/lw_fedssl"),
+]
 MIXED = [
     ["strategy=fedprox", "regularizer.weight=1", "method=fedu2/byol", "optimizer=adam", "optimizer.fused=true"],
     ["strategy=l_dawa_fedu", "method=original/moco_v3_resnet", "encoder=resnet18", "clip_norm=3", "precision=bf16"],

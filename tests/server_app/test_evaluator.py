@@ -15,7 +15,8 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy, extract
 from fedssl.evaluation.scores import Score, over_models
 from fedssl.methods.build import build
-from fedssl.report.accuracy_table import sweep_table
+from fedssl.report.accuracy_table import run_table, sweep_table
+from fedssl.report.runs import read_run
 from fedssl.settings import Component
 from server_app.evaluator import Evaluator
 from server_app.progress import Progress
@@ -191,3 +192,22 @@ def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
     assert "\naccuracy in %" in out
     assert "\nnorm (cm)" in out
     assert sweep_table([tmp_path]).text().split("\n")[0].split("  ")[1:] == ["plain (%)", "runs", "failed"]
+
+
+@pytest.mark.heavy
+def test_test_pictures_change_nothing_but_what_is_evaluated(tmp_path):
+    """Runs with other test pictures train, calibrate and look at health alike, to the last bit."""
+    words = [*TINY, "calibration=auxiliary", "calibration.share=0.5", "evaluate_every=1", "evaluation.k=5"]
+    words += ["final_evaluation=dec_ssl/linear", "final_evaluation.epochs=2", "device=cpu", "measure_resources=false"]
+    folders = [tmp_path / str(number) for number in (20, 60)]
+    for folder in folders:
+        run([*words, f"dataset.test_limit={folder.name}", f"output_dir={folder}"])
+    first, second = (torch.load(folder / "encoder.pt", weights_only=True)["weights"] for folder in folders)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    health = [[json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()] for folder in folders]
+    shown = [[row.pop("spectrum") for row in rows] for rows in health]  # of test pictures
+    assert health[0] == health[1]
+    assert shown[0] != shown[1]
+    table = run_table([read_run(folder) for folder in folders])
+    assert table.metrics == ["linear_dec_ssl"]
+    assert "linear_dec_ssl (%)" in table.text()

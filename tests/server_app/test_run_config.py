@@ -10,7 +10,6 @@ from server_app.run_config import FLAT, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
 def test_flower_knows_every_key_and_no_other():
@@ -38,18 +37,8 @@ def test_overrides_win():
 
 @pytest.mark.parametrize("key", FLAT)
 def test_every_key_stands_for_a_setting(key):
-    example = {"experiment": "fedu2", "partition-alpha": 1.0, "optimizer-lr": 0.1, "output-dir": "/there"}
+    example = {"experiment": "fedu2/base", "partition-alpha": 1.0, "optimizer-lr": 0.1, "output-dir": "/there"}
     example |= {"strategy": "fedavg", "method": "byol", "regularizer": "fur", "schedule": "layer_wise"}
     example |= {"encoder": "resnet18", "dataset": "digits", "partition": "iid", "precision": "bf16", "device": "cpu"}
     words = words_of({key: example.get(key, "/a/b" if key in ("dataset-path", "resume") else 10)})
     compose([*words, "dataset=cifar10"] if key == "dataset-path" else words)
-
-
-def test_there_is_a_file_for_every_experiment():
-    folder = ROOT / "conf" / "run_config"
-    assert sorted(file.stem for file in folder.iterdir()) == EXPERIMENTS
-    for name in EXPERIMENTS:
-        text = (folder / f"{name}.toml").read_text()
-        assert tomllib.loads(text) == {"experiment": name}
-        clients = compose([f"experiment={name}"]).num_clients
-        assert f'--run-config conf/run_config/{name}.toml --federation-config "num-supernodes={clients}"' in text

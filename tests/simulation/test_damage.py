@@ -30,7 +30,8 @@ SETTINGS = ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"]
 LINES = ["metrics.jsonl", "clients.jsonl", "health.jsonl"]
 STATES = [f"checkpoints/round-000002.{end}" for end in ("pt", "sha256")]
 STATES += ["clients/0/round-000002.state"]
-FIGURES = [f"figures/{name}.png" for name in ("metrics", "cosines", "spectrum", "tsne", "sphere", "partition")]
+DRAWN = ("metrics", "cosines", "spectrum", "tsne", "sphere", "cka", "partition")
+FIGURES = [f"figures/{name}.png" for name in DRAWN]
 OTHERS = ["representations.npz", "encoder.pt", "partition.csv", "run.log", ".lock"]
 ALIKE = [f"checkpoints/round-000001.{end}" for end in ("pt", "sha256")]  # as those above
 ALIKE += ["clients/0/round-000001.state", *(f"clients/1/round-00000{round}.state" for round in (1, 2))]
@@ -99,7 +100,8 @@ DAMAGES = {
 
 def reported(folder):
     """What ``fedssl-report --figures`` prints."""
-    return report.report([folder], figures=True, out=None)
+    report.figures([folder], [], into=None, settings=[])
+    report.report([folder], out=None)
 
 
 def evaluated(folder):
@@ -125,7 +127,10 @@ def restored(folder, settings=None):
 
 FEW = ("random", "folder", "loop")
 READERS = {
-    reported: {**dict.fromkeys([*SETTINGS, *LINES, "representations.npz"], DAMAGES), **dict.fromkeys(FIGURES, FEW)},
+    reported: {
+        **dict.fromkeys([*SETTINGS, *LINES, "representations.npz", "partition.csv"], DAMAGES),
+        **dict.fromkeys(FIGURES, FEW),
+    },
     evaluated: {"config.yaml": DAMAGES, "encoder.pt": DAMAGES},
     composed: {"config.yaml": DAMAGES, "overrides.yaml": DAMAGES},
     restored: {
@@ -148,7 +153,9 @@ def answer_of(reader, *arguments):
 def test_no_file_is_forgotten(folder):
     reported(folder)  # draws what a run itself does not
     found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    assert found == {*SETTINGS, *LINES, *STATES, *ALIKE, *FIGURES, *OTHERS}
+    drawn = {str(Path(name).with_suffix(end)) for name in FIGURES for end in (".pdf", ".csv")}
+    assert found - drawn == {*SETTINGS, *LINES, *STATES, *ALIKE, *FIGURES, *OTHERS}
+    assert drawn <= found
 
 
 def test_what_is_whole_is_read(folder):
@@ -210,7 +217,7 @@ def test_a_report_prints_nothing_that_a_terminal_obeys(folder, capsys):
     failed = {**summary, "status": "failed", "reason": "no\x1b[2J GPU", "overrides": ["dataset.limit=\x1b]0;x\x07"]}
     other = Path(shutil.copytree(folder, folder.parent / "other"))
     (other / "summary.json").write_text(json.dumps(failed))
-    report.report([folder, other], figures=False, out=None)
+    report.report([folder, other], out=None)
     printed = capsys.readouterr().out
     assert "no [2J GPU" in printed
     assert "\x1b" not in printed

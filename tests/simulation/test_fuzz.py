@@ -232,8 +232,9 @@ def resumed(run):
 
 
 def reported(run):
-    report.report([run], figures=True, out=run.parent / "table.md")
-    report.report([run], figures=False, out=run.parent / "table.csv")
+    report.figures([run], [], into=None, settings=[])
+    report.report([run], out=run.parent / "table.md")
+    report.report([run], out=run.parent / "table.csv")
 
 
 def evaluated(run):

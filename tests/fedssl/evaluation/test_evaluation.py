@@ -577,6 +577,13 @@ def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: P
     assert {"knn", "linear", "linear_2_per_class", "linear_5_per_class_std"} <= set(report["results"])
 
 
+def test_command_writes_a_paper_s_probe_beside_the_others(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
+    words = [f"run={finished_run}", "evaluation=fedu/linear", "evaluation.epochs=2", "dataset.test_limit=50"]
+    assert command(monkeypatch, *words) == 0
+    report = json.loads((finished_run / "evaluation" / "fedu_linear-digits.json").read_text())
+    assert list(report["results"]) == ["linear_fedu"]
+
+
 def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
     words = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]

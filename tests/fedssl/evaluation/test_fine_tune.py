@@ -47,6 +47,7 @@ def subject(encoder, *, n=60):
 
 def protocol(**changes):
     options = {
+        "name": "fine_tune",
         "shares": [0.1, 1.0],
         "draws": 2,
         "epochs": 10,
@@ -54,6 +55,8 @@ def protocol(**changes):
         "optimizer": torch.optim.SGD,
         "encoder_lr": 0.01,
         "head_lr": 0.3,
+        "lr_schedule": None,
+        "transform": None,
         "view": {},
     }
     return FineTune(**{**options, **changes})

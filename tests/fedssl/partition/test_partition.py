@@ -400,7 +400,7 @@ def test_picture_shows_counts_as_areas(tmp_path: Path) -> None:
     labels = labels_of(40, 80)
     draw(tmp_path / "held.png", [np.arange(60), np.arange(60, 120)], labels, ("a", "b"))
     pixels = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).reshape(-1, 3)
-    blue, orange = ((pixels == color).all(axis=1).sum() for color in ([31, 119, 180], [255, 127, 14]))
+    blue, orange = ((pixels == color).all(axis=1).sum() for color in ([51, 34, 136], [136, 204, 238]))
     assert orange / blue == pytest.approx(2, rel=0.1)
 
 

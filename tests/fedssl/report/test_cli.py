@@ -16,7 +16,7 @@ from fedssl.report.representations import Representations
 from fedssl.report.runs import read_run
 from simulation.cli import run
 
-FIGURES = ["metrics", "cosines", "spectrum", "tsne", "sphere"]
+FIGURES = ["partition", "metrics", "cosines", "spectrum", "tsne", "sphere", "cka"]
 
 
 @pytest.fixture
@@ -134,11 +134,12 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     status, out, error = command(folder, other, "--figures")
     assert status == 0
     assert out.startswith(
-        f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png\n{other}: nothing to draw\n\nstrategy"
+        f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png, cka.png\n{other}: nothing to draw\n\nstrategy"
     )
     assert "still runs" in out
     assert error == ""
-    assert sorted(file.name for file in (folder / "figures").iterdir()) == ["metrics.png", "sphere.png", "tsne.png"]
+    names = {f"{name}.{end}" for name in ("metrics", "tsne", "sphere", "cka") for end in ("png", "pdf", "csv")}
+    assert {file.name for file in (folder / "figures").iterdir()} == names
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,12 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     [
         (["missing"], "there is no folder missing; give the folders of runs"),
         (["."], "there is no run in .; give the folders of runs"),
+        ([], "no folder is given; write fedssl-report DIR... and --figures behind the folders"),
+        (["--figures", "sweep"], "no folder is given"),
+        (["sweep", "--figures", "landscap"], "--figures landscap is no figure; choose of partition, metrics,"),
+        (["sweep/0", "--figures", "landscape"], "sweep/0 keeps no models of its rounds, which this figure looks into"),
+        (["sweep/0", "sweep/1", "--figures", "accuracy"], "the figure accuracy is of all 2 folders; say where to with"),
+        (["sweep", "--figures", "accuracy", "--into", "no"], "--into no is no folder; make it, or name another one"),
         (["sweep", "--out", "table.txt"], "--out table.txt ends in neither of .md, .csv; choose one"),
         (
             ["sweep", "--out", "nowhere/table.md"],
@@ -199,7 +206,7 @@ def test_a_real_run(tmp_path: Path, command):
     assert cost.count("(1.00x)") == 6
 
 
-@pytest.mark.parametrize("name", ["method=fedu2/byol", "experiment=fedu2", "method=byol"])
+@pytest.mark.parametrize("name", ["method=fedu2/byol", "experiment=fedu2/base", "method=byol"])
 def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str):
     folder = job(tmp_path / "run", "eua", 0)
     save_run(compose([name]).recording, folder)

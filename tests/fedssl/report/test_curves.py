@@ -67,7 +67,7 @@ def test_every_unit_has_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     units = {"knn": "accuracy", "linear": "accuracy", "nll": "nats"}
     write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": 4.0, "evaluation": results, "units": units}])
     saved = []
-    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name: saved.append(figure))
+    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name, **rest: saved.append(figure))
     draw_metrics(tmp_path)
     panels = {axes.get_ylabel(): axes.get_legend_handles_labels()[1] for axes in saved[0].axes}
     assert panels == {"mean loss of the clients": ["loss"], "accuracy": ["knn", "linear"], "nats": ["nll"]}
@@ -151,7 +151,7 @@ def test_a_spectrum_says_what_it_is_of(
 ):
     write_lines(tmp_path / "health.jsonl", [{"round": 1, "client": None, "model": "x", **spectrum_of([1.0], **found)}])
     saved = []
-    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name: saved.append(figure))
+    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name, **rest: saved.append(figure))
     draw_spectra(tmp_path)
     assert saved[0].axes[0].get_title() == title
 
@@ -184,7 +184,7 @@ def test_cosines_name_what_they_are_with(
     lines = [{**of_client(1, n, 0.9, 0.9, a=0.9), "model": model} for n, model in enumerate(models)]
     write_lines(tmp_path / "clients.jsonl", lines)
     saved = []
-    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name: saved.append(figure))
+    monkeypatch.setattr("fedssl.report.curves.save_figure", lambda figure, folder, name, **rest: saved.append(figure))
     draw_cosines(tmp_path)
     assert saved[0].axes[0].get_ylabel() == title
 

@@ -1,21 +1,24 @@
 """t-SNE and sphere: points by hand, representations whose collapse is known, and the files of a run folder."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
 from fedssl.errors import InputError
+from fedssl.report import embeddings
 from fedssl.report.embeddings import (
     MARKS,
     MAX_POINTS,
-    draw_embeddings,
+    draw_sphere,
+    draw_tsne,
     on_sphere,
-    sphere_figure,
     tsne,
-    tsne_figure,
+    tsne_points,
 )
 from fedssl.report.representations import Representations, read_representations
 
@@ -32,6 +35,19 @@ def some(
     first = ["global model"] if global_models == 1 else [f"model {number}" for number in range(global_models)]
     names = [*first, *(f"client {number}" for number in range(models - global_models))]
     return Representations(names=np.array(names), globals=np.array(global_models), h=unit(models, n, dim), **arrays)
+
+
+def tsne_figure(representations: Representations, *, round: int) -> Figure:
+    return embeddings.tsne_figure(representations, tsne_points(representations), round=round)
+
+
+def sphere_figure(representations: Representations, *, round: int) -> Figure:
+    vectors = representations.h if representations.z is None else representations.z
+    return embeddings.sphere_figure(representations, [on_sphere(one) for one in vectors[:6]], round=round)
+
+
+def draw_embeddings(folder: Path) -> list[Path]:
+    return [file for draw in (draw_tsne, draw_sphere) if (file := draw(folder)) is not None]
 
 
 # --- the sphere ---

@@ -1,0 +1,168 @@
+"""Linear probes as the papers train them: a linear classifier on the frozen encoder, by an optimiser, for some epochs.
+
+Each paper has its own, which ``conf/evaluation/<paper>/linear.yaml`` says; `fedssl.evaluation.linear` is the one that
+this project compares encoders by. Features of pictures that stay as they are, by an encoder in eval mode, are computed
+once; else the encoder runs in every epoch. Pictures are standardised as in its training.
+
+Batch normalisation in training mode takes its statistics from the batch, and its running statistics, by which test
+pictures are normalised afterwards, move towards those of the training pictures. A probe of this kind thus judges
+another encoder than the one that was averaged: the run's own is copied and stays as it is.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedssl.encoders.base import Encoder
+from fedssl.errors import InputError
+from fedssl.evaluation.classifier import (
+    MakeOptimizer,
+    MakeSchedule,
+    Place,
+    Transform,
+    Views,
+    check_training,
+    classes_of,
+    classifier,
+    classifier_of,
+    fit,
+    predict,
+)
+from fedssl.evaluation.features import accuracy
+from fedssl.evaluation.scores import Score
+from fedssl.evaluation.subject import Subject
+from fedssl.machine.devices import to_device
+from fedssl.seeding import torch_generator
+
+
+class TrainedLinear:
+    """Accuracy as ``<name>``, after the last epoch.
+
+    Parameters
+    ----------
+    name : str
+        What the result is called.
+    features : {"pooled", "map"}
+        Representations h, or the last stage's output before pooling, flattened.
+    batch_norm_epochs : int
+        For how many epochs, the first ones, batch normalisation is in training mode; 0: it never is.
+    epochs, batch_size : int
+    optimizer : callable
+        Makes one of groups of parameters.
+    lr_schedule : callable or None
+        Makes of the optimiser what sets learning rates after every epoch; None: they stay.
+    transform, view
+        How pictures are augmented, as in `fedssl.evaluation.classifier.Views`.
+
+    Raises
+    ------
+    InputError
+        A setting is out of range; when called, also if the encoder has no feature map or training diverges.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        features: str,
+        batch_norm_epochs: int,
+        epochs: int,
+        batch_size: int,
+        optimizer: MakeOptimizer,
+        lr_schedule: MakeSchedule | None,
+        transform: Transform | None,
+        view: Mapping[str, Any],
+    ) -> None:
+        if features not in ("pooled", "map"):
+            raise InputError(f"features={features} of a linear probe is unknown; set features=pooled or features=map")
+        if batch_norm_epochs < 0:
+            raise InputError(f"batch_norm_epochs={batch_norm_epochs} of a linear probe must be at least 0")
+        check_training(
+            epochs=epochs,
+            batch_size=batch_size,
+            optimizer=optimizer,
+            groups=[{}],
+            lr_schedule=lr_schedule,
+            view=view,
+            of="a linear probe",
+        )
+        self.name, self.features, self.batch_norm_epochs = name, features, batch_norm_epochs
+        self.epochs, self.batch_size, self.optimizer, self.lr_schedule = epochs, batch_size, optimizer, lr_schedule
+        self.transform, self.view = transform, view
+
+    @property
+    def computes_once(self) -> bool:
+        """Whether features are the same in every epoch, and those that all protocols share."""
+        return self.features == "pooled" and not (self.batch_norm_epochs or self.transform or self.view)
+
+    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+        """Judge the subject; raw pixels only where features are computed once."""
+        place = (seed, "linear probe", self.name)
+        if self.computes_once:
+            found = self._on_features(subject, place)
+        elif subject.encoder is None:
+            return {}
+        else:
+            found = self._on_pictures(subject, subject.encoder, place)
+        return {self.name: Score(accuracy(found, subject.test.labels))}
+
+    def _on_features(self, subject: Subject, place: Place) -> Tensor:
+        """Classes of the test pictures by a classifier of features that are computed once."""
+        data = subject.features
+        train = data.train.to(subject.device)
+        head = classifier(train.shape[1], subject)
+        fit(
+            lambda rows: head(train[to_device(rows, train.device)]),
+            data.train_labels,
+            optimizer=self.optimizer([{"params": list(head.parameters())}]),
+            lr_schedule=self.lr_schedule,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            generator=torch_generator(*place),
+        )
+        with torch.inference_mode():
+            return classes_of(head(data.test.to(subject.device)))
+
+    def _on_pictures(self, subject: Subject, encoder: nn.Module, place: Place) -> Tensor:
+        """Classes of the test pictures by a classifier of features that are computed anew in every epoch."""
+        encoder = self._copy(encoder).to(subject.device)
+        head = classifier_of(encoder, subject)
+        views = Views(subject, transform=self.transform, view=self.view, place=place)
+        layers = [module for module in encoder.modules() if isinstance(module, _BatchNorm)]
+
+        def logits(rows: Tensor) -> Tensor:
+            with torch.no_grad():
+                h = encoder(views(subject.train.images[rows]))
+            scores: Tensor = head(h)
+            return scores
+
+        def before_epoch(epoch: int) -> None:
+            for layer in layers:
+                layer.training = epoch < self.batch_norm_epochs
+
+        fit(
+            logits,
+            subject.train.labels,
+            optimizer=self.optimizer([{"params": list(head.parameters())}]),
+            lr_schedule=self.lr_schedule,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            generator=views.generator,
+            before_epoch=before_epoch,
+        )
+        return predict(nn.Sequential(encoder, head), subject)
+
+    def _copy(self, encoder: nn.Module) -> nn.Module:
+        """An encoder like this one, in eval mode, that puts out the features asked for."""
+        found = copy.deepcopy(encoder).eval()
+        if self.features == "map":
+            if not isinstance(found, Encoder):
+                raise InputError(
+                    f"features=map needs an encoder in stages and {type(found).__name__} is none; set features=pooled"
+                )
+            found.unpooled = True
+        return found

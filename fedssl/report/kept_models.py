@@ -1,0 +1,121 @@
+"""Models of single rounds, which a run keeps if it is asked to (``keep_models``), for the figures that look into them.
+
+``models/round-000010/`` has what the server held after round 10, ``model-<name>.pt``, and what every client sent that
+was used, ``client-<number>.pt``. Models of the server come last: without them the round was not finished.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedssl.errors import InputError
+from fedssl.files import inner_folder, remove, write_whole
+from fedssl.layers import Layers
+from fedssl.untrusted import damaged, read_tensors
+
+FOLDER = "models"
+
+_ROUND = re.compile(r"round-(\d{6,})")
+_MODEL = re.compile(r"(model|client)-(.+)\.pt")
+
+
+def round_folder(folder: Path, round: int) -> Path:
+    """Where the models of a round are, or would be."""
+    return folder / FOLDER / f"round-{round:06d}"
+
+
+def save_layers(folder: Path, round: int, name: str, layers: Layers) -> None:
+    """Write layers to ``models/round-<round>/<name>.pt`` of a run folder."""
+    place = inner_folder(inner_folder(folder, FOLDER), round_folder(folder, round).name)
+    tensors = {layer: torch.from_numpy(np.asarray(array)) for layer, array in layers.items()}
+    write_whole(place / f"{name}.pt", lambda stream: torch.save(tensors, stream))
+
+
+def forget_after(folder: Path, round: int) -> None:
+    """Remove the models of later rounds, which a resumed run does again."""
+    for place in (folder / FOLDER).glob("*"):
+        match = _ROUND.fullmatch(place.name)
+        if match and int(match[1]) > round:
+            for file in place.iterdir():
+                remove(file)
+            place.rmdir()
+
+
+@dataclass(frozen=True)
+class KeptRound:
+    """Where the models of one round are.
+
+    Attributes
+    ----------
+    round : int
+    models : mapping of str to Path
+        Of the server after the round, by name.
+    clients : mapping of int to Path
+        As they were sent in the round.
+    """
+
+    round: int
+    models: Mapping[str, Path]
+    clients: Mapping[int, Path]
+
+
+def kept_rounds(folder: Path) -> list[KeptRound]:
+    """The finished rounds whose models a run folder keeps, ascending.
+
+    Raises
+    ------
+    InputError
+        It keeps none.
+    """
+    places = [(match, place) for place in (folder / FOLDER).glob("*") if (match := _ROUND.fullmatch(place.name))]
+    found = sorted((_kept(int(match[1]), place) for match, place in places), key=lambda one: one.round)
+    found = [one for one in found if one.models]
+    if not found:
+        raise InputError(
+            f"{folder} keeps no models of its rounds, which this figure looks into; run it again with keep_models=1 "
+            "(or every how many rounds they are to be kept)"
+        )
+    return found
+
+
+def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
+    """Read what `save_layers` wrote.
+
+    Parameters
+    ----------
+    file : Path
+    like : mapping of str to Tensor
+        The layers that a model may have: names, shapes and dtypes must be theirs.
+
+    Raises
+    ------
+    InputError
+        The file is damaged, or of another model.
+    """
+    try:
+        found = read_tensors(file, most=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)
+    except Exception as error:  # there is no end to how reading a foreign file can fail
+        raise damaged(file, "it does not hold layers") from error
+    if not isinstance(found, dict) or not all(
+        name in like
+        and isinstance(tensor, torch.Tensor)
+        and (tensor.shape, tensor.dtype) == (like[name].shape, like[name].dtype)
+        and (not tensor.is_floating_point() or bool(tensor.isfinite().all()))
+        for name, tensor in found.items()
+    ):
+        raise damaged(file, "it does not hold layers of this run's model")
+    return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+def _kept(round: int, place: Path) -> KeptRound:
+    found: dict[str, dict[str, Path]] = {"model": {}, "client": {}}
+    for file in place.iterdir():
+        if match := _MODEL.fullmatch(file.name):
+            found[match[1]][match[2]] = file
+    clients = {int(name): file for name, file in found["client"].items() if name.isdecimal()}
+    models = dict(sorted(found["model"].items(), key=lambda pair: (len(pair[0]), pair[0])))
+    return KeptRound(round, models, dict(sorted(clients.items())))

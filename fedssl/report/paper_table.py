@@ -1,0 +1,201 @@
+"""A table of a paper beside runs of one's own: ``fedssl-report --paper l_dawa.table2 DIR...``.
+
+A run belongs to a number of the paper if every choice that it was made with (strategy, method, data set, ...) is that
+of ``experiment=PAPER/TABLE`` with the settings of the number, whoever made it, and it has these settings. What else of
+its settings has another value (``rounds=10`` for 200) is told beside the result, and runs that differ so are told
+apart. Results are found by their name; how they were judged is not compared.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fedssl.composition import MAY_CHANGE, flatten, resolve
+from fedssl.evaluation.scores import ACCURACY, Score
+from fedssl.report.paper_numbers import Cell, read_table
+from fedssl.report.runs import Run
+from fedssl.report.tables import align, markdown, to_csv
+from fedssl.untrusted import printable
+
+# What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.
+FREE = {*MAY_CHANGE, "seed", "evaluation", "experiment", "output_dir", "resume", "run_id"} - {"rounds"}
+LISTED = 4  # differences that a line names
+NOT_RUN, NOT_JUDGED = "not run", "not judged"
+
+Differences = dict[str, tuple[str, str]]  # key to the value in the runs and in the experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A number of the paper, and what runs with the same settings but for ``differs`` have.
+
+    Attributes
+    ----------
+    cell : Cell
+    result : str
+        Name of the result that is compared, one of the cell's.
+    differs : dict
+        Key to the value in the runs and in the experiment.
+    runs : int
+        Number of finished runs with these settings, one for every seed.
+    ours : Score or None
+        Mean and standard deviation over seeds; None: there is no run, or none that has such a result.
+    """
+
+    cell: Cell
+    result: str
+    differs: Differences
+    runs: int
+    ours: Score | None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's, in points of per cent."""
+        return None if self.ours is None else 100 * self.ours.value - self.cell.value
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A paper's table with ours beside it, in the order of the paper.
+
+    Attributes
+    ----------
+    name : str
+        As in ``l_dawa.table2``.
+    lines : list of Line
+    others : list of str
+        Folders of finished runs that belong to no number of the table.
+    """
+
+    name: str
+    lines: list[Line]
+    others: list[str]
+
+    def text(self) -> str:
+        """For the terminal; accuracies in per cent."""
+        notes = [f"\nfinished runs that belong to no row of {self.name}:", *self.others] if self.others else []
+        return "\n".join([align(self._cells(), left=len(self._keys) + 2), *map(printable, notes)])
+
+    def markdown(self) -> str:
+        """As a Markdown table; accuracies in per cent."""
+        return markdown(self._cells(), left=len(self._keys) + 2)
+
+    def csv(self) -> str:
+        """As comma-separated values; accuracies in per cent, in full precision."""
+        numbers = ("paper", "paper_std", "ours", "ours_std", "difference")
+        rows: list[list[object]] = [[*self._keys, "differs", "result", *numbers, "runs"]]
+        for line in self.lines:
+            ours = line.ours and 100 * line.ours.value
+            spread = line.ours and line.ours.spread and 100 * line.ours.spread
+            paper = (line.cell.value, line.cell.spread)
+            settings = self._settings(line, told=len(line.differs))
+            rows.append([*settings, *paper, ours, spread, line.difference, line.runs])
+        return to_csv(rows)
+
+    @property
+    def _keys(self) -> list[str]:
+        return list(dict.fromkeys(key for line in self.lines for key in line.cell.settings))
+
+    def _settings(self, line: Line, *, told: int) -> list[str]:
+        settings = [line.cell.settings.get(key, "") for key in self._keys]
+        whose = "" if line.cell.judged == "federated" else f" ({line.cell.judged})"
+        return [*settings, _told(line.differs, told), line.result + whose]
+
+    def _cells(self) -> list[list[str]]:
+        cells = [[*self._keys, "differs", "result", "paper (%)", "ours (%)", "difference", "runs"]]
+        for line in self.lines:
+            paper = f"{line.cell.value:.2f}" + ("" if line.cell.spread is None else f" ± {line.cell.spread:.2f}")
+            ours = line.ours.number if line.ours else NOT_JUDGED if line.runs else NOT_RUN
+            difference = "" if line.difference is None else f"{round(line.difference, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
+            cells.append([*self._settings(line, told=LISTED), paper, ours, difference, str(line.runs or "")])
+        return cells
+
+
+def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
+    """Set runs beside a table of a paper.
+
+    Parameters
+    ----------
+    name : str
+        A paper and a table, such as ``l_dawa.table2``.
+    runs : sequence of Run
+        Those that did not finish are left out.
+
+    Raises
+    ------
+    InputError
+        There is no such table.
+    """
+    experiment, finished = name.replace(".", "/"), [run for run in runs if run.finished and run.settings is not None]
+    matched: dict[frozenset[tuple[str, str]], list[tuple[Differences, list[Run]]]] = {}
+    lines = []
+    for cell in read_table(name):
+        same = frozenset(cell.settings.items())
+        if same not in matched:
+            matched[same] = list(_groups({"experiment": experiment, **cell.settings}, finished))
+        found = [_line(cell, differs, group) for differs, group in matched[same]]
+        lines += found or [Line(cell=cell, result=cell.results[0], differs={}, runs=0, ours=None)]
+    belong = {run.folder for groups in matched.values() for _, group in groups for run in group}
+    return PaperTable(name, lines, [str(run.folder) for run in finished if run.folder not in belong])
+
+
+def _line(cell: Cell, differs: Differences, runs: Sequence[Run]) -> Line:
+    runs = list({run.seed: run for run in reversed(runs)}.values())  # the first with a seed counts
+    for result in cell.results:
+        scores = [run.results_of(cell.judged).get(result) for run in runs]
+        values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
+        if values:
+            ours = Score(mean(values), spread=stdev(values) if len(values) > 1 else None)
+            return Line(cell=cell, result=result, differs=differs, runs=len(values), ours=ours)
+    return Line(cell=cell, result=cell.results[0], differs=differs, runs=len(runs), ours=None)
+
+
+def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[Differences, list[Run]]]:
+    """The runs with these settings, those together that have the same differences."""
+    keys = [key for key in settings if key != "experiment"]
+    runs = [run for run in runs if all(_equal(run.value(key), settings[key]) for key in keys)]
+    if not runs:
+        return
+    config, choices = resolve([f"{key}={value}" for key, value in settings.items()])
+    values = {key: printable(value) for key, value in flatten(config)}
+    found: dict[frozenset[tuple[str, tuple[str, str]]], tuple[Differences, list[Run]]] = {}
+    for run in runs:
+        if all(run.choices.get(group) == name for group, name in choices.items() if group not in FREE):
+            differs = _differences(run.settings or {}, values)
+            found.setdefault(frozenset(differs.items()), (differs, []))[1].append(run)
+    yield from found.values()
+
+
+def _differences(settings: Mapping[str, Any], expected: Mapping[str, str]) -> Differences:
+    """Settings of a run with other values than expected; those that one of the two does not have are left out."""
+    ours = {key: printable(value) for key, value in flatten(OmegaConf.create(dict(settings)))}
+    return {
+        key: (ours[key], value)
+        for key, value in expected.items()
+        if key in ours
+        and not {key, key.partition(".")[0]} & FREE
+        and not _is_place(key)
+        and not _equal(ours[key], value)
+    }
+
+
+def _is_place(key: str) -> bool:
+    """Whether a setting says where pictures lie."""
+    return key.rpartition(".")[2] in ("path", "cache")
+
+
+def _equal(one: str, other: str) -> bool:
+    """Whether two settings are the same, numbers by their value."""
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other
+
+
+def _told(differs: Mapping[str, tuple[str, str]], most: int) -> str:
+    told = [f"{key}={ours} ({paper})" for key, (ours, paper) in list(differs.items())[:most]]
+    more = len(differs) - len(told)
+    return ", ".join([*told, *([f"and {more} more"] if more else [])])

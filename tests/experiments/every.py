@@ -1,0 +1,118 @@
+"""All experiments: their names, the commands in their heads, and words that make one small."""
+
+import io
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from hydra.core.override_parser.types import Glob, Override
+from omegaconf import DictConfig
+from PIL import Image
+
+from fedssl.composition import flatten
+from fedssl.words import CONF, check_choices, groups, parse
+
+FOLDER = CONF / "experiment"
+EXPERIMENTS = sorted(file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))
+OF_PAPERS = [name for name in EXPERIMENTS if "/" in name]
+GROUPS = groups()
+
+
+def pictures(folder: Path, *, splits: Mapping[str, int]) -> None:
+    """Write random pictures of 32x32 as the Hub stores them, with the columns of every data set here.
+
+    Parameters
+    ----------
+    folder : Path
+    splits : mapping of str to int
+        Number of pictures in each split; labels are those of ten classes in turn, and -1 in ``unlabeled``.
+    """
+    for split, number in splits.items():
+        random, files = np.random.default_rng(number), []
+        for _ in range(number):
+            file = io.BytesIO()
+            Image.fromarray(random.integers(0, 256, (32, 32, 3), np.uint8)).save(file, "PNG")
+            files.append({"bytes": file.getvalue(), "path": None})
+        column = pa.array(files, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+        label = pa.array(np.full(number, -1) if split == "unlabeled" else np.arange(number) % 10, pa.int64())
+        table = pa.table({"img": column, "image": column, "label": label, "fine_label": label})
+        pq.write_table(table, folder / f"{split}-0.parquet")
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of the lines ``# fedssl ...`` of a text, without ``-m``; lines that go on in plain English are none."""
+    lines = [shlex.split(line) for line in re.findall(r"^# fedssl (?:-m )?(.*)$", text, flags=re.M)]
+    return [words for words in lines if all("=" in word for word in words)]
+
+
+def head(name: str) -> str:
+    """The comments on top of an experiment's file."""
+    return (FOLDER / f"{name}.yaml").read_text().partition("\ndefaults:")[0]
+
+
+def jobs(words: Iterable[str]) -> Iterator[list[str]]:
+    """The words of every run of a sweep, with the first value only of what is no choice of a group."""
+    yield from map(list, product(*map(_values, parse(list(words)))))
+
+
+def _values(word: Override) -> list[str]:
+    value = word.value()
+    if isinstance(value, Glob):
+        names = value.filter([name for name in GROUPS[word.key_or_group] if "/" not in name])
+        return [f"{word.key_or_group}={name}" for name in names]
+    if not word.is_sweep_override():
+        return [str(word.input_line)]
+    values = [f"{word.key_or_group}={value}" for value in word.sweep_string_iterator()]
+    return values if word.key_or_group in GROUPS else values[:1]
+
+
+def check_words(words: Iterable[str]) -> None:
+    """Check that choices exist, and keys in a file of their group, without composing."""
+    parsed = parse(list(words))
+    for word in parsed:
+        group = word.key_or_group.split("@")[0]
+        if group in GROUPS:
+            check_choices(word, group=group, choices=GROUPS[group])
+        else:
+            assert word.key_or_group in KEYS, word.input_line
+
+
+def _keys(node: Any, prefix: str) -> Iterator[str]:
+    """Every key in a file of ``conf/``, as on the command line."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}{key}"
+        yield from _keys(value, f"{prefix}{key}.")
+
+
+KEYS = set(_keys(yaml.safe_load((CONF / "config.yaml").read_text()), ""))
+for _group in GROUPS.keys() - {"experiment"}:
+    for _file in (CONF / _group).rglob("*.yaml"):
+        KEYS |= set(_keys(yaml.safe_load(_file.read_text()), f"{_group}."))
+
+
+def small(config: DictConfig, *, data: Path) -> list[str]:
+    """Words that make an experiment of any size a run of a second on the pictures in ``data``."""
+    words = ["rounds=1", "local_epochs=1", "batch_size=8", "threads=1", "device=cpu", "engine=local"]
+    words += ["evaluate_every=0", "health_pictures=0", "measure_resources=false"]
+    if config.num_clients > 10:
+        words += ["num_clients=10", "clients_per_round=2"]
+    if "vit" in config.encoder._target_:
+        words += ["encoder.depth=2", "encoder.width=16", "encoder.heads=2", "rounds=2"]
+    elif "conv_small" not in config.encoder._target_:
+        words += ["encoder=conv_small", "encoder.width=4"]
+    words += [f"method.{name}.hidden=8" for name in ("projector", "predictor") if name in config.method]
+    return words + [word for key, _ in flatten(config) for word in _places(key, data)]
+
+
+def _places(key: str, data: Path) -> list[str]:
+    parts = key.split(".")
+    if parts[-1] == "path" and ("dataset" in parts or "datasets" in parts):
+        return [f"{key}={data}"]
+    return [f"{key}=1"] if key.startswith("final_evaluation") and parts[-1] == "epochs" else []

@@ -1,0 +1,85 @@
+"""Every experiment is a whole: it composes, says what it needs to, its commands exist, Flower has it, and it runs."""
+
+import json
+import re
+import tomllib
+
+import pytest
+from omegaconf import OmegaConf
+
+from fedssl.composition import check_names, resolve
+from fedssl.config import compose
+from fedssl.words import CONF, RENAMED
+from simulation.cli import run
+from tests.experiments.every import EXPERIMENTS, OF_PAPERS, check_words, commands, head, jobs, pictures, small
+
+RUN_CONFIG = CONF / "run_config"
+# What is run by default: each has a rule, a method, a schedule or an evaluation that the others have not.
+QUICK = {"l_dawa/table2", "fedu/table2", "fedu2/table1", "lw_fedssl/lw_fedssl", "dec_ssl/figure5"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    pictures(folder, splits={"train": 60, "test": 20, "valid": 20, "unlabeled": 60})
+    return folder
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_composes_and_its_commands_exist(name):
+    config, choices = resolve([f"experiment={name}"])
+    assert not OmegaConf.missing_keys(config)
+    assert choices["experiment"] == name
+    for words in commands(head(name)):
+        check_words(words)
+    flower = (RUN_CONFIG / f"{name}.toml").read_text()
+    assert tomllib.loads(flower) == {"experiment": name}
+    number = config.num_clients
+    assert f'--run-config conf/run_config/{name}.toml --federation-config "num-supernodes={number}"' in flower
+
+
+def test_flower_has_every_experiment_and_no_other():
+    files = RUN_CONFIG.rglob("*.toml")
+    assert sorted(file.relative_to(RUN_CONFIG).with_suffix("").as_posix() for file in files) == EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", OF_PAPERS)
+def test_a_head_says_which_table_it_is_how_to_run_it_and_what_differs(name):
+    """Rows of a table (LW-FedSSL's Table 3) leave to their base what they share with it."""
+    text = head(name)
+    assert re.search(r"arXiv \d{4}\.\d{5}", text)
+    assert any(f"experiment={name}" in word or f",{name}" in word for words in commands(text) for word in words) or (
+        name in ("l_dawa/base", "fedu/base")
+    )
+    if re.search(r"/(table|figure)\d", name):
+        kind, number = re.search(r"/(table|figure)(\d+)", name).groups()
+        assert re.search(rf"{kind.capitalize()}s? [^:]*\b{number}\b", text)
+        for part in ("# Hours", "[Tt]he paper", "Not known|Different"):
+            assert re.search(part, text), part
+
+
+def test_names_of_before_are_answered():
+    moved = {word.partition("=")[2]: said.split("=")[1] for word, said in RENAMED.items() if "experiment=" in word}
+    assert set(moved.values()) <= set(EXPERIMENTS)
+    assert not set(moved) & set(EXPERIMENTS)
+    assert moved["dec_ssl_figure13"] == "dec_ssl/figure13"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_run_of_the_commands_composes(name):
+    for words in commands(head(name)):
+        check_names(words)
+        for job in jobs(words):
+            compose(job).algorithm.strategy.make()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.heavy) for n in EXPERIMENTS])
+def test_an_experiment_runs(tmp_path, data, name):
+    words = [f"experiment={name}"]
+    config, _ = resolve(words)
+    run([*words, *small(config, data=data), f"output_dir={tmp_path / 'run'}"])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert all(0 <= value <= 1 for value in summary["final"]["federated"].values())
+    assert bool(summary["final"]["federated"]) == (name != "l_dawa/figure4")

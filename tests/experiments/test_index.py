@@ -1,0 +1,45 @@
+"""The index of the papers: every file that it names exists, and every command is made of words that there are."""
+
+import re
+import shlex
+
+import pytest
+
+from fedssl.composition import check_names
+from fedssl.config import compose
+from fedssl.words import CONF
+from tests.experiments.every import EXPERIMENTS, OF_PAPERS, check_words, jobs
+
+PAGE = (CONF.parent / "docs" / "paper_index.md").read_text()
+ROWS = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| [A-Z].* \| .* \|", line)]
+COMMANDS = [shlex.split(line) for line in re.findall(r"`(fedssl .*?)`", PAGE)]
+
+
+def words_of(command):
+    return [word for word in command[1:] if word != "-m"]
+
+
+def test_files_exist():
+    paths = [path for row in ROWS for path in re.findall(r"`([\w./]+\.(?:py|yaml))`", row[1])]
+    paths += re.findall(r"`python ([\w./]+\.py)`", PAGE)
+    assert len(paths) > 90
+    assert [path for path in paths if not (CONF.parent / path).is_file()] == []
+
+
+def test_every_experiment_of_a_paper_is_in_it():
+    named = {name for command in COMMANDS for name in re.findall(r"\w+/\w+", " ".join(command)) if name in EXPERIMENTS}
+    assert {name for name in OF_PAPERS if name.split("/")[1] not in ("base", "fedmoco")} <= named
+
+
+def test_choices_and_keys_exist():
+    for command in COMMANDS:
+        assert len(command) > 1
+        check_words(words_of(command))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_run_composes(command):
+    check_names(words_of(command))
+    for job in jobs(words_of(command)):
+        compose(job)

@@ -1,0 +1,80 @@
+"""No protocol learns from test pictures or their labels: they decide what the score is, and nothing else."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedssl.config import compose
+from fedssl.evaluation import few_labels, fine_tune, knn, linear, trained_linear
+from fedssl.evaluation.probes import evaluate
+from fedssl.evaluation.subject import Labelled, make_subject
+from fedssl.methods.build import build
+from fedssl.settings import Component
+from fedssl.words import CONF, groups
+
+SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
+MODULES = (few_labels, fine_tune, knn, linear, trained_linear)
+QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "shares": [0.5]}
+
+
+def alone():
+    """Choices that are one protocol on the run's own data, and no mixture of several."""
+    written = {name: (CONF / "evaluation" / f"{name}.yaml").read_text() for name in groups()["evaluation"]}
+    inherit = {name for name, text in written.items() if re.search(r"^  - \w+$", text, flags=re.MULTILINE)}
+    modules = [f"_target_: {module.__name__}." for module in MODULES]
+    return [name for name, text in written.items() if name in inherit or any(one in text for one in modules)]
+
+
+@pytest.fixture
+def predictions(monkeypatch):
+    """What protocols predict of test pictures, of each score."""
+    found = []
+    for module in MODULES:
+
+        def noted(predicted, labels, *, real=module.accuracy):
+            found.append(predicted)
+            return real(predicted, labels)
+
+        monkeypatch.setattr(module, "accuracy", noted)
+    return found
+
+
+def made(name):
+    """The protocol of a file, with little training."""
+    values = dict(compose([f"evaluation={name}"]).evaluation.protocol.values)
+    quick = {key: value for key, value in QUICK.items() if values.get(key)}
+    if "lr_schedule" in values and "warmup" in (values["lr_schedule"] or {}):
+        quick["lr_schedule"] = {**values["lr_schedule"], "epochs": 4, "warmup": 1}
+    return Component({**values, **quick}).make()
+
+
+@pytest.fixture(scope="module")
+def subject():
+    settings = compose(SMALL)
+    torch.manual_seed(0)
+    found = make_subject(build(settings.model).encoder, settings.data, device=torch.device("cpu"))
+    with torch.no_grad():  # statistics of batch norm, so that features differ
+        for _ in range(20):
+            found.encoder.train()((found.train.images.float() / 255 - found.mean[0]) / found.std[0])
+    return found
+
+
+@pytest.mark.parametrize("name", alone())
+def test_predictions_know_neither_labels_nor_other_pictures_of_the_test(name, subject, predictions):
+    test, protocol = subject.test, made(name)
+
+    def judged(labels, rows=slice(None)):
+        before = len(predictions)
+        scores = evaluate(protocol, replace(subject, test=Labelled(test.images[rows], labels[rows])), seed=0)
+        return list(scores.values()), predictions[before:]
+
+    _, found = judged(test.labels)
+    assert len(found[0].unique()) > 1  # or all were the same whatever is learned
+    scores, again = judged(found[0])  # labels of its own choice: the score is 1, and nothing else changes
+    assert scores[0].value == 1
+    _, fewer = judged(test.labels, rows=slice(20))
+    for one, same, part in zip(found, again, fewer, strict=True):
+        assert torch.equal(one, same)
+        assert torch.equal(one[:20], part)

@@ -1,0 +1,293 @@
+"""The papers' linear probes: training against slow transcriptions, batch norm, features, and what the files say."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedssl.config import compose
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.evaluation.classifier import Views, classes_of, fit, warmup_cosine
+from fedssl.evaluation.features import Features
+from fedssl.evaluation.linear import Linear
+from fedssl.evaluation.probes import evaluate
+from fedssl.evaluation.subject import Labelled, Subject, make_subject
+from fedssl.evaluation.trained_linear import TrainedLinear
+from fedssl.words import CONF
+
+CPU = torch.device("cpu")
+PAPERS = ("l_dawa", "fedu", "fedu2", "dec_ssl", "lw_fedssl")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The data here are tiny: threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def subject(encoder, *, n=60, m=20):
+    """Bright upper halves are of class 1, bright lower halves of class 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(count):
+        labels = torch.arange(count) % 2
+        images = torch.randint(0, 100, (count, 1, 4, 4), generator=generator, dtype=torch.uint8)
+        images[labels == 1, :, :2] += 120
+        images[labels == 0, :, 2:] += 120
+        return Labelled(images, labels)
+
+    return Subject(encoder=encoder, train=some(n), test=some(m), mean=(0.5,), std=(0.5,), device=CPU)
+
+
+def protocol(**changes):
+    options = {
+        "name": "mine",
+        "features": "pooled",
+        "batch_norm_epochs": 0,
+        "epochs": 5,
+        "batch_size": 16,
+        "optimizer": lambda groups: torch.optim.SGD(groups, lr=0.3),
+        "lr_schedule": None,
+        "transform": None,
+        "view": {},
+    }
+    return TrainedLinear(**{**options, **changes})
+
+
+class Halves(nn.Module):
+    """Mean brightness of both halves, normalised and cut at 0; counts the pictures that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=0.9)
+        self.seen = [0]  # one list for all copies
+
+    def __deepcopy__(self, memo):
+        found = Halves()
+        found.load_state_dict(self.state_dict())
+        found.seen = self.seen
+        return found
+
+    def forward(self, pictures):
+        self.seen[0] += len(pictures)
+        return self.norm(torch.stack([half.mean(dim=(1, 2, 3)) for half in pictures.chunk(2, dim=2)], 1)).relu()
+
+
+def slow_sgd(x, labels, *, classes, rates, momentum, nesterov):
+    """Gradient steps on the mean cross-entropy of all pictures in float64, one for each rate; weight and bias."""
+    x, n = np.hstack([x, np.ones((len(x), 1))]), len(x)
+    w, v = np.zeros((classes, x.shape[1])), np.zeros((classes, x.shape[1]))
+    for rate in rates:
+        scores = x @ w.T
+        shares = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+        gradient = (shares - np.eye(classes)[labels]).T @ x / n
+        v = momentum * v + gradient
+        w = w - rate * (gradient + momentum * v if nesterov else v)
+    return w[:, :-1], w[:, -1]
+
+
+def test_training_is_the_gradient_steps_of_the_paper():
+    """L-DAWA's optimiser and its rates, in an epoch of one batch, whose order changes no sum."""
+    made = compose(["evaluation=l_dawa/linear", "evaluation.lr_schedule.milestones=[2,3]"]).evaluation.protocol.make()
+    generator = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(30, 4, generator=generator), torch.arange(30) % 3
+    head = nn.Linear(4, 3)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    fit(
+        lambda rows: head(x[rows]),
+        labels,
+        optimizer=made.optimizer([{"params": list(head.parameters())}]),
+        lr_schedule=made.lr_schedule,
+        epochs=4,
+        batch_size=30,
+        generator=generator,
+    )
+    rates = [0.01, 0.01, 0.001, 0.0001]
+    weight, bias = slow_sgd(x.double().numpy(), labels, classes=3, rates=rates, momentum=0.9, nesterov=True)
+    np.testing.assert_allclose(head.weight.detach(), weight, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(head.bias.detach(), bias, rtol=1e-4, atol=1e-7)
+
+
+def test_warm_up_and_cosine_by_hand():
+    """Two epochs of warm-up: 1/2 and 1. Then (1 + cos(pi k / 4)) / 2 for k = 0 to 3: 1, 0.8536, 1/2, 0.1464."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule, rates = warmup_cosine(optimizer, epochs=6, warmup=2), []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([1, 2, 2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)])
+    with pytest.raises(InputError, match="warmup=6 must be at least 0 and fewer than the epochs=6"):
+        warmup_cosine(optimizer, epochs=6, warmup=6)
+
+
+@pytest.mark.parametrize(("epochs", "right"), [(0, 0.5), (1, 1.0), (5, 1.0)])
+def test_batch_norm_in_training_mode_takes_the_statistics_of_the_pictures(epochs, right):
+    """With a running mean that is far too high all features are 0, and all pictures of one class: half of them."""
+    encoder = Halves()
+    encoder.norm.running_mean.fill_(100.0)
+    before, judged = copy.deepcopy(encoder.state_dict()), subject(encoder)
+    # A view that changes nothing, so that all three run the encoder in every epoch.
+    found = evaluate(protocol(batch_norm_epochs=epochs, view={"flip": 0.0}), judged, seed=0)
+    assert found["mine"].value == right
+    assert encoder.training
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+
+
+def test_features_are_computed_once_where_they_are_the_same_in_every_epoch():
+    """60 + 20 pictures at once; else two to learn the length, 60 in each of 5 epochs, 20 at the end."""
+    for changes, seen in ({}, 80), ({"view": {"flip": 0.5}}, 322), ({"batch_norm_epochs": 1}, 322):
+        encoder = Halves()
+        evaluate(protocol(**changes), subject(encoder), seed=0)
+        assert encoder.seen == [seen], changes
+
+
+def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
+    drop = torch.nn.Dropout(0.5)  # draws from torch's own chance
+    images = subject(None).train.images
+
+    def view(place):
+        made = Views(subject(None), transform=lambda one: drop(one.float()).byte(), view={"flip": 0.5}, place=place)
+        return made(images)
+
+    assert torch.equal(view((0, "a")), view((0, "a")))
+    assert not torch.equal(view((0, "a")), view((1, "a")))
+    untouched = Views(subject(None), transform=None, view={}, place=(0,))(images)
+    torch.testing.assert_close(untouched, (images.float() / 255 - 0.5) / 0.5)
+    flipped = Views(subject(None), transform=lambda one: one.flip(2), view={}, place=(0,))(images)
+    torch.testing.assert_close(flipped, untouched.flip(3))
+
+
+def test_the_map_of_an_encoder_before_pooling():
+    """Its mean over positions is the representation; a probe of it leaves the run's encoder as it is."""
+    torch.manual_seed(0)
+    encoder = conv_small(channels=1, size=8, width=4).eval()
+    pictures = torch.randn(3, 1, 8, 8)
+    h = encoder(pictures)
+    encoder.unpooled = True
+    found = encoder(pictures)
+    assert found.shape == (3, 16 * 2 * 2)
+    torch.testing.assert_close(found.view(3, 16, -1).mean(2), h)
+    encoder.unpooled = False
+    seen = []
+    encoder.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    small = compose(["dataset.limit=30", "dataset.test_limit=10"]).data
+    evaluate(protocol(features="map", epochs=1), make_subject(encoder, small, device=CPU), seed=0)
+    assert set(seen) == {64}
+    assert torch.equal(encoder(pictures), h)
+    with pytest.raises(InputError, match="features=map needs an encoder in stages and Halves is none"):
+        evaluate(protocol(features="map"), subject(Halves()), seed=0)
+
+
+def test_raw_pixels_are_judged_where_features_are_computed_once():
+    assert evaluate(protocol(), subject(None), seed=0)["mine"].value == 1
+    assert evaluate(protocol(batch_norm_epochs=1), subject(None), seed=0) == {}
+
+
+def test_training_that_diverges_is_one_sentence():
+    with pytest.raises(InputError, match="NaN or infinite, so its training or that of the encoder has diverged"):
+        classes_of(torch.tensor([[0.0, math.nan]]))
+    wild = protocol(optimizer=lambda groups: torch.optim.SGD(groups, lr=math.inf))
+    with pytest.raises(InputError, match="diverged"):
+        evaluate(wild, subject(Halves()), seed=0)
+
+
+def noisy(n: int, *, dim: int = 8, classes: int = 4) -> tuple[Tensor, Tensor]:
+    """Overlapping Gaussian classes around the same centres, of features that differ in scale by a factor of ten."""
+    centres = 2 * torch.randn(classes, dim, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(n) % classes
+    noise = torch.randn(n, dim, generator=torch.Generator().manual_seed(n))
+    return (centres[labels] + 2 * noise) * torch.logspace(0, -1, dim), labels
+
+
+def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged():
+    """2,000 test pictures, of which 0.2 points are 4.
+
+    Both minimise the same convex function, whose minimum is one point, so predictions can differ only where two classes
+    are all but even. Of 100 epochs of SGD with a rate that falls to 0 little is missing.
+    """
+    (train, labels), (test, test_labels) = noisy(1000), noisy(2000)
+    mean, std = train.mean(0), train.std(0, correction=0)
+    pictures = [Labelled(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
+
+    def judged(made, x, x_test):
+        given = Subject(encoder=None, train=pictures[0], test=pictures[1], mean=(0.5,), std=(0.5,), device=CPU)
+        given.__dict__["features"] = Features(x, labels, x_test, test_labels, num_classes=4)
+        return next(iter(evaluate(made, given, seed=0).values())).value
+
+    sgd = protocol(
+        epochs=100,
+        batch_size=100,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
+    )
+    own, usual = judged(Linear(l2=0.0), train, test), judged(sgd, (train - mean) / std, (test - mean) / std)
+    assert 0.6 < own < 0.95  # neither without errors nor by chance
+    assert abs(own - usual) <= 0.002
+
+
+@pytest.mark.parametrize(
+    ("choice", "numbers", "lr"),
+    [
+        ("l_dawa", ("map", 100, 100, 128, torch.optim.SGD), 0.01),
+        ("fedu", ("pooled", 0, 200, 2048, torch.optim.Adam), 0.003),
+        ("fedu2", ("pooled", 0, 200, 512, torch.optim.Adam), 0.003),
+        ("dec_ssl", ("pooled", 1, 50, 256, torch.optim.Adam), 0.001),
+        ("lw_fedssl", ("pooled", 0, 20, 256, torch.optim.AdamW), 0.03),
+    ],
+)
+def test_the_files_say_what_the_papers_say(choice, numbers, lr):
+    made = compose([f"final_evaluation={choice}/linear"]).evaluation.final_protocol.make()
+    optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))]}])
+    found = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
+    assert (made.name, *found) == (f"linear_{choice}", *numbers)
+    assert optimizer.param_groups[0]["lr"] == lr
+    assert made.computes_once == (choice in ("fedu", "fedu2"))
+
+
+def test_settings_of_the_files_beside_numbers():
+    made = {name: compose([f"evaluation={name}/linear"]).evaluation.protocol.make() for name in PAPERS}
+    views = compose(["augmentation=dec_ssl"]).training.augmentation.values["views"]
+    assert [made["dec_ssl"].view] * 2 == views
+    assert type(made["lw_fedssl"].transform).__name__ == "RandAugment"
+    assert (
+        compose(["evaluation=l_dawa/linear", "evaluation.epochs=7"]).evaluation.protocol.make().batch_norm_epochs == 7
+    )
+    tuned = {
+        name: compose([f"evaluation={name}/fine_tune"]).evaluation.protocol.make() for name in ("fedu", "lw_fedssl")
+    }
+    found = [(one.shares, one.epochs, one.batch_size, one.encoder_lr, one.head_lr) for one in tuned.values()]
+    assert found == [((0.01, 0.1), 100, 128, 0.001, 0.001), ((1.0,), 40, 256, 0.001, 0.001)]
+    assert [one.name for one in tuned.values()] == ["fine_tune_fedu", "fine_tune_lw_fedssl"]
+
+
+def test_every_protocol_serves_at_the_end_of_a_run_too():
+    names = {
+        group: sorted(file.relative_to(CONF / group).as_posix() for file in (CONF / group).rglob("*.yaml"))
+        for group in ("evaluation", "final_evaluation")
+    }
+    assert names["evaluation"] == names["final_evaluation"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["evaluation.features=both"], "features=both of a linear probe is unknown; set features=pooled or"),
+        (["evaluation.batch_norm_epochs=-1"], "batch_norm_epochs=-1 of a linear probe must be at least 0"),
+        (["evaluation.epochs=-1"], "epochs=-1 of a linear probe must be at least 0"),
+        (["evaluation.batch_size=1"], "batch_size=1 of a linear probe must be at least 2"),
+        (["evaluation.view={flip: 2}"], "view.flip=2 is out of range"),
+        (["evaluation.optimizer.lr=-1"], "optimizer or lr_schedule of a linear probe refuses its settings"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        compose(["evaluation=dec_ssl/linear", *words]).evaluation.protocol.make()

@@ -1,0 +1,158 @@
+"""A paper's table beside runs: the numbers, which runs belong to which, and what differs."""
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedssl.composition import resolve
+from fedssl.config import compose, save_run
+from fedssl.errors import InputError
+from fedssl.report.cli import report
+from fedssl.report.paper_numbers import read_table, table_names
+from fedssl.report.paper_table import paper_table
+from fedssl.report.runs import find_runs
+from tests.experiments.every import EXPERIMENTS, check_words
+
+NAMES = table_names()
+TABLE1 = ["experiment=l_dawa/table1", "strategy=l_dawa", "local_epochs=5"]
+
+
+def job(folder: Path, *words: str, **final: dict[str, float]) -> Path:
+    """A finished run with these words and results."""
+    folder.mkdir(parents=True)
+    save_run(compose(list(words)).recording, folder)
+    finish(folder, **final)
+    return folder
+
+
+def finish(folder: Path, **final: dict[str, float]) -> None:
+    summary = {"status": "finished", "reason": None, "overrides": [], "final": final}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    job(folder / "0", *TABLE1, "seed=0", "dataset.path=/here", federated={"linear": 0.61}, untrained={"linear": 0.2})
+    job(folder / "1", *TABLE1, "seed=1", "precision=fp32", federated={"linear": 0.65})
+    shutil.copytree(folder / "1", folder / "again")  # repeats a seed, with another result
+    finish(folder / "again", federated={"linear": 0.1})
+    job(folder / "small", *TABLE1, "rounds=3", "dataset.limit=500", federated={"linear": 0.4})
+    job(folder / "knn", *TABLE1, "strategy=fedavg", "final_evaluation=knn", federated={"knn": 0.4})
+    ten = {"linear": 0.5, "linear_l_dawa": 0.69}
+    job(folder / "10", *TABLE1[:2], "local_epochs=10", federated=ten)
+    # Not made with experiment=l_dawa/table1, and the same run as one of it.
+    same = ["experiment=l_dawa/table3", "strategy=fedavg", "local_epochs=1", "rounds=10"]
+    job(folder / "other", *same, federated={"linear": 0.529})
+    job(folder / "digits", "strategy=l_dawa", federated={"linear": 0.9})
+    return folder
+
+
+def texts(table) -> Iterator[tuple[object, ...]]:
+    """Strategy, epochs, the paper's, ours, difference, runs and what differs, of every line."""
+    for line in table.lines:
+        ours = line.ours and (round(100 * line.ours.value, 6), line.ours.spread and round(100 * line.ours.spread, 6))
+        settings = line.cell.settings
+        difference = None if line.difference is None else round(line.difference, 6)
+        yield settings["strategy"], settings["local_epochs"], line.cell.value, ours, difference, line.runs, line.differs
+
+
+def test_runs_stand_beside_the_numbers_of_their_settings(runs):
+    """Mean of 61 and 65 is 63, 2.44 below 65.44; deviation sqrt((4 + 4) / 1) = 2.828427."""
+    lines = list(texts(paper_table("l_dawa.table1", find_runs([runs]))))
+    exact = ("l_dawa", "5", 65.44, (63.0, 2.828427), -2.44, 2, {})
+    small = {"rounds": ("3", "10"), "dataset.limit": ("500", "None")}
+    position = lines.index(exact)
+    assert lines[position + 1] == ("l_dawa", "5", 65.44, (40.0, None), -25.44, 1, small)
+    assert ("fedavg", "1", 52.90, (52.9, None), 0.0, 1, {}) in lines
+    assert ("fedavg", "5", 63.76, None, None, 1, {}) in lines  # judged by neighbours only
+    assert [line[:4] for line in lines if line[0] == "m_dawa"] == [
+        ("m_dawa", "1", 53.87, None),
+        ("m_dawa", "5", 65.80, None),
+        ("m_dawa", "10", 68.90, None),
+    ]
+    assert len(lines) == 9 + 1
+
+
+def test_the_table_in_every_form(runs, tmp_path, capsys):
+    report([runs], out=tmp_path / "table.csv", paper="l_dawa.table1")
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0] == "local_epochs strategy differs result paper (%) ours (%) difference runs"
+    assert "5 l_dawa linear 65.44 63.0 ± 2.8 -2.4 2" in lines
+    assert "5 l_dawa rounds=3 (10), dataset.limit=500 (None) linear 65.44 40.0 -25.4 1" in lines
+    assert "1 m_dawa linear_l_dawa 53.87 not run" in lines
+    assert "10 l_dawa linear_l_dawa 69.34 69.0 -0.3 1" in lines  # the paper's own protocol, before others
+    assert shown.count("not run") == 5
+    assert shown.count("not judged") == 1
+    assert f"belong to no row of l_dawa.table1:\n{runs / 'digits'}\n" in shown
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    row = next(row for row in rows if (row["strategy"], row["local_epochs"]) == ("l_dawa", "5"))
+    assert (float(row["paper"]), float(row["ours"]), row["runs"]) == (65.44, pytest.approx(63), "2")
+
+
+def test_the_untrained_encoder_is_judged_too(runs):
+    [line] = [cell for cell in read_table("dec_ssl.table2_transfer") if cell.judged == "untrained"][:1]
+    assert (line.value, line.results) == (31, ("linear_dec_ssl@cifar10", "linear@cifar10"))
+    assert find_runs([runs / "0"])[0].results_of("untrained")["linear"].value == 0.2
+
+
+def test_a_wrong_name_is_answered_with_those_there_are(runs):
+    with pytest.raises(
+        InputError, match=r"there is no table 'l_dawa.tabel2'; did you mean l_dawa.table2 .*fedu.table1"
+    ):
+        report([runs], out=None, paper="l_dawa.tabel2")
+
+
+def test_every_table_is_an_experiment_and_its_rows_are_words():
+    assert {name.replace(".", "/") for name in NAMES} <= set(EXPERIMENTS)
+    assert {name for name in EXPERIMENTS if "/table" in name} == {name.replace(".", "/") for name in NAMES}
+    words: set[str] = set()
+    for name in NAMES:
+        cells = read_table(name)
+        assert len({(*cell.settings.items(), cell.judged, cell.results) for cell in cells}) == len(cells)
+        words |= {f"{key}={value}" for cell in cells for key, value in cell.settings.items()}
+        assert all(0 < cell.value < 100 for cell in cells)
+    check_words(words)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_composes(name):
+    for words in {frozenset(cell.settings.items()) for cell in read_table(name)}:
+        settings = {"experiment": name.replace(".", "/"), **dict(words)}
+        config, choices = resolve([f"{key}={value}" for key, value in settings.items()])
+        assert all(choices[key] == value for key, value in settings.items() if key in choices)
+        assert config.num_clients == int(settings.get("num_clients", config.num_clients))
+
+
+GAINS = {  # what the texts say is gained: the table, the settings of both, the result, the gain
+    "l_dawa, section 5.4.1, all labels": ("l_dawa.table2", "loss", ("l_dawa", "loss"), ("cifar10", "simclr"), "", 5.21),
+    "l_dawa, 5.4.1, CIFAR-100": ("l_dawa.table2", "fedavg", ("l_dawa", "loss"), ("cifar100", "barlow_twins"), "", 6.19),
+    "l_dawa, 5.4.1, 1%": ("l_dawa.table2", "fedu", ("l_dawa_fedu", ""), ("cifar10", "simclr"), "_1_percent", 2.32),
+    "l_dawa, 5.4.1, 10%": ("l_dawa.table2", "loss", ("l_dawa", "examples"), ("cifar10", "simclr"), "_10_percent", 3.38),
+    "l_dawa, 5.4.2, SimCLR": ("l_dawa.table6", "fedavg", ("l_dawa", "examples"), ("cifar10", "simclr"), "", 1.26),
+    "l_dawa, 5.4.2, Barlow": ("l_dawa.table6", "loss", ("l_dawa", "uniform"), ("cifar100", "barlow_twins"), "", 0.85),
+}
+
+
+@pytest.mark.parametrize("case", GAINS)
+def test_numbers_give_the_gains_that_the_text_says(case):
+    name, before, (strategy, weighting), (dataset, method), labels, gain = GAINS[case]
+
+    def value(strategy: str, weighting: str) -> float:
+        wanted = {"strategy": strategy, "dataset": dataset, "method": f"l_dawa/{method}"}
+        wanted |= {"strategy.weighting": weighting} if weighting else {}
+        [found] = [c for c in read_table(name) if c.settings == wanted and c.results[-1] == f"linear{labels}"]
+        return found.value
+
+    assert value(strategy, weighting) - value(before, "") == pytest.approx(gain)
+
+
+def test_spreads_are_as_printed():
+    [cell] = [c for c in read_table("lw_fedssl.table3") if c.settings.get("experiment") == "lw_fedssl/fll"][:1]
+    assert (cell.results[-1], cell.value, cell.spread) == ("linear@cifar10", 51.91, 0.34)
