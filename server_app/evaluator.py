@@ -1,7 +1,6 @@
 """Evaluation on the server: the models of the run under the protocols that the settings name."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy, pixels
-from fedssl.evaluation.probes import Evaluation, evaluate
+from fedssl.evaluation.probes import EndOfRehearsal, Evaluation, evaluate
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.machine.memory import available_memory, gigabytes
@@ -40,8 +39,8 @@ class Evaluator:
     def check(self, encoder: Encoder) -> None:
         """Find before any training a protocol that the labels do not allow, by a rehearsal.
 
-        Protocols are run on features that say nothing, and no further than to where a network computes, the encoder or
-        a classifier that is trained: what they refuse they refuse before.
+        Protocols are run on features that say nothing, each one of several no further than to where a network computes,
+        the encoder or a classifier that is trained: what they refuse they refuse before.
         """
         subject = make_subject(encoder, self._data, device=self._device)
         if subject is None:
@@ -52,8 +51,7 @@ class Evaluator:
         end = register_module_forward_pre_hook(_end_rehearsal)
         try:
             for protocol, length in ((self._protocol, encoder.feature_dim), (self._final_protocol, longest)):
-                with suppress(_EndOfRehearsal):
-                    protocol(_Rehearsal(**{**vars(subject), "test": few}, length=length), seed=self._seed)
+                evaluate(protocol, _Rehearsal(**{**vars(subject), "test": few}, length=length), seed=self._seed)
         finally:
             end.remove()
 
@@ -116,9 +114,5 @@ class _Rehearsal(Subject):
         return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
 
 
-class _EndOfRehearsal(Exception):
-    """A network was to compute."""
-
-
 def _end_rehearsal(network: nn.Module, inputs: Any) -> None:
-    raise _EndOfRehearsal
+    raise EndOfRehearsal
