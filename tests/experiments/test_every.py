@@ -12,11 +12,22 @@ from fedssl.config import compose
 from fedssl.report.paper_numbers import read_table, table_names
 from fedssl.words import CONF, RENAMED
 from simulation.cli import run
-from tests.experiments.every import EXPERIMENTS, OF_PAPERS, check_words, commands, head, jobs, pictures, small, written
+from tests.experiments.every import (
+    EXPERIMENTS,
+    OF_PAPERS,
+    check_words,
+    commands,
+    head,
+    jobs,
+    pictures,
+    small,
+    some,
+    written,
+)
 
 RUN_CONFIG = CONF / "run_config"
 # What is run by default: each has a rule, a method, a schedule or an evaluation that the others have not.
-QUICK = {"l_dawa/table2", "fedu/table2", "fedu2/table1", "lw_fedssl/lw_fedssl", "dec_ssl/figure5"}
+QUICK = {"l_dawa/table2", "fedu2/table1", "lw_fedssl/lw_fedssl", "dec_ssl/table2_transfer"}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,7 @@ def test_every_run_of_the_commands_composes(name):
             compose(job).algorithm.strategy.make()
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.heavy) for n in EXPERIMENTS])
+@pytest.mark.parametrize("name", some(EXPERIMENTS, default=QUICK))
 def test_an_experiment_runs(tmp_path, data, name):
     words = [f"experiment={name}"]
     config, _ = resolve(words)
