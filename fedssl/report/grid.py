@@ -1,0 +1,107 @@
+"""A table as cells, which every form of a report is written from: text, Markdown, LaTeX, and the page."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fedssl.report.tables import align, escaped, latex, markdown
+from fedssl.untrusted import printable
+
+
+class Entry(NamedTuple):
+    """What stands in a place of a table.
+
+    Attributes
+    ----------
+    text : str
+    value : float or None
+        What rows are sorted by; None: the text.
+    best : bool
+        Whether it is marked as the best of its column.
+    """
+
+    text: str
+    value: float | None = None
+    best: bool = False
+
+
+def entry(text: str) -> Entry:
+    """A setting, or another text that may be a number."""
+    try:
+        return Entry(text, float(text))
+    except ValueError:
+        return Entry(text)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text.
+
+    Attributes
+    ----------
+    title : str
+    header : sequence of str
+    rows : sequence of sequence of Entry
+    left : int
+        How many columns, the first ones, are words; the others are numbers.
+    notes : mapping of str to sequence of str
+        Lines under the table, by their title.
+    rule : str
+        When a cell is marked; empty: none ever is.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Entry]]
+    left: int
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rule: str = ""
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The header and all rows as text."""
+        return [list(self.header), *([one.text for one in row] for row in self.rows)]
+
+    @property
+    def marked(self) -> set[tuple[int, int]]:
+        """Line and column of cells that are marked; the header is line 0."""
+        cells = [(line, column, one) for line, row in enumerate(self.rows, start=1) for column, one in enumerate(row)]
+        return {(line, column) for line, column, one in cells if one.best}
+
+    def below(self, bullet: str, mark: str, write: Callable[[str], str]) -> list[str]:
+        """The lines under the table: what a mark says, if there is one, and the notes."""
+        rule = ["", f"{mark}: {self.rule}"] if self.marked else []
+        blocks = [["", title, "", *(bullet + write(line) for line in lines)] for title, lines in self.notes.items()]
+        return [*rule, *(line for block in blocks for line in block)]
+
+
+class TextTable(ABC):
+    """A table that can be written in every form."""
+
+    @abstractmethod
+    def grid(self) -> Grid:
+        """The table as cells."""
+
+    @abstractmethod
+    def csv(self) -> str:
+        """As comma-separated values: numbers in full precision."""
+
+    def text(self) -> str:
+        """For the terminal."""
+        grid = self.grid()
+        table = align(grid.lines, left=grid.left, marked=grid.marked)
+        return "\n".join([table, *grid.below("  ", "*", printable)])
+
+    def markdown(self) -> str:
+        """As a Markdown table."""
+        grid = self.grid()
+        table = markdown(grid.lines, left=grid.left, marked=grid.marked)
+        return table + "".join(f"{line}\n" for line in grid.below("- ", "Bold", escaped))
+
+    def latex(self) -> str:
+        """As a table for LaTeX; what stands below it is a comment."""
+        grid = self.grid()
+        below = [line for line in grid.below("- ", "bold", printable) if line]
+        head = r"% \usepackage{booktabs}" + "\n"
+        return head + latex(grid.lines, left=grid.left, marked=grid.marked) + "".join(f"% {line}\n" for line in below)
