@@ -37,7 +37,7 @@ from fedssl.words import CONF, parse, quote
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
 JOBS: list[Path] = []
 ERRORS: list[Exception] = []
-LOCKS: list[TextIO] = []  # of the sweep's folder, while it goes on: so who follows it knows that jobs are to come
+LOCKS: list[TextIO | None] = []  # of the sweep's folder while it goes on: who follows it knows that jobs are to come
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fedssl.report.tables import align, escaped, latex, markdown
@@ -57,6 +57,15 @@ class Grid:
     left: int
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rule: str = ""
+
+    def without_constants(self) -> tuple["Grid", dict[str, str]]:
+        """The table without the settings that are the same in all rows, of which there are several, and these."""
+        columns = list(zip(*self.rows, strict=True))[: self.left] if len(self.rows) > 1 else []
+        same = {place: cells[0].text for place, cells in enumerate(columns) if len({one.text for one in cells}) == 1}
+        kept = [place for place in range(len(self.header)) if place not in same]
+        rows = [[row[place] for place in kept] for row in self.rows]
+        narrow = replace(self, header=[self.header[place] for place in kept], rows=rows, left=self.left - len(same))
+        return narrow, {self.header[place]: value for place, value in same.items()}
 
     @property
     def lines(self) -> list[list[str]]:

@@ -7,7 +7,7 @@ run any script but the one that sorts tables.
 import hashlib
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | Non
     parts = [
         "<h1>Report of federated runs</h1>",
         f'<p class="faint">{text(_count(runs))}</p>',
-        *(_section(table.grid()) for table in tables),
+        *(_section(*table.grid().without_constants()) for table in tables),
         *_figures("Figures", figures_of_all(runs)),
         _section(differences(runs)) if len(runs) > 1 else "",
         _section(states(runs)),
@@ -69,14 +69,17 @@ def _count(runs: Sequence[Run]) -> str:
     return told + (f"; as of {time.strftime('%Y-%m-%d %H:%M:%S')}" if running else "")
 
 
-def _section(grid: Grid) -> str:
+def _section(grid: Grid, same: Mapping[str, str] | None = None) -> str:
+    """A table under its title, and above it the settings that are the ``same`` in all rows."""
+    told = ", ".join(f"{key}={value}" for key, value in (same or {}).items())
+    head = f'<p class="faint">In all rows: {text(told)}.</p>\n' if told else ""
     rule = f'<p class="faint">Bold: {text(grid.rule)}.</p>' if grid.rule else ""
     notes = "".join(
         f"<h3>{text(title)}</h3>\n<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul>\n"
         for title, lines in grid.notes.items()
     )
     table = _table(grid) if grid.rows else "<p>None.</p>"
-    return f"<section>\n<h2>{text(grid.title)}</h2>\n{table}\n{rule}{notes}</section>"
+    return f"<section>\n<h2>{text(grid.title)}</h2>\n{head}{table}\n{rule}{notes}</section>"
 
 
 def _table(grid: Grid) -> str:

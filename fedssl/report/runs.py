@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -172,11 +171,16 @@ def held(folder: Path) -> bool:
     return False
 
 
-def hold(folder: Path) -> TextIO:
-    """Tell others by a lock that a process is at work on the sweep of a folder, until it ends or closes the file."""
-    lock = (folder / LOCK).open("w")
-    with suppress(BlockingIOError):  # somebody looks whether it is held, or another sweep writes here as well
+def hold(folder: Path) -> TextIO | None:
+    """Tell others by a lock that a process is at work on the sweep of a folder, until it ends or closes the file.
+
+    None: the folder cannot be written, or somebody else holds it.
+    """
+    try:
+        lock = (folder / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return None
     return lock
 
 

@@ -126,6 +126,7 @@ def test_a_page_has_results_costs_figures_differences_and_commands(tmp_path: Pat
     assert "4 of 4 runs finished, 0 running, 0 ended otherwise" in words
     assert "<strong>81.0 ± 1.4</strong>" in text  # 10 points lead, the deviations are 1.4
     assert text.count("<strong>") == 1
+    assert "In all rows: rounds=2." in words
     assert f'data-value="{mean([0.80 - 0.1, 0.82 - 0.1])!r}"' in text  # every digit, by which it is sorted
     assert "fedssl strategy=fedavg seed=1 lr=0.2" in words
     assert words.count(f"{tmp_path / 'a0'}: loss and results over the rounds") == 1

@@ -72,3 +72,15 @@ def test_no_script_but_the_page_s_own_runs(browser: Browser, file: Path, tmp_pat
     assert browser.evaluate("document.title") == "Report of federated runs"
     assert len(browser.complaints) >= 2  # the script and the picture were refused
     assert all("Content Security Policy" in one for one in browser.complaints)
+
+
+def test_the_page_can_be_read_without_script(browser: Browser, file: Path):
+    browser("Emulation.setScriptExecutionDisabled", value=True)
+    browser.open(file, width=390, dark=False)
+    browser("Emulation.setScriptExecutionDisabled", value=False)  # for the test's own questions
+    assert browser.evaluate("document.querySelectorAll('button').length") == 0
+    names = browser.evaluate("[...document.querySelectorAll('table')[0].tHead.rows[0].cells].map(c => c.innerText)")
+    assert "knn (%)" in names
+    assert browser.evaluate("document.querySelectorAll('details:not([open])').length") > 0
+    browser.evaluate("document.querySelector('details:not([open]) summary').click()")
+    assert browser.evaluate("document.querySelectorAll('details[open]').length") == 2

@@ -156,3 +156,13 @@ def test_numbers_give_the_gains_that_the_text_says(case):
 def test_spreads_are_as_printed():
     [cell] = [c for c in read_table("lw_fedssl.table3") if c.settings.get("experiment") == "lw_fedssl/fll"][:1]
     assert (cell.results[-1], cell.value, cell.spread) == ("linear@cifar10", 51.91, 0.34)
+
+
+def test_what_differs_is_told_as_it_stands(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "hunter2")
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "1", folder)
+    settings = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(settings.replace("precision: fp32", "precision: ${oc.env:SECRET}"))
+    (line,) = [line for line in paper_table("l_dawa.table1", find_runs([folder])).lines if line.ours]
+    assert line.differs == {"precision": ("${oc.env:SECRET}", "fp32")}
