@@ -65,8 +65,8 @@ def write_divisions(data: str) -> None:
     PARTITIONS.mkdir(exist_ok=True)
     for suite in SUITES.values():
         for seed in suite.seeds:
-            words = [*suite.words, f"dataset.path={data}", f"seed={seed}", f"partition.alpha={suite.alpha}"]
-            settings = compose([*words, "partition=dirichlet", f"num_clients={suite.clients}"])
+            words = [*suite.words, *suite.data(data), f"seed={seed}", f"num_clients={suite.clients}"]
+            settings = compose([*words, "partition=dirichlet", f"partition.alpha={suite.alpha}"])
             pictures = load_federated(settings.data)
             parts = divide(settings.partition, pictures).parts
             suite.division(seed).write_text(write_division(parts, pictures.labels))
@@ -95,13 +95,14 @@ def main() -> None:
     parser.add_argument("--suite", choices=SUITES, default="cpu")
     parser.add_argument("--data", required=True, help="CIFAR-10, as dataset.path takes it")
     parser.add_argument("--minutes", type=float, default=240, help="no run is begun, and none goes on, after these")
-    parser.add_argument("--beside", type=int, default=os.cpu_count() or 1, help="how many runs at a time")
+    parser.add_argument("--beside", type=int, help="how many runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="of the run folders")
     parser.add_argument("--again", action="store_true", help="run also what docs/results.json has an entry of")
     parser.add_argument("--dry-run", action="store_true", help="tell how long the suite takes")
     parser.add_argument("--write-partitions", action="store_true", help="draw the divisions anew")
     arguments = parser.parse_args()
     suite, folder = SUITES[arguments.suite], (arguments.folder / arguments.suite).absolute()
+    beside = arguments.beside or suite.beside or os.cpu_count() or 1
     if arguments.write_partitions:
         write_divisions(arguments.data)
         return
@@ -111,10 +112,10 @@ def main() -> None:
     if arguments.dry_run:
         cost = sum(job.cost for job in todo)
         minutes = estimate(suite, arguments.data)
-        print(f"{len(todo)} runs, {minutes:.1f} min for cost 1: {minutes * cost / arguments.beside / 60:.1f} hours")
+        print(f"{len(todo)} runs, {minutes:.1f} min for cost 1: {minutes * cost / beside / 60:.1f} hours")
         return
     try:
-        left = Runner(beside=arguments.beside, seconds=60 * arguments.minutes).run(todo)
+        left = Runner(beside=beside, seconds=60 * arguments.minutes).run(todo)
     finally:
         entries = merge(DOCS / "results.json", collect(suite, folder))
         (DOCS / "results.md").write_text(TEXT.read_text() + "\n".join(page(one, entries) for one in SUITES.values()))

@@ -116,15 +116,18 @@ def page(suite: Suite, entries: Sequence[Entry]) -> str:
     for method in dict.fromkeys(row.method for row in suite.rows):
         of_method = _by_rule(suite, [entry for entry in own if entry.method == method])
         if of_method:
-            lines += [f"### `method={method}`", "", _table(suite, of_method), *_verdict(of_method), ""]
-    return "\n".join(lines)
+            seeds = ", ".join(str(entry.seed) for entry in next(iter(of_method.values())))
+            lines += [f"### `method={method}`, seeds {seeds}", "", _table(of_method), *_verdict(of_method), ""]
+    return "\n".join(lines if own else [*lines, "Not run yet.", ""])
 
 
 def _by_rule(suite: Suite, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Rows whose every seed is there, in the order of the suite."""
+    """Rows that have run, in the order of the suite, with the seeds that all of them have."""
     rules = dict.fromkeys(row.rule for row in suite.rows)
     found = {rule: [entry for entry in entries if entry.rule == rule] for rule in rules}
-    return {rule: each for rule, each in found.items() if {entry.seed for entry in each} >= set(suite.seeds)}
+    found = {rule: each for rule, each in found.items() if each}
+    common = set(suite.seeds).intersection(*({entry.seed for entry in each} for each in found.values()))
+    return {rule: [entry for entry in each if entry.seed in common] for rule, each in found.items()} if common else {}
 
 
 def _values(rows: Mapping[str, Sequence[Entry]], protocol: str) -> dict[str, list[float]]:
@@ -136,7 +139,7 @@ def _values(rows: Mapping[str, Sequence[Entry]], protocol: str) -> dict[str, lis
     }
 
 
-def _table(suite: Suite, rows: Mapping[str, Sequence[Entry]]) -> str:
+def _table(rows: Mapping[str, Sequence[Entry]]) -> str:
     values = _values(rows, _RANKED)
     rank = ranks(values) if values else {}
     beside = differences(values, reference=REFERENCE) if REFERENCE in values else {}
@@ -159,7 +162,8 @@ def _table(suite: Suite, rows: Mapping[str, Sequence[Entry]]) -> str:
 
 
 def _middle(numbers: Sequence[float]) -> str:
-    return f"{median(numbers):.1f} ({min(numbers):.1f} to {max(numbers):.1f})"
+    spread = f" ({min(numbers):.1f} to {max(numbers):.1f})" if len(numbers) > 1 else ""
+    return f"{median(numbers):.1f}{spread}"
 
 
 def _verdict(rows: Mapping[str, Sequence[Entry]]) -> list[str]:

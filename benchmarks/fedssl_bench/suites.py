@@ -1,6 +1,6 @@
 """What FedSSL-Bench runs: suites of rows, each with some seeds, on divisions that files list."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,12 @@ RULES = (
     *("fedavg", "loss", "l_dawa", "m_dawa", "fedu", "l_dawa_fedu", "fedema", "eua", "euc", "fedprox", "fedbn"),
     *("per_ssl", "featarc", "clustered", "gossip", "median", "trimmed_mean", "krum"),
 )
-METHODS = {  # what a method needs beyond the settings of all (docs/learning.md tells why)
-    "simclr": ("method.temperature=0.2",),
-    "byol": ("method.projector.last_norm=true",),
-    "simsiam": ("method.projector.layers=1",),
-    "moco_v3": (),
-    "barlow_twins": (),
+VARIANTS = {  # rows whose name is no choice of strategy
+    "l_dawa by examples": ("strategy=l_dawa", "strategy.weighting=examples"),
+    "l_dawa by loss": ("strategy=l_dawa", "strategy.weighting=loss"),
 }
+TABLE_1 = ("fedavg", "m_dawa", "l_dawa")  # of L-DAWA
+TABLE_2 = ("loss", "fedu", "euc", "l_dawa_fedu", *VARIANTS)
 SINGLE, ALL, IDLE = "single client", "centralised", "untrained, batch norm"
 BOUNDS = {
     SINGLE: ("strategy=local_only",),
@@ -74,6 +73,8 @@ class Suite:
         What the files in `PARTITIONS` divide.
     alpha : float
         Of the Dirichlet distribution from which the divisions were drawn.
+    beside : int or None
+        How many runs at a time; None: as many as there are cores.
     """
 
     name: str
@@ -83,41 +84,90 @@ class Suite:
     pictures: int
     clients: int
     alpha: float
+    beside: int | None = None
 
     def division(self, seed: int) -> Path:
         """The file that lists who holds what in the runs of this seed."""
         return PARTITIONS / f"cifar10-{self.pictures}-{self.clients}clients-alpha{self.alpha:g}-{seed}.csv"
 
+    def data(self, path: str) -> list[str]:
+        """Words of the command line for the pictures."""
+        return [f"dataset.path={path}", f"dataset.limit={self.pictures}"]
+
     def arguments(self, row: Row, seed: int, data: str) -> list[str]:
         """Words of the command line for one run, on pictures that ``data`` names (``dataset.path``)."""
         divided = [f"partition=file partition.file={self.division(seed)}"] if row.shared else []
-        return [*self.words, f"dataset.path={data}", *" ".join(divided).split(), *row.words, f"seed={seed}"]
+        return [*self.words, *self.data(data), *" ".join(divided).split(), *row.words, f"seed={seed}"]
 
 
-def rows(rules: Sequence[str], both: Sequence[str]) -> tuple[Row, ...]:
-    """All rows: ``rules`` with SimCLR, then every method with the rules ``both``; bounds for every method."""
-    own = METHODS["simclr"]
-    made = [Row(rule, "simclr", (f"strategy={rule}", *own), 0, 2.0 if rule in _DOUBLE else 1.0) for rule in rules]
-    idle = ("strategy=fedavg", *own, "rounds=1", "local_epochs=2", "optimizer.lr=0")
-    made.append(Row(IDLE, "simclr", idle, 0, 0.1))
-    for method, words in METHODS.items():
-        chosen = (f"method={method}", *words)
-        cost, stage = _COST.get(method, 1.0), int(method != "simclr")
-        if stage:
-            made += [Row(rule, method, (f"strategy={rule}", *chosen), stage, cost) for rule in both]
+def rows(stages: Sequence[Sequence[str]], methods: Mapping[str, Sequence[str]], both: Sequence[str]) -> tuple[Row, ...]:
+    """All rows: rules with SimCLR, stage by stage, then every method with the rules ``both``, and the bounds.
+
+    ``methods`` has the words of each.
+    """
+    own = tuple(methods["simclr"])
+    made = [
+        Row(rule, "simclr", (*_words(rule), *own), stage, 2.0 if rule in _DOUBLE else 1.0)
+        for stage, rules in enumerate(stages)
+        for rule in rules
+    ]
+    last = len(stages) - 1
+    idle = (*_words("fedavg"), *own, "rounds=1", "local_epochs=2", "optimizer.lr=0")
+    made.append(Row(IDLE, "simclr", idle, last, 0.1))
+    for method, words in methods.items():
+        cost, stage = _COST.get(method, 1.0), last + int(method != "simclr")
+        if method != "simclr":
+            made += [Row(rule, method, (*_words(rule), *words), stage, cost) for rule in both]
         for name, bound in BOUNDS.items():
-            made.append(Row(name, method, (*bound, *chosen), stage, cost, shared=name != ALL))
+            made.append(Row(name, method, (*bound, *words), stage, cost, shared=name != ALL))
     return tuple(made)
 
+
+def _words(rule: str) -> tuple[str, ...]:
+    return VARIANTS.get(rule, (f"strategy={rule}",))
+
+
+# What a method needs beyond the settings of all; docs/learning.md tells why.
+_BYOL, _SIMSIAM = ("method=byol", "method.projector.last_norm=true"), ("method=simsiam", "method.projector.layers=1")
 
 SUITES = {
     "cpu": Suite(
         name="cpu",
         words=("experiment=bench_cpu", "threads=1", "engine=local"),
-        rows=rows(RULES, ("fedavg", "l_dawa")),
+        rows=rows(
+            [RULES],
+            {
+                "simclr": ["method.temperature=0.2"],
+                "byol": _BYOL,
+                "simsiam": _SIMSIAM,
+                "moco_v3": ["method=moco_v3"],
+                "barlow_twins": ["method=barlow_twins"],
+            },
+            ["fedavg", "l_dawa"],
+        ),
         seeds=(0, 1, 2),
         pictures=5000,
         clients=10,
         alpha=0.1,
+    ),
+    "gpu": Suite(
+        name="gpu",
+        words=("experiment=bench_gpu", "device=cuda", "engine=local"),
+        rows=rows(
+            [TABLE_1, TABLE_2, [rule for rule in RULES if rule not in (*TABLE_1, *TABLE_2)]],
+            {
+                "simclr": [],
+                "byol": _BYOL,
+                "simsiam": _SIMSIAM,
+                "moco_v3": ["method=moco_v3"],
+                "barlow_twins": ["method=l_dawa/barlow_twins"],
+            },
+            ["fedavg", "l_dawa"],
+        ),
+        seeds=(0, 1, 2),
+        pictures=50000,
+        clients=10,
+        alpha=0.1,
+        beside=1,
     ),
 }

@@ -15,7 +15,7 @@ from benchmarks.fedssl_bench import results
 from benchmarks.fedssl_bench.ranking import differences, friedman, holm, ranks
 from benchmarks.fedssl_bench.results import Entry, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
-from benchmarks.fedssl_bench.suites import ALL, IDLE, METHODS, RULES, SINGLE, SUITES, Suite
+from benchmarks.fedssl_bench.suites import ALL, IDLE, RULES, SINGLE, SUITES, VARIANTS, Suite
 from fedssl.config import compose
 from fedssl.datasets.base import Pictures
 from fedssl.partition import divide
@@ -124,8 +124,8 @@ def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["results"][1]["rule"] == "theirs"
 
 
-def test_the_page_ranks_rows_whose_seeds_are_all_there() -> None:
-    numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6), "krum": (0.5, 0.5)}
+def test_the_page_ranks_rows_over_the_seeds_that_all_have() -> None:
+    numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6)}
     entries = [entry(rule, seed, one) for rule, each in numbers.items() for seed, one in enumerate(each)]
     said = page(SUITES["cpu"], entries)
     table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
@@ -134,25 +134,38 @@ def test_the_page_ranks_rows_whose_seeds_are_all_there() -> None:
     # Beside FedAvg 1, 2, 3 points: as in the test above, but a single row needs no correction.
     assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2", "1.5"]
     assert cells[f"({ALL})"][5] == ""  # no rank for a bound
-    assert "krum" not in said
+    fewer = page(SUITES["cpu"], [*entries, entry("krum", 0, 0.5), entry("krum", 1, 0.5)])
+    assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
+    assert "| krum | 50.0 (50.0 to 50.0) |" in fewer
     assert "by more than chance (p < 0.05 after Holm's correction): none." in said
 
 
-def test_rows_compose_and_divide_as_on_record() -> None:
-    suite = SUITES["cpu"]
+KINDS = [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (IDLE, "simclr")]
+
+
+@pytest.mark.parametrize(("name", "keys"), [("cpu", KINDS), ("gpu", [("l_dawa by loss", "simclr")])])
+def test_rows_compose_and_divide_as_on_record(name, keys) -> None:
+    suite = SUITES[name]
     bench.check_divisions(suite)
     rows = {(row.rule, row.method): row for row in suite.rows}
     assert len(rows) == len(suite.rows)
-    assert {rule for rule, method in rows if method == "simclr"} == {*RULES, SINGLE, ALL, IDLE}
-    assert {method for rule, method in rows if rule == "l_dawa"} == set(METHODS)
+    assert {rule for rule, method in rows if method == "simclr"} - set(VARIANTS) == {*RULES, SINGLE, ALL, IDLE}
+    assert {method for rule, method in rows if rule == "l_dawa"} == {method for _, method in rows}
     assert set(RULES) <= set(groups()["strategy"])
     pictures = Pictures(torch.zeros(suite.pictures, 3, 1, 1, dtype=torch.uint8), None)
-    for key in [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (IDLE, "simclr")]:
+    for key in keys:
         settings = compose(suite.arguments(rows[key], 0, "/no/such"))
         assert settings.num_clients == (suite.clients if rows[key].shared else 1)
         assert settings.data.limit == suite.pictures
         assert sum(map(len, divide(settings.partition, pictures).parts)) == suite.pictures
         assert set(results.PROTOCOLS) <= set(settings.evaluation.final_protocol.values["protocols"])
+
+
+def test_the_gpu_begins_with_the_tables_of_l_dawa(tmp_path: Path) -> None:
+    first = [job.name for job in bench.jobs(SUITES["gpu"], "/no/such", tmp_path)][:9]
+    assert [name.removesuffix(", seed 0").removeprefix("simclr-") for name in first] == [
+        *("fedavg", "m_dawa", "l_dawa", "loss", "fedu", "euc", "l_dawa_fedu", "l_dawa_by_examples", "l_dawa_by_loss")
+    ]
 
 
 def test_a_division_that_was_changed_is_refused(tmp_path, monkeypatch):

@@ -1,0 +1,176 @@
+"""Pages that mkdocs makes besides those in docs/: the README, every choice of every group of settings, every module."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation")
+GROUPS = {  # what a choice is called, in the order of the site
+    "strategy": "Strategies",
+    "method": "Methods",
+    "regularizer": "Regularisers",
+    "partition": "Partitions",
+    "evaluation": "Protocols of evaluation",
+    "schedule": "Schedules",
+    "encoder": "Encoders",
+    "augmentation": "Augmentations",
+    "dataset": "Data sets",
+    "optimizer": "Optimisers",
+    "lr_schedule": "Schedules of the learning rate",
+    "server_optimizer": "Optimisers of the server",
+    "calibration": "Calibration",
+    "privacy": "Differential privacy",
+    "secure": "Secure aggregation",
+    "engine": "Engines",
+    "tracker": "Trackers",
+    "experiment": "Experiments",
+}
+_ONCE = "skip_local_inventory: true"  # what has a page among the modules already
+_SETTING = re.compile(r"^( *)([a-z]\w*):(?: +(.*?))?(?: +# (.*))?$")
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+class Setting(NamedTuple):
+    """A setting of a choice, with its default and its comment."""
+
+    key: str
+    default: str
+    comment: str
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are made."""
+    pages = {"index.md": readme(), **dict(setting_pages()), **dict(module_pages())}
+    for place, text in pages.items():
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+    """Links of texts to what is no page of the site become plain text."""
+    if "/" in page.file.src_uri:  # made here
+        return markdown
+    return _LINK.sub(lambda found: found[0] if _stays(found[2]) else found[1], markdown)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Say what stands where."""
+    own = sorted(file.name for file in (ROOT / "docs").glob("*.md"))
+    first = [
+        name for name in ("guide.md", "strategies.md", "papers.md", "paper_index.md", "learning.md") if name in own
+    ]
+    config.nav = [
+        {"fedssl": "index.md"},
+        {"Pages": [*first, *(name for name in own if name not in first)]},
+        {"Settings": [{title: f"settings/{group}.md"} for group, title in GROUPS.items()]},
+        {"Modules": [f"modules/{package}.md" for package in PACKAGES]},
+    ]
+    return config
+
+
+def readme() -> str:
+    """The README, whose links lead to the pages of the site."""
+    text = (ROOT / "README.md").read_text()
+    return _LINK.sub(lambda found: f"[{found[1]}]({found[2].removeprefix('docs/')})", text)
+
+
+def setting_pages() -> Iterator[tuple[str, str]]:
+    """A page for every group of settings, which lists its choices, and one for each of these."""
+    for group, title in GROUPS.items():
+        files = sorted((CONF / group).rglob("*.yaml"))
+        rows = []
+        for file in files:
+            name = file.relative_to(CONF / group).with_suffix("").as_posix()
+            text = file.read_text()
+            yield f"settings/{group}/{name}.md", choice(group, name, text)
+            first = re.split(r"(?<=\.)\s+(?=[A-Z])", head(text), maxsplit=1)[0]
+            rows.append(f"| [`{name}`]({group}/{name}.md) | {_cell(first)} |")
+        table = "\n".join(["| choice | |", "|---|---|", *rows])
+        yield f"settings/{group}.md", f"# {title}\n\n`fedssl {group}=CHOICE` takes one of these.\n\n{table}\n"
+
+
+def choice(group: str, name: str, text: str) -> str:
+    """The page of a choice: what its file says of it, its settings, and the docstring of what it makes."""
+    lines = [f"# `{group}={name}`", "", *head_lines(text), "", "```", f"fedssl {group}={name}", "```", ""]
+    found = list(settings(text))
+    if found:
+        lines += ["| setting | default | |", "|---|---|---|"]
+        lines += [f"| `{one.key}` | {_code(one.default)} | {_cell(one.comment)} |" for one in found]
+        lines.append("")
+    target = re.search(r"^_target_: ([\w.]+)$", text, flags=re.MULTILINE)
+    if target and target[1].split(".")[0] in PACKAGES:
+        module = target[1].rpartition(".")[0]
+        if (ROOT / f"{module.replace('.', '/')}.py").exists():
+            lines += [
+                f"::: {module}",
+                "    options: {members: false, show_root_heading: false, skip_local_inventory: true}",
+                "",
+            ]
+        lines += [f"::: {target[1]}", "    options: {skip_local_inventory: true}", ""]
+    return "\n".join(lines)
+
+
+def head_lines(text: str) -> list[str]:
+    """The comment that a file begins with, a command in it as code."""
+    said = [line.removeprefix("#").strip() for line in text.split("\n", 200) if line.startswith("#")]
+    count = next((place for place, line in enumerate(text.splitlines()) if not line.startswith("#")), len(said))
+    lines = [line for line in said[:count] if not line.startswith("@package")]
+    return [f"\n```\n{line}\n```\n" if line.startswith("fedssl") else _plain(line) for line in lines]
+
+
+def head(text: str) -> str:
+    """The comment that a file begins with, on one line."""
+    return " ".join(line for line in head_lines(text) if not line.startswith("\n```"))
+
+
+def settings(text: str) -> Iterator[Setting]:
+    """The settings of a file, with dotted keys; a comment on a line of its own belongs to no setting."""
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        found = _SETTING.match(line)
+        if found is None or found[2] == "defaults":
+            continue
+        indent = len(found[1])
+        above = [(before, key) for before, key in above if before < indent]
+        key = ".".join([*(key for _, key in above), found[2]])
+        above.append((indent, found[2]))
+        if found[3] or found[4]:
+            yield Setting(key, found[3] or "", found[4] or "")
+
+
+def module_pages() -> Iterator[tuple[str, str]]:
+    """A page for every package, and one for each of its modules."""
+    for package in PACKAGES:
+        rows = []
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if parts[-1] != "__init__":
+                yield f"modules/{name}.md", f"# `{name}`\n\n::: {name}\n    options: {{show_root_heading: false}}\n"
+                rows.append(f"- [`{name}`]({name}.md)")
+        yield f"modules/{package}.md", "\n".join([f"# `{package}`", "", *rows, ""])
+
+
+def _stays(link: str) -> bool:
+    inside = not link.startswith("..") and (ROOT / "docs" / link.partition("#")[0]).is_file()
+    return inside or link.startswith(("http", "#"))
+
+
+def _plain(text: str) -> str:
+    """Text of a comment, in which Markdown has no meaning."""
+    return re.sub(r"([*_<>|\[\]`])", r"\\\1", text)
+
+
+def _cell(text: str) -> str:
+    return text if "\\" in text else _plain(text)
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('|', '/')}`" if text else ""

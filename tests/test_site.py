@@ -1,0 +1,51 @@
+"""The documentation as a site."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from tests.test_docs import ROOT
+
+pytest.importorskip("material", reason="the group docs is not installed")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with every warning an error."""
+    place = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")  # what it says about its own future
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(place), strict=True))
+    return place
+
+
+def text(page: Path) -> str:
+    return " ".join(re.sub(r"<[^>]+>", " ", page.read_text()).split())
+
+
+def test_every_choice_has_a_page_with_its_settings_its_equations_and_an_example(site: Path) -> None:
+    page = text(site / "settings/strategy/l_dawa.html")
+    assert "fedssl strategy=l_dawa" in page
+    assert "weighting uniform uniform: 1/K (Eq. 4) | examples: n_k / sum n (Eq. 5)" in page  # of the YAML's comment
+    assert "Eqs. 2, 4-6" in page  # of the module's docstring
+    assert "Layer-wise divergence aware weight aggregation" in page  # of the class's
+    choices = {file.relative_to(ROOT / "conf").with_suffix(".html") for file in (ROOT / "conf/method").rglob("*.yaml")}
+    assert all((site / "settings" / choice).exists() for choice in choices)
+    assert "method.projector" not in page
+    assert "projector.hidden 512" in text(site / "settings/method/simclr.html")  # a setting in a setting
+
+
+def test_modules_have_pages_and_the_readme_is_the_first(site: Path) -> None:
+    assert "load_encoder" in text(site / "modules/fedssl.export.html")
+    first = (site / "index.html").read_text()
+    assert 'href="guide.html"' in first
+    assert 'href="docs/' not in first
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    for page in (site / "index.html", site / "settings/strategy/l_dawa.html", site / "modules/fedssl.export.html"):
+        loaded = re.findall(r'<(?:script|img|link|iframe)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
+        assert not loaded
