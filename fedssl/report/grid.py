@@ -1,5 +1,6 @@
 """A table as cells, which every form of a report is written from: text, Markdown, LaTeX, and the page."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,9 +30,10 @@ class Entry(NamedTuple):
 def entry(text: str) -> Entry:
     """A setting, or another text that may be a number."""
     try:
-        return Entry(text, float(text))
+        value = float(text)
     except ValueError:
         return Entry(text)
+    return Entry(text, value if math.isfinite(value) else None)
 
 
 @dataclass(frozen=True)

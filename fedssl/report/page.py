@@ -51,7 +51,8 @@ def text(words: object) -> str:
 
 def _document(body: str, again: float | None) -> str:
     digest = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy += "; base-uri 'none'; form-action 'none'"
     refresh = "" if again is None else f'<meta http-equiv="refresh" content="{max(1, round(again))}">\n'
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -38,7 +38,6 @@ def differences(runs: Sequence[Run]) -> Grid:
     folders = [str(run.folder) for run in runs]
     header, rows = ["setting", *folders], [[key, *(one.get(key, "") for one in settings)] for key in differ]
     if len(differ) <= len(runs):
-        header, *rows = (list(line) for line in zip(["run", *folders], *rows, strict=True))
-        header, rows = ["run", *differ], [[first, *others] for first, *others in rows]
+        header, rows = ["run", *differ], [list(row) for row in zip(folders, *(row[1:] for row in rows), strict=True)]
     body = [[Entry(first), *map(entry, others)] for first, *others in (rows if differ else [])]
     return Grid("Settings in which runs differ", header, body, left=len(header))

@@ -1,5 +1,6 @@
 """Tables as text, written by hand."""
 
+from fedssl.report.grid import entry
 from fedssl.report.tables import align, latex, latex_escaped, markdown, to_csv
 
 LINES = [["strategy", "n", "knn"], ["fedavg|2", "10", "9.5"]]
@@ -34,3 +35,7 @@ def test_latex_takes_no_word_for_a_command():
     expected = "\\textbackslash{}input\\{x\\} \\% \\& \\$ \\# \\_ \\textasciitilde{} \\textasciicircum{}  {[}1] {*}"
     assert latex_escaped(hostile) == expected
     assert latex_escaped("60.0 ± 1.4") == "60.0 $\\pm$ 1.4"
+
+
+def test_what_is_a_number_is_sorted_as_one():
+    assert [entry(text).value for text in ("0.1", "-1e-3", "l_dawa", "", "nan", "inf")] == [0.1, -0.001, *[None] * 4]
