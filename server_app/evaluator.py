@@ -37,25 +37,34 @@ class Evaluator:
         self._protocol: Evaluation = settings.protocol.make()
         self._final_protocol: Evaluation = settings.final_protocol.make()
 
-    def check(self, encoder: Encoder) -> None:
+    def check(self, encoder: Encoder) -> list[str] | None:
         """Find before any training a protocol that the labels do not allow, by a rehearsal.
 
         Protocols are run on features that say nothing, and no further than to where a network computes, the encoder or
         a classifier that is trained: what they refuse they refuse before.
+
+        Returns
+        -------
+        list of str or None
+            Names of the results that rounds will have; None: only an evaluation tells.
         """
         subject = make_subject(encoder, self._data, device=self._device)
         if subject is None:
-            return
+            return []
+        names = None
         few = Labelled(subject.test.images[:2], subject.test.labels[:2])
         # At the end raw pixels are judged, too.
         longest = max(encoder.feature_dim, pixels(few.images).shape[1])
         end = register_module_forward_pre_hook(_end_rehearsal)
         try:
-            for protocol, length in ((self._protocol, encoder.feature_dim), (self._final_protocol, longest)):
-                with suppress(_EndOfRehearsal):
-                    protocol(_Rehearsal(**{**vars(subject), "test": few}, length=length), seed=self._seed)
+            with suppress(_EndOfRehearsal):
+                rehearsal = _Rehearsal(**{**vars(subject), "test": few}, length=encoder.feature_dim)
+                names = list(self._protocol(rehearsal, seed=self._seed))
+            with suppress(_EndOfRehearsal):
+                self._final_protocol(_Rehearsal(**{**vars(subject), "test": few}, length=longest), seed=self._seed)
         finally:
             end.remove()
+        return names
 
     def due(self, round: int) -> bool:
         """Whether the encoder is evaluated after this round."""

@@ -45,7 +45,8 @@ from server_app.own_models import OwnModel, means
 from server_app.progress import Progress
 from server_app.proven import Expected
 from server_app.report import RoundReport
-from server_app.tracker import make_tracker
+from server_app.screen import Screen
+from server_app.tracking import Tracking
 from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
@@ -73,6 +74,8 @@ class Recorder:
         With a folder.
     rounds : int
         Of the run.
+    screen : Screen
+        Shows how far the run is.
 
     Raises
     ------
@@ -80,16 +83,19 @@ class Recorder:
         The folder cannot be written, or holds another run.
     """
 
-    def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:
+    def __init__(self, settings: RecordingSettings, *, rounds: int, screen: Screen) -> None:
         assert settings.folder is not None
         self.folder = settings.folder
-        self._settings, self._rounds = settings, rounds
+        self._settings, self._rounds, self._screen = settings, rounds, screen
         self._make_folder()
         self._start = time.monotonic()
+        self.evaluations: list[tuple[int, dict[str, float]]] = []  # rounds and results, all of them
+        self._early: str | None = None
+        self._done = 0  # rounds of a resumed run
         self._numbers: dict[str, int] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._progress = Progress(rounds)
-        self._tracker = make_tracker(settings.tracker, self.folder)
+        self._tracking = Tracking(settings)
 
     def _make_folder(self) -> None:
         try:
@@ -156,6 +162,7 @@ class Recorder:
         """
         self._settings = settings
         save_run(self._settings, self.folder)
+        self._tracking.begin(settings, done=self._done)
         if held:
             pictures = held.pictures
             write_table(
@@ -177,7 +184,8 @@ class Recorder:
         """
         remove_leftovers(self.folder)
         state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
-        done = state.round
+        done = self._done = state.round
+        self._screen.at(done)
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
@@ -185,6 +193,8 @@ class Recorder:
         for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        rounds = read_lines(self.folder / "metrics.jsonl")
+        self.evaluations = [(line["round"], line["evaluation"]) for line in rounds if "evaluation" in line]
         return state
 
     def round(
@@ -225,6 +235,7 @@ class Recorder:
         if report.findings:
             line["strategy"] = report.findings
         if overall:
+            self.evaluations.append((report.round, as_numbers(overall)))
             line |= {"evaluation": as_numbers(overall), "units": units_of(overall), **_by_model(evaluation)}
         if health:
             line["health"] = summary(health.rows)
@@ -233,8 +244,10 @@ class Recorder:
             health.representations.save(self.folder, round=report.round)
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
-        self._tracker(report.round, line)
-        log.info(self._progress.line(line, overall))
+        self._tracking.round(line)
+        standing = self._progress.after(line, overall)
+        log.info(standing.line)
+        self._screen.show(standing)
 
     def _check_clients(self, report: RoundReport) -> None:
         """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
@@ -251,6 +264,12 @@ class Recorder:
             for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
                 sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
+
+    def stopped(self, state: ServerState, reason: str) -> None:
+        """Keep the state with which the run ends before its last round, and tell why."""
+        self.checkpoint(state, ends=True)
+        self._early = reason
+        log.info("stop_when: %s; the run ends after round %d of %d", reason, state.round, self._rounds)
 
     def keeper(self, round: int) -> Keeper | None:
         """What keeps the models of this round; None: they are not to be kept."""
@@ -328,7 +347,7 @@ class Recorder:
             results["privacy"] = lines[-1]["privacy"]
         content = {
             "status": status,
-            "reason": reason,
+            "reason": reason or self._early,
             "rounds": max((line["round"] for line in lines), default=0),
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,
@@ -339,6 +358,7 @@ class Recorder:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
         write_text(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+        self._tracking.end(content)
 
 
 def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:

@@ -98,6 +98,7 @@ def run(words: Sequence[str]) -> None:
 
         run_deployment(words, engine=settings.engine)
         return
+    settings.recording.tracker.make()  # a package that it lacks is told before any work
     folder = settings.recording.folder or new_run_folder()
     overrides = [*settings.recording.words, f"output_dir={quote(str(folder))}"]
     data = {"dataset": settings.data}

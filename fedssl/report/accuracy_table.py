@@ -15,7 +15,7 @@ from fedssl.report.tables import align, to_csv
 
 # What a table of any runs always tells of them, and what it never does: settings that change no final number.
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
-LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds"}
+LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds", "stop_when"}
 
 
 def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:

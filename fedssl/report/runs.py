@@ -132,7 +132,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     """
     found: dict[Path, Run] = {}
     for folder in folders:
-        runs = sorted(_below(folder), key=_natural)
+        runs = run_folders(folder)
         if not runs:
             problem = "there is no run in" if folder.is_dir() else "there is no folder"
             raise InputError(f"{problem} {folder}; give the folders of runs or of sweeps, e.g. runs/* or multirun/*")
@@ -222,12 +222,14 @@ def _words(value: Any) -> bool:
     return isinstance(value, list) and all(map(word, value))
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Run folders at or below ``folder``; there are none within a run."""
+def run_folders(folder: Path) -> list[Path]:
+    """Run folders at or below ``folder``, in the order of their names; there are none within a run."""
+    found = []
     for place, inner, files in os.walk(folder):
         if set(MARKS) & set(files):
             inner.clear()
-            yield Path(place)
+            found.append(Path(place))
+    return sorted(found, key=_natural)
 
 
 def _natural(path: Path) -> list[Any]:

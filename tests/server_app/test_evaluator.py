@@ -168,10 +168,10 @@ def test_the_progress_line():
     line = (
         "round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  few 50.0 ± 5.0%  norm 2.346 cm  14.2 s/round  44 min left"
     )
-    assert progress.line(row, found) == line
+    assert progress.after(row, found).line == line
     row |= {"round": 13, "loss": None, "seconds": 0.2, "dropped": {"3": "late"}}
-    assert progress.line(row, {}) == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
-    assert "cosine" not in progress.line({**row, "model_cosine": None}, {})  # no weights travelled
+    assert progress.after(row, {}).line == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
+    assert "cosine" not in progress.after({**row, "model_cosine": None}, {}).line  # no weights travelled
 
 
 def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
