@@ -106,7 +106,7 @@ def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = Non
     if paper is not None:
         read_table(paper)  # is there one?
     if out is not None and out.suffix not in FORMATS:
-        raise InputError(f"--out {out} ends in neither of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
+        raise InputError(f"--out {out} ends in none of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
     printed = ""
 
     def show(runs: Sequence[Run], on: bool) -> None:
