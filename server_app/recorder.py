@@ -33,6 +33,7 @@ from fedssl.report.curves import draw_curves
 from fedssl.report.kept_models import forget_after
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, write_table
+from fedssl.report.runs import LOCK
 from fedssl.settings import RecordingSettings, Settings
 from fedssl.untrusted import damaged, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
@@ -55,7 +56,7 @@ OWN_MODELS = "own_models.json"
 
 # What a run writes, beside encoders, checkpoints and figures.
 FILES = (
-    *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
+    *(LOCK, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
     *LINES,
     "representations.npz",
     OWN_MODELS,
@@ -124,7 +125,7 @@ class Recorder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep the folder for this process; another one that uses it is refused. A killed process lets go of it."""
-        with (self.folder / ".lock").open("w") as lock:
+        with (self.folder / LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
