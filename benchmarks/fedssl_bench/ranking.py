@@ -46,8 +46,11 @@ def ranks(values: Values) -> dict[str, float]:
 
 
 def friedman(values: Values) -> float | None:
-    """The chance of ranks that differ as much where rows do not differ; None below three rows or two seeds."""
-    if len(values) < 3 or len(next(iter(values.values()))) < 2:
+    """The chance of ranks that differ as much where rows do not differ.
+
+    None below three rows or two seeds, and where all rows share their ranks with every seed.
+    """
+    if len(values) < 3 or len(next(iter(values.values()))) < 2 or len(set(map(tuple, values.values()))) == 1:
         return None
     return float(stats.friedmanchisquare(*values.values()).pvalue)
 

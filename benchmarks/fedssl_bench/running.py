@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedssl.report.runs import read_summary
+from fedssl.words import quote
 
 COMMAND = (str(Path(sys.executable).with_name("fedssl")),)
 _STEP = 0.2  # seconds between two looks at a process
@@ -106,6 +107,6 @@ class Runner:
 def _words(job: Job) -> list[str]:
     """A run that has a finished round goes on; one without begins anew."""
     if any((job.folder / "checkpoints").glob("*")):
-        return [f"resume={job.folder}"]
+        return [f"resume={quote(str(job.folder))}"]
     shutil.rmtree(job.folder, ignore_errors=True)
-    return [*job.words, f"output_dir={job.folder}"]
+    return [*job.words, f"output_dir={quote(str(job.folder))}"]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedssl.words import quote
+
 PARTITIONS = Path(__file__).parent / "partitions"
 
 RULES = (
@@ -92,12 +94,12 @@ class Suite:
 
     def data(self, path: str) -> list[str]:
         """Words of the command line for the pictures."""
-        return [f"dataset.path={path}", f"dataset.limit={self.pictures}"]
+        return [f"dataset.path={quote(path)}", f"dataset.limit={self.pictures}"]
 
     def arguments(self, row: Row, seed: int, data: str) -> list[str]:
         """Words of the command line for one run, on pictures that ``data`` names (``dataset.path``)."""
-        divided = [f"partition=file partition.file={self.division(seed)}"] if row.shared else []
-        return [*self.words, *self.data(data), *" ".join(divided).split(), *row.words, f"seed={seed}"]
+        divided = ["partition=file", f"partition.file={quote(str(self.division(seed)))}"] if row.shared else []
+        return [*self.words, *self.data(data), *divided, *row.words, f"seed={seed}"]
 
 
 def rows(stages: Sequence[Sequence[str]], methods: Mapping[str, Sequence[str]], both: Sequence[str]) -> tuple[Row, ...]:

@@ -86,8 +86,11 @@ def _read(file: Path, num_clients: int, said: str) -> tuple[np.ndarray, np.ndarr
     text = read_text(file)
     if text is None:
         raise InputError(f"{said} is not there; name a CSV file with a line for each picture")
-    names, *rows = list(csv.reader(io.StringIO(text))) or [[]]
-    if "client" not in names or not set(names) <= set(COLUMNS):
+    try:
+        names, *rows = list(csv.reader(io.StringIO(text))) or [[]]
+    except csv.Error as error:
+        raise InputError(f"{said} is no CSV file ({error}); name one with a line for each picture") from error
+    if sorted(names) not in (["client"], ["client", "label"]):
         found = printable(",".join(names))[:50]
         raise InputError(f"{said} begins with {found!r}; its first line must be client, or client,label")
     columns: dict[str, list[int]] = {name: [] for name in names}

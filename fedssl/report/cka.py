@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PICTURES = 1000  # at most: a model takes as many numbers squared
 WRITTEN = 12  # models or layers for which a matrix has its numbers written into it
 
 
@@ -49,13 +50,16 @@ def cka_matrix(rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.
 
 
 def draw_cka(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
-    """Draw how alike the models of a round are to ``figures/cka.png``; None if the run kept no representations."""
+    """Draw how alike the models of a round are to ``figures/cka.png``; None if the run kept no representations.
+
+    Every representation has the length 1, as runs keep it; CKA of representations as they are has other numbers.
+    """
     kept = read_representations(folder)
     if kept is None:
         return None
     round, representations = kept
     names = [str(name) for name in representations.names]
-    grams = [centred_gram(h) for h in representations.h]
+    grams = [centred_gram(h) for h in representations.h[:, :PICTURES]]
     found = cka_matrix(grams, grams)
     figure = new_figure(height=1.5 + 0.4 * min(len(names), 14), width=2.6 + 0.45 * min(len(names), 14))
     axes = figure.add_subplot(title=f"representations of the test pictures, round {round}")

@@ -37,9 +37,8 @@ def save_layers(folder: Path, round: int, name: str, layers: Layers) -> None:
 
 def forget_after(folder: Path, round: int) -> None:
     """Remove the models of later rounds, which a resumed run does again."""
-    for place in (folder / FOLDER).glob("*"):
-        match = _ROUND.fullmatch(place.name)
-        if match and int(match[1]) > round:
+    for number, place in _places(folder):
+        if number > round:
             for file in place.iterdir():
                 remove(file)
             place.rmdir()
@@ -71,8 +70,7 @@ def kept_rounds(folder: Path) -> list[KeptRound]:
     InputError
         It keeps none.
     """
-    places = [(match, place) for place in (folder / FOLDER).glob("*") if (match := _ROUND.fullmatch(place.name))]
-    found = sorted((_kept(int(match[1]), place) for match, place in places), key=lambda one: one.round)
+    found = sorted((_kept(number, place) for number, place in _places(folder)), key=lambda one: one.round)
     found = [one for one in found if one.models]
     if not found:
         raise InputError(
@@ -109,6 +107,15 @@ def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
     ):
         raise damaged(file, "it does not hold layers of this run's model")
     return {name: tensor.numpy() for name, tensor in found.items()}
+
+
+def _places(folder: Path) -> list[tuple[int, Path]]:
+    """The rounds of which there are models, and where."""
+    places = [(match, place) for place in (folder / FOLDER).glob("*") if (match := _ROUND.fullmatch(place.name))]
+    for _, place in places:
+        if not place.is_dir():
+            raise InputError(f"{place} has the place of the models of a round, but is no folder; remove it")
+    return [(int(match[1]), place) for match, place in places]
 
 
 def _kept(round: int, place: Path) -> KeptRound:

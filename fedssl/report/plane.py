@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_BLOCK = 2**20  # weights at a time
+
 
 @dataclass(frozen=True, eq=False)
 class Plane:
@@ -53,7 +55,7 @@ def principal_plane(models: np.ndarray) -> Plane:
         The models lie on a line.
     """
     deviations = models - models[-1]
-    squares, mixes = np.linalg.eigh((deviations @ deviations.T).astype(np.float64))  # n x n, however many weights
+    squares, mixes = np.linalg.eigh(_products(deviations))  # n x n, however many weights
     squares, mixes = squares[::-1][:2], mixes[:, ::-1][:, :2]
     if len(squares) < 2 or squares[1] <= 1e-9 * squares[0]:
         raise ValueError("the models lie on a line")
@@ -61,6 +63,15 @@ def principal_plane(models: np.ndarray) -> Plane:
     directions = (mixes / np.sqrt(squares)).T.astype(models.dtype) @ deviations
     total = float(np.sum(np.square(deviations, dtype=np.float64)))
     return Plane(models[-1], directions, (float(squares[0]) / total, float(squares[1]) / total))
+
+
+def _products(deviations: np.ndarray) -> np.ndarray:
+    """Inner products ``(n, n)``, float64: in float32 their rounding would make a plane of models on a line."""
+    products: np.ndarray = np.zeros((len(deviations),) * 2)
+    for start in range(0, deviations.shape[1], _BLOCK):  # never a float64 copy of all weights
+        block = deviations[:, start : start + _BLOCK].astype(np.float64)
+        products += block @ block.T
+    return products
 
 
 def grid_around(places: np.ndarray, *, points: int, margin: float) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import bench
-from benchmarks.fedssl_bench import results
+from benchmarks.fedssl_bench import results, suites
 from benchmarks.fedssl_bench.ranking import differences, friedman, holm, ranks
 from benchmarks.fedssl_bench.results import Entry, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
@@ -25,7 +25,7 @@ from fedssl.words import groups
 PROGRAM = """
 import json, pathlib, sys, time
 *words, place = sys.argv[1:]
-folder = pathlib.Path(place.partition("=")[2])
+folder = pathlib.Path(place.partition("=")[2].strip("'"))
 (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
 with open(folder.parent / "order", "a") as file:
     print(folder.name, place.partition("=")[0], file=file)
@@ -73,6 +73,17 @@ def test_what_fails_is_told_and_counted(tmp_path, command, capsys):
     assert f"bad: failed, see {tmp_path / 'bad.log'}" in capsys.readouterr().out
 
 
+def test_any_path_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command) -> None:
+    place = tmp_path / "my, data=1 (of 2)"
+    monkeypatch.setattr(suites, "PARTITIONS", place)
+    suite = SUITES["cpu"]
+    settings = compose(suite.arguments(suite.rows[0], 0, f"{place}/*.parquet"))
+    assert settings.data.reader.values["path"] == f"{place}/*.parquet"
+    assert settings.partition.rule.values["file"] == str(suite.division(0))
+    job = Job("good", place / "good", ("good",), 1.0)
+    assert Runner(beside=1, seconds=600, command=command).run([job]) == 0
+
+
 def test_nothing_begins_after_the_time(tmp_path, command):
     assert Runner(beside=1, seconds=0, command=command).run([Job("good", tmp_path / "good", ("good",), 1.0)]) == 1
     assert not (tmp_path / "good").exists()
@@ -89,6 +100,7 @@ def test_friedman_by_hand():
     values = {"a": [9.0, 8.0, 9.0, 7.0], "b": [5.0, 5.5, 6.0, 5.0], "c": [1.0, 2.0, 3.0, 4.0]}
     assert friedman(values) == pytest.approx(0.018315638888734)
     assert friedman({"a": [1.0], "b": [2.0], "c": [3.0]}) is None
+    assert friedman({name: [10.0, 11.0] for name in "abc"}) is None  # nothing to rank
 
 
 def test_paired_differences_by_hand():

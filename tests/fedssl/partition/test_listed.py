@@ -50,6 +50,8 @@ def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("", "begins with ''; its first line must be client, or client,label"),
         ("owner\n1\n", "begins with 'owner'"),
+        ("client,client\n" + "0,1\n" * 3, "begins with 'client,client'"),  # 6 numbers, but of 3 pictures
+        ("client\n" + "1" * 200_000, "is no CSV file (field larger than field limit (131072))"),
         ("client\n" + "0\n1\n" * 2, "is of 4 pictures, but 6 are to be divided"),
         ("client\n0\nx\n" + "1\n" * 4, "line 3: 'x' is no client; write a whole number from 0"),
         ("client\n0\n-1\n" + "1\n" * 4, "line 3: '-1' is no client"),

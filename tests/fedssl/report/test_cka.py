@@ -1,10 +1,14 @@
 """Linear CKA: by hand, against the formula in features, and what it does not see."""
 
+import csv
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from fedssl.report.cka import centred_gram, cka_matrix, linear_cka
+from fedssl.report.cka import centred_gram, cka_matrix, draw_cka, linear_cka
 from fedssl.report.cka_layers import between_clients
+from fedssl.report.representations import Representations
 
 
 def cka_of_features(x: np.ndarray, y: np.ndarray) -> float:
@@ -56,3 +60,13 @@ def test_matrix_and_pairs_of_clients():
         [linear_cka(a[layer], b[layer]) for layer in (0, 1)] for a, b in ((one, two), (one, three), (two, three))
     ]
     np.testing.assert_array_equal(pairs, expected)
+
+
+def test_no_more_pictures_than_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file of a run may hold pictures by the million, and a model takes as many numbers squared."""
+    h = np.random.default_rng(5).normal(size=(2, 9, 3)).astype(np.float16)
+    Representations(names=np.array(["global model", "client 0"]), globals=np.array(1), h=h).save(tmp_path, round=1)
+    monkeypatch.setattr("fedssl.report.cka.PICTURES", 4)
+    draw_cka(tmp_path, formats=["csv"])
+    rows = list(csv.reader((tmp_path / "figures" / "cka.csv").read_text().splitlines()))
+    assert float(rows[1][2]) == cka(h[0, :4], h[1, :4]) != cka(h[0], h[1])

@@ -160,6 +160,14 @@ def test_damaged_models_are_named(tmp_path: Path):
         read_layers(kept.models["global"], like)
 
 
+@pytest.mark.parametrize("use", [kept_rounds, lambda folder: forget_after(folder, 0)])
+def test_a_file_in_the_place_of_models_is_named(tmp_path: Path, use):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "round-000001").touch()
+    with pytest.raises(InputError, match="round-000001 has the place of the models of a round, but is no folder"):
+        use(tmp_path)
+
+
 def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
     keeper, layers = Keeper(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
     keeper.observe(0, layers)

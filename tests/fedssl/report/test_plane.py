@@ -38,6 +38,20 @@ def test_a_line_gives_no_plane(models: np.ndarray):
         principal_plane(models)
 
 
+def test_a_line_of_many_float32_weights_gives_no_plane():
+    """Rounding of products in float32 is a share of 1e-7 of them, and would pass for a second direction."""
+    random = np.random.default_rng(0)
+    last, way = random.normal(0, 0.05, 10**6), random.normal(0, 0.01, 10**6)
+    models = np.stack([last + step * way for step in (3, 2.2, 1.1, 0.3, 0)]).astype(np.float32)
+    with pytest.raises(ValueError, match="the models lie on a line"):
+        principal_plane(models)
+
+
+def test_products_of_more_weights_than_a_block(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fedssl.report.plane._BLOCK", 3)  # 4 weights: a block and a rest
+    assert principal_plane(MODELS).shares == pytest.approx((0.64, 0.36))
+
+
 def test_grid_leaves_a_margin():
     # x goes from 0 to 4, and a margin of 0.25 is 1; y from -1 to 1, which is 0.5.
     x, y = grid_around(np.array([[0.0, -1], [4, 1], [2, 0]]), points=4, margin=0.25)
