@@ -46,7 +46,7 @@ CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "tr
 # Settings, or groups of them, that do not change the numbers of a run, and its length.
 MAY_CHANGE = {
     *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
-    *("evaluate_every", "final_evaluation", "health_pictures", "measure_resources"),
+    *("evaluate_every", "stop_when", "final_evaluation", "health_pictures", "measure_resources"),
     *("evaluate_clients", "adapt_epochs"),
     *("checkpoint_every", "keep_checkpoints", "keep_models", "dataset.cache", "calibration.dataset.cache"),
 }
@@ -135,6 +135,11 @@ def check(config: DictConfig) -> None:
     if config.health_pictures == 1:
         raise InputError("health_pictures=1 but a picture alone has no spread; set 2 or more, or 0 to turn it off")
     _check_clients(config)
+    if config.stop_when and config.stop_when.metric is not None and config.evaluate_every == 0:
+        raise InputError(
+            f"stop_when.metric={config.stop_when.metric} is looked at in rounds of evaluation, and evaluate_every=0 "
+            "has none; set evaluate_every=1 or more"
+        )
     if config.calibration.at and "share" not in config.calibration:
         raise InputError(f"calibration.at={config.calibration.at} needs calibration=auxiliary; add it")
     clip_norm = config.clip_norm

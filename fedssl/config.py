@@ -32,6 +32,7 @@ from fedssl.settings import (
     Settings,
     TrainingSettings,
 )
+from fedssl.stopping import StopSettings
 from fedssl.untrusted import damaged
 from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
 from fedssl.words import check_run_id, parse, quote
@@ -269,6 +270,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
         privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
+            stop=StopSettings(**(config.stop_when or {})),
             protocol=_component(config.evaluation),
             final_protocol=_component(config.final_evaluation),
             health_pictures=config.health_pictures,
@@ -291,7 +293,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
             keep_models=config.keep_models,
-            tracker=config.tracker.name,
+            tracker=_component(config.tracker),
             words=tuple(words),
             choices=choices,
             text=OmegaConf.to_yaml(config),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fedssl import encoders
 from fedssl.errors import InputError
+from fedssl.exporting.weights import read_safetensors
 from fedssl.files import write_whole
 from fedssl.untrusted import printable, read_tensors
 
@@ -147,7 +148,7 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
         If the file is missing, damaged, not an encoder's, or its weights do not fit its settings; if its encoder is
         not one of ``fedssl.encoders`` and ``build`` is not given.
     """
-    content = _read(Path(path))
+    content = read_content(Path(path))
     settings = dict(content["encoder"])
     target = str(settings.pop("_target_", None))
     own = _builder(target) if build is None else None
@@ -192,7 +193,7 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
     InputError
         If the file is missing, damaged, not an encoder's, or another encoder's.
     """
-    content = _read(Path(path))
+    content = read_content(Path(path))
     try:
         _check_weights(encoder, content["weights"])
         encoder.load_state_dict(content["weights"], strict=True)
@@ -206,7 +207,7 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
 
 def saved_target(path: str | Path) -> str:
     """Return the dotted name that the encoder in the file was built by; raises `InputError` as `load_encoder` does."""
-    return str(_read(Path(path))["encoder"].get("_target_"))
+    return str(read_content(Path(path))["encoder"].get("_target_"))
 
 
 def _builder(target: str) -> Callable[..., nn.Module] | None:
@@ -218,10 +219,16 @@ def _builder(target: str) -> Callable[..., nn.Module] | None:
     return None if isinstance(found, type) else found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The dictionary in the file, every byte of it checked against the checksums that ``torch.save`` wrote."""
+def read_content(path: Path) -> dict[str, Any]:
+    """Return the dictionary in the file, of `save_encoder` or in the format safetensors; raises as `load_encoder` does.
+
+    Every byte of an ``encoder.pt`` is checked against the checksums that ``torch.save`` wrote.
+    """
     try:
-        content = read_tensors(path, most=MOST)
+        own_form = path.suffix != ".safetensors"
+        content = read_tensors(path, most=MOST) if own_form else read_safetensors(path, most=MOST)
+    except InputError:
+        raise
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist; give the encoder.pt of a run folder") from error
     except OSError as error:

@@ -18,8 +18,9 @@ from fedssl.errors import InputError
 from fedssl.untrusted import damaged, plain, printable, read_yaml
 from fedssl.words import check_run_id, groups, parse
 
-# Where decoded pictures are written, and the cluster or the fleet that runs the clients' code.
+# Where decoded pictures are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
 _PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
+_PLACES |= {"tracker.uri", "tracker.mode"}
 _HARMLESS = (None, "auto")  # values of these
 _SPECIAL = re.compile(r"_[a-z]+_")  # keys by which Hydra calls something
 

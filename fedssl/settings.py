@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.errors import InputError
+from fedssl.stopping import StopSettings
 from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
 
 EXACT = "fp32"
@@ -230,6 +231,8 @@ class EvaluationSettings:
     ----------
     every : int
         Rounds between two evaluations; 0: only at the end.
+    stop : StopSettings
+        By which of their results the run ends early.
     protocol, final_protocol : Component
         In the rounds, and at the end of the run.
     health_pictures : int
@@ -243,6 +246,7 @@ class EvaluationSettings:
     """
 
     every: int
+    stop: StopSettings
     protocol: Component
     final_protocol: Component
     health_pictures: int
@@ -264,7 +268,8 @@ class RecordingSettings:
     resumed : int or None
         How many rounds the run in the folder was to have; None: it is a new run.
     checkpoint_every, keep_checkpoints, keep_models : int
-    tracker : str
+    tracker : Component
+        What is told of the run beside its folder, see ``conf/tracker``.
     words : tuple of str
         The complete words of the command line.
     choices : mapping of str to str
@@ -279,7 +284,7 @@ class RecordingSettings:
     checkpoint_every: int
     keep_checkpoints: int
     keep_models: int
-    tracker: str
+    tracker: Component
     words: tuple[str, ...]
     choices: Mapping[str, str]
     text: str

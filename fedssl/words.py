@@ -20,6 +20,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 RENAMED = {
     "strategy=orchestra": "is now strategy=fedavg: method=orchestra has a server half of its own, under any strategy",
     "method.strategy": "is gone: method=orchestra works under any strategy; leave it out",
+    "tracker.name": "is gone: choose a file of conf/tracker, e.g. tracker=tensorboard",
     "engine.verbose": "is gone: a run on Ray shows all that there is to see; leave it out",
 }
 

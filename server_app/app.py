@@ -6,7 +6,7 @@ The run config has the words of the command line, see `server_app.run_config`.
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from flwr.app import Context
@@ -27,6 +27,7 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.saying import OUTPUT_IN
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
+from fedssl.stopping import reason_to_stop
 from fedssl.words import parse, quote
 from server_app.attempts import run_round
 from server_app.devices import NO_PICTURES
@@ -41,6 +42,7 @@ from server_app.proven import Expected
 from server_app.recorder import Recorder
 from server_app.round import Observe
 from server_app.run_config import words_of
+from server_app.screen import TERMINAL, make_screen
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -64,8 +66,10 @@ def main(grid: Grid, context: Context) -> None:
             log.warning("num_clients=%d, as many as the federation has nodes", size)
     if settings.recording.folder is None:
         settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
-    recorder = Recorder(settings.recording, rounds=settings.rounds)
-    with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder):
+    screen = make_screen(terminal=context.node_config.get(TERMINAL) is True)
+    recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
+    with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder, screen), closing(screen):
+        screen.open(settings.rounds)
         try:
             results, models, unjudged = run(grid, settings, recorder)
         except BaseException as error:
@@ -142,6 +146,8 @@ def rounds(post: Post, prepared: Prepared, state: ServerState, recorder: Recorde
         with suppress(OSError):  # the disk may be full
             recorder.checkpoint(state, ends=True)
         raise
+    if state.round < last:
+        recorder.stopped(state, reason_to_stop(recorder.evaluations, prepared.settings.evaluation.stop) or "")
     return state
 
 
@@ -156,7 +162,7 @@ def one_by_one(
         recorder.register(clients.numbers)
         return replace(prepared.federation, nodes=clients.nodes)
 
-    while state.round < last:
+    while state.round < last and not reason_to_stop(recorder.evaluations, prepared.settings.evaluation.stop):
         start, number = time.monotonic(), state.round + 1
         phase, due = prepared.lr_schedule.phase(number), evaluator.due(number)
         keeper = recorder.keeper(number)

@@ -1,8 +1,7 @@
 """Evaluation on the server: the models of the run under the protocols that the settings name."""
 
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy, pixels
-from fedssl.evaluation.probes import Evaluation, evaluate
+from fedssl.evaluation.probes import EndOfRehearsal, Evaluation, evaluate
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.machine.memory import available_memory, gigabytes
@@ -37,25 +36,38 @@ class Evaluator:
         self._protocol: Evaluation = settings.protocol.make()
         self._final_protocol: Evaluation = settings.final_protocol.make()
 
-    def check(self, encoder: Encoder) -> None:
+    def check(self, encoder: Encoder) -> list[str] | None:
         """Find before any training a protocol that the labels do not allow, by a rehearsal.
 
-        Protocols are run on features that say nothing, and no further than to where a network computes, the encoder or
-        a classifier that is trained: what they refuse they refuse before.
+        Protocols are run on features that say nothing, each one of several no further than to where a network computes,
+        the encoder or a classifier that is trained: what they refuse they refuse before.
+
+        Returns
+        -------
+        list of str or None
+            Names of the results that rounds will have; None: only an evaluation tells.
         """
         subject = make_subject(encoder, self._data, device=self._device)
         if subject is None:
-            return
+            return []
         few = Labelled(subject.test.images[:2], subject.test.labels[:2])
         # At the end raw pixels are judged, too.
         longest = max(encoder.feature_dim, pixels(few.images).shape[1])
-        end = register_module_forward_pre_hook(_end_rehearsal)
+        ends: list[nn.Module] = []
+
+        def end_rehearsal(network: nn.Module, inputs: Any) -> None:
+            ends.append(network)
+            raise EndOfRehearsal
+
+        end = register_module_forward_pre_hook(end_rehearsal)
         try:
-            for protocol, length in ((self._protocol, encoder.feature_dim), (self._final_protocol, longest)):
-                with suppress(_EndOfRehearsal):
-                    protocol(_Rehearsal(**{**vars(subject), "test": few}, length=length), seed=self._seed)
+            rehearsal = _Rehearsal(**{**vars(subject), "test": few}, length=encoder.feature_dim)
+            names = list(evaluate(self._protocol, rehearsal, seed=self._seed))
+            told = None if ends else names
+            evaluate(self._final_protocol, replace(rehearsal, length=longest), seed=self._seed)
         finally:
             end.remove()
+        return told
 
     def due(self, round: int) -> bool:
         """Whether the encoder is evaluated after this round."""
@@ -114,11 +126,3 @@ class _Rehearsal(Subject):
             )
         train, test = torch.zeros(len(self.train.labels), 1), torch.zeros(len(self.test.labels), 1)
         return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
-
-
-class _EndOfRehearsal(Exception):
-    """A network was to compute."""
-
-
-def _end_rehearsal(network: nn.Module, inputs: Any) -> None:
-    raise _EndOfRehearsal

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedssl.errors import RunFailed
 from fedssl.untrusted import printable
+from server_app.screen import Screen
 
 log = logging.getLogger("fedssl")
 
@@ -17,10 +18,10 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 @contextmanager
-def logging_to(folder: Path) -> Iterator[None]:
-    """Send the lines of the product's logger to standard output and to ``run.log`` in the run folder."""
+def logging_to(folder: Path, screen: Screen) -> Iterator[None]:
+    """Send the lines of the product's logger to the screen and to ``run.log`` in the run folder."""
     file = _LogFile(folder / "run.log")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout), file]
+    handlers: list[logging.Handler] = [screen.handler(), file]
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False

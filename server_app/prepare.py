@@ -36,6 +36,7 @@ from server_app.monitor import Monitor
 from server_app.nodes import Roll, find_clients
 from server_app.privacy import Privacy, check_model
 from server_app.represent import Represent
+from server_app.stopping import check_stopping
 from server_app.teacher import give_teacher
 from strategies.base import Circumstances, FedSSLStrategy
 from strategies.server_optimizer import ServerOptimizer
@@ -97,7 +98,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build(settings.model).to(device)
     check_batch(settings, method)
-    evaluator.check(method.encoder)
+    results = evaluator.check(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
     method.encoder.check_pictures((data.channels, data.size, data.size))
     check_updates(settings, devices=bool(task))
@@ -114,6 +115,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
+    check_stopping(settings, method, results=results, phases=len(lr_schedule.phases))
     give_teacher(method, settings.teacher, data=data)
     federation = Federation(
         strategy=strategy,

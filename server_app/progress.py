@@ -1,9 +1,10 @@
-"""The progress lines of a run.
+"""How far a run is, and its line for the log.
 
 round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  14.2 s/round  44 min left
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -12,8 +13,58 @@ from fedssl.evaluation.scores import Score
 _RECENT = 5  # rounds whose mean time is the pace
 
 
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far a run is after a round.
+
+    Attributes
+    ----------
+    round, rounds : int
+        The one that is done, and how many there are.
+    loss, cosine : float or None
+        Means over the round's clients; None: there are none.
+    evaluation : mapping of str to Score
+        Empty in rounds without one.
+    dropped : int
+        Clients.
+    pace : float
+        Seconds that the last rounds took on average.
+    """
+
+    round: int
+    rounds: int
+    loss: float | None
+    cosine: float | None
+    evaluation: Mapping[str, Score]
+    dropped: int
+    pace: float
+
+    @property
+    def results(self) -> list[str]:
+        """What was evaluated, for people."""
+        return [f"{name} {score.text}" for name, score in self.evaluation.items()]
+
+    @property
+    def left(self) -> str:
+        """The time that all other rounds will take."""
+        return f"{_duration(self.pace * (self.rounds - self.round))} left"
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        parts = [f"round {self.round}/{self.rounds}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.3f}")
+        if self.cosine is not None:
+            parts.append(f"cosine {self.cosine:.4f}")
+        parts += self.results
+        if self.dropped:
+            parts.append(f"{self.dropped} dropped")
+        return "  ".join([*parts, f"{self.pace:.1f} s/round", self.left])
+
+
 class Progress:
-    """Makes the line of one round after another.
+    """Tells how far a run is after one round after another.
 
     Parameters
     ----------
@@ -25,21 +76,18 @@ class Progress:
         self._rounds = rounds
         self._times: list[float] = []
 
-    def line(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> str:
-        """Make the line of a round from its row of ``metrics.jsonl`` and what was evaluated."""
+    def after(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> Standing:
+        """How far it is after a round, from its row of ``metrics.jsonl`` and what was evaluated."""
         self._times.append(row["seconds"])
-        pace = mean(self._times[-_RECENT:])
-        parts = [f"round {row['round']}/{self._rounds}"]
-        if row["loss"] is not None:
-            parts.append(f"loss {row['loss']:.3f}")
-        if row["model_cosine"] is not None:
-            parts.append(f"cosine {row['model_cosine']:.4f}")
-        parts += [f"{name} {score.text}" for name, score in evaluation.items()]
-        if row["dropped"]:
-            parts.append(f"{len(row['dropped'])} dropped")
-        left = pace * (self._rounds - row["round"])
-        parts += [f"{pace:.1f} s/round", f"{_duration(left)} left"]
-        return "  ".join(parts)
+        return Standing(
+            round=row["round"],
+            rounds=self._rounds,
+            loss=row["loss"],
+            cosine=row["model_cosine"],
+            evaluation=evaluation,
+            dropped=len(row["dropped"]),
+            pace=mean(self._times[-_RECENT:]),
+        )
 
 
 def _duration(seconds: float) -> str:

@@ -33,6 +33,7 @@ from fedssl.report.curves import draw_curves
 from fedssl.report.kept_models import forget_after
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, table
+from fedssl.report.runs import LOCK
 from fedssl.settings import RecordingSettings, Settings
 from fedssl.untrusted import LINES as MOST
 from fedssl.untrusted import damaged, read_text, read_yaml
@@ -45,7 +46,8 @@ from server_app.own_models import OwnModel, means
 from server_app.progress import Progress
 from server_app.proven import Expected
 from server_app.report import RoundReport
-from server_app.tracker import make_tracker
+from server_app.screen import Screen
+from server_app.tracking import Tracking
 from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
@@ -55,7 +57,7 @@ OWN_MODELS = "own_models.json"
 
 # What a run writes, beside encoders, checkpoints and figures.
 FILES = (
-    *(".lock", "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
+    *(LOCK, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
     *LINES,
     "representations.npz",
     OWN_MODELS,
@@ -73,6 +75,8 @@ class Recorder:
         With a folder.
     rounds : int
         Of the run.
+    screen : Screen
+        Shows how far the run is.
 
     Raises
     ------
@@ -80,16 +84,19 @@ class Recorder:
         The folder cannot be written, or holds another run.
     """
 
-    def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:
+    def __init__(self, settings: RecordingSettings, *, rounds: int, screen: Screen) -> None:
         assert settings.folder is not None
         self.folder = settings.folder
-        self._settings, self._rounds = settings, rounds
+        self._settings, self._rounds, self._screen = settings, rounds, screen
         self._make_folder()
         self._start = time.monotonic()
+        self.evaluations: list[tuple[int, dict[str, float]]] = []  # rounds and results, all of them
+        self._early: str | None = None
+        self._done = 0  # rounds of a resumed run
         self._numbers: dict[str, int] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._progress = Progress(rounds)
-        self._tracker = make_tracker(settings.tracker, self.folder)
+        self._tracking = Tracking(settings)
 
     def _make_folder(self) -> None:
         try:
@@ -119,7 +126,7 @@ class Recorder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep the folder for this process; another one that uses it is refused. A killed process lets go of it."""
-        with (self.folder / ".lock").open("w") as lock:
+        with (self.folder / LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -158,6 +165,7 @@ class Recorder:
         if held:
             self._write_division(held)
         save_run(self._settings, self.folder)
+        self._tracking.begin(settings, done=self._done)
 
     def _write_division(self, held: Held) -> None:
         pictures, division, file = held.pictures, held.division, self.folder / "partition.csv"
@@ -181,7 +189,8 @@ class Recorder:
         """
         remove_leftovers(self.folder)
         state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
-        done = state.round
+        done = self._done = state.round
+        self._screen.at(done)
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
         drop_after(self.folder / "checkpoints", done)
@@ -189,6 +198,8 @@ class Recorder:
         for name in LINES:
             lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        rounds = read_lines(self.folder / "metrics.jsonl")
+        self.evaluations = [(line["round"], line["evaluation"]) for line in rounds if "evaluation" in line]
         return state
 
     def round(
@@ -229,6 +240,7 @@ class Recorder:
         if report.findings:
             line["strategy"] = report.findings
         if overall:
+            self.evaluations.append((report.round, as_numbers(overall)))
             line |= {"evaluation": as_numbers(overall), "units": units_of(overall), **_by_model(evaluation)}
         if health:
             line["health"] = summary(health.rows)
@@ -237,8 +249,10 @@ class Recorder:
             health.representations.save(self.folder, round=report.round)
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
-        self._tracker(report.round, line)
-        log.info(self._progress.line(line, overall))
+        self._tracking.round(line)
+        standing = self._progress.after(line, overall)
+        log.info(standing.line)
+        self._screen.show(standing)
 
     def _check_clients(self, report: RoundReport) -> None:
         """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
@@ -255,6 +269,12 @@ class Recorder:
             for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
                 sync(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
+
+    def stopped(self, state: ServerState, reason: str) -> None:
+        """Keep the state with which the run ends before its last round, and tell why."""
+        self.checkpoint(state, ends=True)
+        self._early = reason
+        log.info("stop_when: %s; the run ends after round %d of %d", reason, state.round, self._rounds)
 
     def keeper(self, round: int) -> Keeper | None:
         """What keeps the models of this round; None: they are not to be kept."""
@@ -332,7 +352,7 @@ class Recorder:
             results["privacy"] = lines[-1]["privacy"]
         content = {
             "status": status,
-            "reason": reason,
+            "reason": reason or self._early,
             "rounds": max((line["round"] for line in lines), default=0),
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,
@@ -343,6 +363,7 @@ class Recorder:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
         write_text(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+        self._tracking.end(content)
 
 
 def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from fedssl.machine.threads import WAITING
 
@@ -29,13 +30,14 @@ from fedssl.config import compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments
-from fedssl.report.runs import read_summary
+from fedssl.report.runs import hold, read_summary
 from fedssl.untrusted import printable
 from fedssl.words import CONF, parse, quote
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
 JOBS: list[Path] = []
 ERRORS: list[Exception] = []
+LOCKS: list[TextIO | None] = []  # of the sweep's folder while it goes on: who follows it knows that jobs are to come
 
 
 def main() -> None:
@@ -43,6 +45,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     JOBS.clear()
     ERRORS.clear()
+    LOCKS.clear()
     try:
         sys.argv[1:] = from_arguments(sys.argv[1:])
         check_names(_words(sys.argv[1:]))
@@ -71,6 +74,8 @@ def job(hydra_settings: DictConfig) -> None:
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     if sweep:
+        if not JOBS:
+            LOCKS.append(hold(folder.parent))
         JOBS.append(folder)
         print(f"\n[job {len(JOBS)}] {' '.join(chosen.task)}", flush=True)
     held_a_run = (folder / "config.yaml").exists()
@@ -93,6 +98,7 @@ def run(words: Sequence[str]) -> None:
 
         run_deployment(words, engine=settings.engine)
         return
+    settings.recording.tracker.make()  # a package that it lacks is told before any work
     folder = settings.recording.folder or new_run_folder()
     overrides = [*settings.recording.words, f"output_dir={quote(str(folder))}"]
     data = {"dataset": settings.data}

@@ -103,16 +103,20 @@ def own_client_app() -> ClientApp:
     return app
 
 
-def run_server(grid: Grid, overrides: Sequence[str]) -> None:
-    """Run the ServerApp to its end in this process; what it raises is raised."""
+def run_server(grid: Grid, overrides: Sequence[str], *, terminal: bool = False) -> None:
+    """Run the ServerApp to its end in this process; what it raises is raised.
+
+    ``terminal``: it may draw on standard output, for nobody else writes there.
+    """
     from server_app.app import app as server_app
+    from server_app.screen import TERMINAL
 
     server_app(
         grid,
         Context(
             run_id=RUN_ID,
             node_id=SERVER_NODE,
-            node_config={},
+            node_config={TERMINAL: terminal},
             state=RecordDict(),
             run_config={"overrides": shlex.join(overrides)},
         ),

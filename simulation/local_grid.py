@@ -36,4 +36,4 @@ class LocalGrid(SimulatedGrid):
 
 def run_local(overrides: Sequence[str], *, num_clients: int) -> None:
     """Run the app to its end in this process; what it raises is raised."""
-    run_server(LocalGrid(own_client_app(), num_clients=num_clients), overrides)
+    run_server(LocalGrid(own_client_app(), num_clients=num_clients), overrides, terminal=True)

@@ -119,7 +119,7 @@ class ViTEncoder(Encoder, VisionTransformer):
         """Tokens of the patches, with their positions and the class token if there is one."""
         tokens: Tensor = self._process_input(pictures)
         if self.pool == "token":
-            tokens = torch.cat((self.class_token.expand(len(tokens), -1, -1), tokens), dim=1)
+            tokens = torch.cat((self.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         placed: Tensor = self.encoder.dropout(tokens + self.encoder.pos_embedding)
         return placed
 

@@ -7,6 +7,10 @@ from fedssl.evaluation.scores import Score, as_scores
 from fedssl.evaluation.subject import Subject
 
 
+class EndOfRehearsal(Exception):
+    """Raised by who calls protocols only to hear what they refuse, where a network is to compute."""
+
+
 class Evaluation(Protocol):
     """An evaluation protocol: a subject to results, under keys that name the protocol.
 
@@ -20,8 +24,11 @@ class Evaluation(Protocol):
 
 
 def evaluate(protocol: Evaluation, subject: Subject, *, seed: int) -> dict[str, Score]:
-    """Run a protocol, whatever form its results have."""
-    return as_scores(protocol(subject, seed=seed))
+    """Run a protocol, whatever form its results have; a rehearsal has none of those for which a network computes."""
+    try:
+        return as_scores(protocol(subject, seed=seed))
+    except EndOfRehearsal:
+        return {}
 
 
 class Probes:

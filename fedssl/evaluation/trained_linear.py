@@ -1,8 +1,9 @@
 """Linear probes as the papers train them: a linear classifier on the frozen encoder, by an optimiser, for some epochs.
 
 Each paper has its own, which ``conf/evaluation/<paper>/linear.yaml`` says; `fedssl.evaluation.linear` is the one that
-this project compares encoders by. Features of pictures that stay as they are, by an encoder in eval mode, are computed
-once; else the encoder runs in every epoch. Pictures are standardised as in its training.
+this project compares encoders by. Representations of pictures that stay as they are, by an encoder in eval mode, are
+computed once; else the encoder runs in every epoch, and what it puts out is kept for a batch only, so that maps of all
+pictures need not fit into memory. Pictures are standardised as in its training.
 
 Batch normalisation in training mode takes its statistics from the batch, and its running statistics, by which test
 pictures are normalised afterwards, move towards those of the training pictures. A probe of this kind thus judges
@@ -10,7 +11,7 @@ another encoder than the one that was averaged: the run's own is copied and stay
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,19 +34,22 @@ from fedssl.evaluation.classifier import (
     predict,
 )
 from fedssl.evaluation.features import accuracy
+from fedssl.evaluation.few_labels import check_shares, stratified
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.subject import Subject
 from fedssl.machine.devices import to_device
-from fedssl.seeding import torch_generator
+from fedssl.seeding import numpy_generator, torch_generator
 
 
 class TrainedLinear:
-    """Accuracy as ``<name>``, after the last epoch.
+    """Accuracy after the last epoch, as ``<name>`` with all labels and ``<name>_<share>_percent`` with some.
 
     Parameters
     ----------
     name : str
         What the result is called.
+    shares : sequence of float
+        Of the labels of every class, which are drawn; one result for each.
     features : {"pooled", "map"}
         Representations h, or the last stage's output before pooling, flattened.
     batch_norm_epochs : int
@@ -68,6 +72,7 @@ class TrainedLinear:
         self,
         *,
         name: str,
+        shares: Sequence[float],
         features: str,
         batch_norm_epochs: int,
         epochs: int,
@@ -77,6 +82,9 @@ class TrainedLinear:
         transform: Transform | None,
         view: Mapping[str, Any],
     ) -> None:
+        check_shares(shares)
+        if not shares:
+            raise InputError("shares=[] of a linear probe needs shares of the labels, e.g. [1.0]")
         if features not in ("pooled", "map"):
             raise InputError(f"features={features} of a linear probe is unknown; set features=pooled or features=map")
         if batch_norm_epochs < 0:
@@ -90,7 +98,8 @@ class TrainedLinear:
             view=view,
             of="a linear probe",
         )
-        self.name, self.features, self.batch_norm_epochs = name, features, batch_norm_epochs
+        self.name, self.shares = name, tuple(shares)
+        self.features, self.batch_norm_epochs = features, batch_norm_epochs
         self.epochs, self.batch_size, self.optimizer, self.lr_schedule = epochs, batch_size, optimizer, lr_schedule
         self.transform, self.view = transform, view
 
@@ -101,23 +110,25 @@ class TrainedLinear:
 
     def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
         """Judge the subject; raw pixels only where features are computed once."""
-        place = (seed, "linear probe", self.name)
-        if self.computes_once:
-            found = self._on_features(subject, place)
-        elif subject.encoder is None:
+        if subject.encoder is None and not self.computes_once:
             return {}
-        else:
-            found = self._on_pictures(subject, subject.encoder, place)
-        return {self.name: Score(accuracy(found, subject.test.labels))}
+        results = {}
+        for share in self.shares:
+            place = (seed, "linear probe", self.name, f"{share:g}")
+            drawn = stratified(subject.train.labels, share=share, generator=numpy_generator(*place))
+            found = (self._on_features if self.computes_once else self._on_pictures)(subject, drawn, place)
+            name = self.name if share == 1 else f"{self.name}_{100 * share:g}_percent"
+            results[name] = Score(accuracy(found, subject.test.labels))
+        return results
 
-    def _on_features(self, subject: Subject, place: Place) -> Tensor:
+    def _on_features(self, subject: Subject, drawn: Tensor, place: Place) -> Tensor:
         """Classes of the test pictures by a classifier of features that are computed once."""
         data = subject.features
         train = data.train.to(subject.device)
         head = classifier(train.shape[1], subject)
         fit(
-            lambda rows: head(train[to_device(rows, train.device)]),
-            data.train_labels,
+            lambda rows: head(train[to_device(drawn[rows], train.device)]),
+            data.train_labels[drawn],
             optimizer=self.optimizer([{"params": list(head.parameters())}]),
             lr_schedule=self.lr_schedule,
             epochs=self.epochs,
@@ -127,16 +138,17 @@ class TrainedLinear:
         with torch.inference_mode():
             return classes_of(head(data.test.to(subject.device)))
 
-    def _on_pictures(self, subject: Subject, encoder: nn.Module, place: Place) -> Tensor:
+    def _on_pictures(self, subject: Subject, drawn: Tensor, place: Place) -> Tensor:
         """Classes of the test pictures by a classifier of features that are computed anew in every epoch."""
-        encoder = self._copy(encoder).to(subject.device)
+        assert subject.encoder is not None
+        encoder = self._copy(subject.encoder).to(subject.device)
         head = classifier_of(encoder, subject)
         views = Views(subject, transform=self.transform, view=self.view, place=place)
         layers = [module for module in encoder.modules() if isinstance(module, _BatchNorm)]
 
         def logits(rows: Tensor) -> Tensor:
             with torch.no_grad():
-                h = encoder(views(subject.train.images[rows]))
+                h = encoder(views(subject.train.images[drawn[rows]]))
             scores: Tensor = head(h)
             return scores
 
@@ -146,7 +158,7 @@ class TrainedLinear:
 
         fit(
             logits,
-            subject.train.labels,
+            subject.train.labels[drawn],
             optimizer=self.optimizer([{"params": list(head.parameters())}]),
             lr_schedule=self.lr_schedule,
             epochs=self.epochs,

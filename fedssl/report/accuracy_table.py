@@ -8,13 +8,14 @@ from statistics import mean, stdev
 from fedssl.composition import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
 from fedssl.files import write_text
+from fedssl.report.grid import Entry, Grid, TextTable, entry
+from fedssl.report.marking import RULE, leading, task_of
 from fedssl.report.runs import Run, read_run
-from fedssl.report.tables import align, escaped, markdown, to_csv
-from fedssl.untrusted import printable
+from fedssl.report.tables import align, to_csv
 
 # What a table of any runs always tells of them, and what it never does: settings that change no final number.
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
-LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds"}
+LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds", "stop_when"}
 
 
 def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
@@ -48,7 +49,7 @@ class Row:
     metrics : dict
         Protocol to one value per finished run.
     runs, failed : int
-        Number of finished and of other runs.
+        Number of runs that finished, and of those that ended otherwise.
     """
 
     settings: dict[str, str]
@@ -58,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(TextTable):
     """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish.
 
     Standard deviations are those of a sample (divisor n - 1), and absent where there is one run.
@@ -68,6 +69,8 @@ class Table:
     rows : list of Row
     failures : list of str
         A line for each run that did not finish.
+    running : list of str
+        A line for each run that goes on.
     repeats : list of str
         A line for each run that has the settings and the seed of another one: it is not counted, for it says nothing
         of how results vary.
@@ -79,6 +82,7 @@ class Table:
 
     rows: list[Row]
     failures: list[str]
+    running: list[str] = field(default_factory=list)
     repeats: list[str] = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)
     always: tuple[str, ...] = ()
@@ -100,14 +104,25 @@ class Table:
         """Protocols, in the order in which they ran."""
         return list(self.units)
 
-    def text(self) -> str:
-        """For the terminal; accuracies in per cent."""
-        return "\n".join([align(self._cells(), left=len(self.keys)), *self._notes()])
-
-    def markdown(self) -> str:
-        """As a Markdown table; accuracies in per cent."""
-        table = markdown(self._cells(), left=len(self.keys))
-        return table + "".join(f"{line}\n" for line in self._notes(bullet="- ", write=escaped))
+    def grid(self) -> Grid:
+        """The table as cells; accuracies in per cent."""
+        header = [*self.keys, *(heading(name, unit) for name, unit in self.units.items()), "runs", "failed"]
+        best = {name: self._best(name) for name in self.metrics}
+        rows = [
+            [
+                *map(entry, self._settings(row)),
+                *(_result(self._over_seeds(row, name), best=place in best[name]) for name in self.metrics),
+                *(entry(str(number)) for number in (row.runs, row.failed)),
+            ]
+            for place, row in enumerate(self.rows)
+        ]
+        notes = {
+            "runs that go on:": self.running,
+            "runs that did not finish:": self.failures,
+            "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
+        }
+        notes = {title: lines for title, lines in notes.items() if lines}
+        return Grid("Results", header, rows, left=len(self.keys), notes=notes, rule=RULE)
 
     def csv(self) -> str:
         """As comma-separated values; accuracies in [0, 1], in full precision."""
@@ -124,13 +139,11 @@ class Table:
         write_text(folder / "results.csv", self.csv())
         write_text(folder / "results.md", self.markdown())
 
-    def _cells(self) -> list[list[str]]:
-        header = [*self.keys, *(heading(name, unit) for name, unit in self.units.items()), "runs", "failed"]
-        body = []
-        for row in self.rows:
-            scores = [_cell(self._over_seeds(row, name)) for name in self.metrics]
-            body.append([*self._settings(row), *scores, str(row.runs), str(row.failed)])
-        return [header, *body]
+    def _best(self, name: str) -> set[int]:
+        """Positions of the rows that are marked; of what is no accuracy nobody knows whether more is better."""
+        if self.units[name] != ACCURACY:
+            return set()
+        return leading([row.metrics.get(name, []) for row in self.rows], [task_of(row.settings) for row in self.rows])
 
     def _settings(self, row: Row) -> list[str]:
         return [row.settings.get(key, "") for key in self.keys]
@@ -138,18 +151,6 @@ class Table:
     def _over_seeds(self, row: Row, name: str) -> Score | None:
         values = row.metrics.get(name)
         return Score(mean(values), self.units[name], stdev(values) if len(values) > 1 else None) if values else None
-
-    def _notes(self, *, bullet: str = "  ", write: Callable[[str], str] = printable) -> list[str]:
-        blocks = {
-            "runs that did not finish:": self.failures,
-            "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
-        }
-        return [
-            line
-            for title, lines in blocks.items()
-            if lines
-            for line in ("", title, "", *(bullet + write(line) for line in lines))
-        ]
 
 
 def sweep_table(folders: Sequence[Path]) -> Table:
@@ -180,11 +181,13 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
     rows: dict[frozenset[tuple[str, str]], Row] = {}
     units: dict[str, str] = {}
     first: dict[tuple[frozenset[tuple[str, str]], str], Run] = {}
-    failures, repeats = [], []
+    failures: list[str] = []
+    running: list[str] = []
+    repeats: list[str] = []
     for run in runs:
         if not run.finished:
             words = f" ({' '.join(f'{key}={value}' for key, value in run.words.items())})" if run.words else ""
-            failures.append(f"{run.folder}{words}: {run.ending}")
+            (running if run.running else failures).append(f"{run.folder}{words}: {run.ending}")
         if run.summary is None and run.settings is None:
             continue  # nothing tells what it was
         settings = settings_of(run)
@@ -196,14 +199,18 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
             continue
         row = rows.setdefault(same, Row(settings))
         row.runs += run.finished
-        row.failed += not run.finished
+        row.failed += not (run.finished or run.running)
         for name, score in run.results.items():
             if units.setdefault(name, score.unit) != score.unit:  # another program's protocol of the same name
                 name = f"{name}, {score.unit}"
                 units.setdefault(name, score.unit)
             row.metrics.setdefault(name, []).append(score.value)
-    return Table(list(rows.values()), failures, repeats, units, always)
+    return Table(list(rows.values()), failures, running, repeats, units, always)
 
 
 def _cell(score: Score | None) -> str:
     return "-" if score is None else score.number
+
+
+def _result(score: Score | None, *, best: bool) -> Entry:
+    return Entry(_cell(score), None if score is None else score.value, best)

@@ -1,12 +1,14 @@
 """The command ``fedssl-report``: the results of any runs as one table, and figures of each of them.
 
-    fedssl-report DIR... [--paper PAPER.TABLE] [--figures [NAME...]] [--into FOLDER] [--out FILE.md|FILE.csv]
+    fedssl-report DIR... [--paper PAPER.TABLE] [--figures [NAME...]] [--into FOLDER] [--out FILE] [--watch SECONDS]
 
 A folder is that of a run, or has runs below it (``multirun/...``, ``runs``). Runs that differ only in their seed make
 one row, with mean and standard deviation; runs that did not finish are listed with the reason. ``--figures`` draws
 what a run folder has numbers for into its ``figures/``, also while the run goes on, or the figures that it names, each
 as PNG, PDF and CSV; those of several runs together go into ``FOLDER/figures/``. ``--paper`` sets the runs beside the
-numbers of a table of a paper (`fedssl.report.paper_table`).
+numbers of a table of a paper (`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md, FILE.csv or
+FILE.tex, or all of it as one page, FILE.html (`fedssl.report.page`); ``--watch`` does so again until all runs
+have ended.
 """
 
 import argparse
@@ -17,14 +19,16 @@ from pathlib import Path
 
 from fedssl.errors import InputError
 from fedssl.files import write_text
-from fedssl.report.accuracy_table import Table, run_table
-from fedssl.report.cost_table import CostTable, cost_table
+from fedssl.report.accuracy_table import run_table
+from fedssl.report.cost_table import cost_table
+from fedssl.report.grid import TextTable
 from fedssl.report.paper_numbers import read_table
-from fedssl.report.paper_table import PaperTable, paper_table
-from fedssl.report.runs import find_runs
+from fedssl.report.paper_table import paper_table
+from fedssl.report.runs import Run, find_runs
+from fedssl.report.watch import follow
 from fedssl.untrusted import printable
 
-FORMATS = (".md", ".csv")
+FORMATS = (".md", ".csv", ".tex", ".html")
 LISTED = 5  # runs that a message names
 
 
@@ -38,11 +42,14 @@ def main() -> int:
             raise InputError("no folder is given; write fedssl-report DIR... and --figures behind the folders")
         if options.figures is not None:
             figures(options.folders, options.figures, into=options.into, settings=options.config_dir)
-        report(options.folders, out=options.out, paper=options.paper)
+        report(options.folders, out=options.out, paper=options.paper, watch=options.watch)
         sys.stdout.flush()
     except InputError as error:
         print(f"fedssl-report: {printable(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fedssl-report: stopped", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # of `fedssl-report ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -86,8 +93,10 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     print()
 
 
-def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = None) -> None:
+def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = None, watch: float | None = None) -> None:
     """Print the tables of the runs in the folders, or a paper's with them, and write them to ``out``.
+
+    With ``watch`` again every so many seconds, until all runs have ended; without, at least one must have finished.
 
     Raises
     ------
@@ -97,23 +106,53 @@ def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = Non
     if paper is not None:
         read_table(paper)  # is there one?
     if out is not None and out.suffix not in FORMATS:
-        raise InputError(f"--out {out} ends in neither of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
-    runs = find_runs(folders)
+        raise InputError(f"--out {out} ends in none of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
+    printed = ""
+
+    def show(runs: Sequence[Run], on: bool) -> None:
+        nonlocal printed
+        tables = _tables(runs, paper)
+        shown = "\n\n".join(table.text() for table in tables)
+        if shown != printed:
+            print(f"\n{shown}" if printed else shown, flush=True)
+            printed = shown
+        if out is not None:
+            _write(out, _in_form(out.suffix, runs, tables, again=watch if on else None))
+
+    if watch is not None:
+        follow(folders, every=watch, show=show)
+    else:
+        runs = find_runs(folders)
+        _check_results(runs)
+        show(runs, False)
+    if out is not None:
+        print(f"\nwritten to {out}")
+
+
+def _check_results(runs: Sequence[Run]) -> None:
     if not any(run.finished for run in runs):
         listed = "; ".join(f"{run.folder}: {run.ending}" for run in runs[:LISTED])
         more = f"; and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
-        raise InputError(f"no run has finished, so there are no results ({listed}{more}); try fedssl resume=FOLDER")
-    tables: list[Table | CostTable | PaperTable]
-    if paper is None:
-        costs = cost_table(runs)
-        tables = [run_table(runs), *([costs] if costs.rows else [])]
-    else:
-        tables = [paper_table(paper, runs)]
-    print("\n\n".join(table.text() for table in tables))
-    if out is not None:
-        kinds = {".md": [table.markdown() for table in tables], ".csv": [table.csv() for table in tables]}
-        _write(out, "\n".join(kinds[out.suffix]))
-        print(f"\nwritten to {out}")
+        hint = "wait with --watch 30" if any(run.running for run in runs) else "try fedssl resume=FOLDER"
+        raise InputError(f"no run has finished, so there are no results ({listed}{more}); {hint}")
+
+
+def _tables(runs: Sequence[Run], paper: str | None) -> list[TextTable]:
+    if paper is not None:
+        return [paper_table(paper, runs)]
+    costs = cost_table(runs)
+    return [run_table(runs), *([costs] if costs.rows else [])]
+
+
+def _in_form(suffix: str, runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None) -> str:
+    """The content of a file of one of the `FORMATS`."""
+    if suffix == ".html":
+        from fedssl.report.page import page  # it needs matplotlib, which the tables do not
+
+        return page(runs, tables, again=again)
+    if suffix == ".tex":
+        return "\n".join(table.latex() for table in tables)
+    return "\n".join(table.markdown() if suffix == ".md" else table.csv() for table in tables)
 
 
 def _write(file: Path, text: str) -> None:
@@ -155,5 +194,13 @@ def _parser() -> argparse.ArgumentParser:
         "--paper", metavar="PAPER.TABLE", help="set the runs beside this table of a paper, e.g. l_dawa.table2"
     )
     parser.add_argument("--pictures", action="store_true", help=argparse.SUPPRESS)  # the old name of --figures
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the table to FILE.md or FILE.csv as well")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the tables to FILE.md, FILE.csv or FILE.tex as well, or a page with figures to FILE.html",
+    )
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=float, help="do so every so many seconds until all runs have ended"
+    )
     return parser

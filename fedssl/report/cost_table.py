@@ -9,9 +9,10 @@ from statistics import mean
 from typing import Any
 
 from fedssl.report.accuracy_table import LEFT_OUT
+from fedssl.report.grid import Entry, Grid, TextTable, entry
 from fedssl.report.lines import read_lines
 from fedssl.report.runs import Run
-from fedssl.report.tables import align, markdown, to_csv
+from fedssl.report.tables import to_csv
 
 BASELINE = "end_to_end"
 HARDWARE = {"device", "threads", "engine"}  # change no result, but what it costs
@@ -96,18 +97,23 @@ class CostRow:
 
 
 @dataclass(frozen=True)
-class CostTable:
+class CostTable(TextTable):
     """Costs side by side, absolute and relative to the run that trains end to end, or to the first one."""
 
     rows: list[CostRow]
 
-    def text(self) -> str:
-        """For the terminal."""
-        return align(self._cells(), left=len(self._keys))
-
-    def markdown(self) -> str:
-        """As a Markdown table."""
-        return markdown(self._cells(), left=len(self._keys))
+    def grid(self) -> Grid:
+        """The table as cells: every cost, and behind it the same relative to the baseline."""
+        rows = [
+            [
+                *map(entry, row.settings.values()),
+                *(_cost(name, *self._pair(row, name)) for name in COLUMNS),
+                entry(str(row.runs)),
+            ]
+            for row in self.rows
+        ]
+        header = [*self._keys, *COLUMNS.values(), "runs"]
+        return Grid("What a run costs a client", header, rows, left=len(self._keys))
 
     def csv(self) -> str:
         """As comma-separated values: bytes, FLOPs and seconds in full precision, and each relative to the baseline."""
@@ -122,13 +128,6 @@ class CostTable:
     @property
     def _keys(self) -> list[str]:
         return list(self.rows[0].settings) if self.rows else []
-
-    def _cells(self) -> list[list[str]]:
-        body = [
-            [*row.settings.values(), *(_cell(name, *self._pair(row, name)) for name in COLUMNS), str(row.runs)]
-            for row in self.rows
-        ]
-        return [[*self._keys, *COLUMNS.values(), "runs"], *body]
 
     def _pair(self, row: CostRow, name: str) -> tuple[float | None, float | None]:
         """Return a cost, and the same relative to the baseline's; None where it is not known."""
@@ -187,16 +186,16 @@ def _mean(costs: Sequence[Totals]) -> Totals:
     return Totals(**averages)
 
 
-def _cell(name: str, value: float | None, ratio: float | None) -> str:
+def _cost(name: str, value: float | None, ratio: float | None) -> Entry:
     if value is None:
-        return "-"
+        return Entry("-")
     if name == "flops":
         shown = f"{value:.3g}"
     elif name == "seconds":
         shown = f"{value:.1f}"
     else:
         shown = _size(value)
-    return shown if ratio is None else f"{shown} ({ratio:.2f}x)"
+    return Entry(shown if ratio is None else f"{shown} ({ratio:.2f}x)", value)
 
 
 def _size(value: float) -> str:

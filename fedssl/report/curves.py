@@ -11,7 +11,7 @@ import numpy as np
 
 from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
-from fedssl.report.figures import MARKS, SCREEN, axes_over_rounds, look_of, new_figure, save_figure
+from fedssl.report.figures import MARKS, SCREEN, Drawing, axes_over_rounds, look_of, new_figure, save_figure
 from fedssl.report.lines import read_lines
 from fedssl.report.runs import rule_of
 
@@ -30,14 +30,15 @@ def draw_curves(folder: Path) -> list[Path]:
 
 
 def draw_metrics(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
-    """Draw the loss and the results of evaluations of a run over its rounds to ``figures/metrics.png``.
+    """Draw `metrics` to ``figures/metrics.png``, and return the file; None if there is nothing to draw."""
+    drawing = metrics(folder)
+    return drawing and save_figure(drawing.figure, folder, "metrics", rows=drawing.rows, formats=formats)
+
+
+def metrics(folder: Path) -> Drawing | None:
+    """Plot the loss and the results of evaluations of a run over its rounds; None if it recorded neither.
 
     With several global models the results are means over them. Every unit has a panel of its own.
-
-    Returns
-    -------
-    Path or None
-        The figure; None if the run recorded neither.
     """
     lines = read_lines(folder / "metrics.jsonl", needs=("loss",))
     losses = [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]
@@ -56,20 +57,21 @@ def draw_metrics(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | Non
         axes.legend()
     named = {name: points for series in panels.values() for name, points in series.items()}
     rows = [[name, *point] for name, points in named.items() for point in points]
-    return save_figure(figure, folder, "metrics", rows=[["name", "round", "value"], *rows], formats=formats)
+    return Drawing(figure, [["name", "round", "value"], *rows])
 
 
 def draw_cosines(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
-    """Draw how close the clients stay to their global model to ``figures/cosines.png``.
+    """Draw `cosines` to ``figures/cosines.png``, and return the file; None if there is nothing to draw."""
+    drawing = cosines(folder)
+    return drawing and save_figure(drawing.figure, folder, "cosines", rows=drawing.rows, formats=formats)
+
+
+def cosines(folder: Path) -> Drawing | None:
+    """Plot how close the clients of a run stay to their global model; None if no cosines were recorded.
 
     Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
     band one standard deviation over them to either side. Below the cosines of single layers: thin lines are layers,
     each the mean over clients, the thick one is the mean over layers by their size.
-
-    Returns
-    -------
-    Path or None
-        The figure; None if no cosines were recorded.
     """
     lines = read_lines(folder / "clients.jsonl", needs=("cosine",))
     lines = [line for line in lines if line.get("model_cosine") is not None and line["cosine"]]
@@ -87,8 +89,7 @@ def draw_cosines(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | Non
         (line["round"], line["client"], key, line[key]) for line in lines for key in ("model_cosine", "layer_cosine")
     ]
     layers = [(line["round"], line["client"], *pair) for line in lines for pair in line["cosine"].items()]
-    rows = [("round", "client", "of", "cosine"), *whole, *layers]
-    return save_figure(figure, folder, "cosines", rows=rows, formats=formats)
+    return Drawing(figure, [("round", "client", "of", "cosine"), *whole, *layers])
 
 
 def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:

@@ -80,6 +80,13 @@ def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:
     return np.asarray(colormaps["viridis"](numbers / (classes - 1)))
 
 
+class Drawing(NamedTuple):
+    """A figure, and the numbers that it shows, under a header."""
+
+    figure: "Figure"
+    rows: Iterable[Sequence[object]]
+
+
 def new_figure(*, height: float, width: float = 7.0) -> "Figure":
     """Make an empty figure of this size in inches."""
     # Not pyplot: it keeps figures and may look for a display. Imported here because it takes half a second.
@@ -128,16 +135,21 @@ def save_figure(
 
 def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
     """Write the figure, whole or not at all; raises `InputError` if it cannot be written."""
-    from matplotlib.text import Text
-
-    for text in figure.findobj(Text):  # some of them may be words of others
-        text.set_text(printable(text.get_text(), lines=True)[:_LONGEST])
-        text.set_parse_math(False)
+    plain_texts(figure)
     try:
         inner_folder(file.parent.parent, file.parent.name)
         _write(figure, file, dpi=dpi, format="png")
     except OSError as error:
         raise _unwritable(file, error) from error
+
+
+def plain_texts(figure: "Figure") -> None:
+    """Make all texts of a figure, some of which may be words of others, plain, printable and not too long."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_text(printable(text.get_text(), lines=True)[:_LONGEST])
+        text.set_parse_math(False)
 
 
 def _write(figure: "Figure", file: Path, **how: Any) -> None:

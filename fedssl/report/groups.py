@@ -34,7 +34,7 @@ class Group:
     @property
     def label(self) -> str:
         """For a legend: the rule, and what else differs."""
-        others = [f"{key}={value}" for key, value in self.settings.items() if key != "strategy"]
+        others = [f"{key}={value}" for key, value in self.settings.items() if key != "strategy" and value]
         return ", ".join([self.rule, *others])
 
 

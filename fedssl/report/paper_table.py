@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from fedssl.composition import MAY_CHANGE, flatten, resolve
 from fedssl.evaluation.scores import ACCURACY, Score
+from fedssl.report.grid import Entry, Grid, TextTable, entry
 from fedssl.report.paper_numbers import Cell, read_table
-from fedssl.report.runs import Run
-from fedssl.report.tables import align, markdown, to_csv
+from fedssl.report.runs import Run, flat
+from fedssl.report.tables import to_csv
 from fedssl.untrusted import printable
 
 # What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.
@@ -58,7 +57,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class PaperTable:
+class PaperTable(TextTable):
     """A paper's table with ours beside it, in the order of the paper.
 
     Attributes
@@ -74,14 +73,11 @@ class PaperTable:
     lines: list[Line]
     others: list[str]
 
-    def text(self) -> str:
-        """For the terminal; accuracies in per cent."""
-        notes = [f"\nfinished runs that belong to no row of {self.name}:", *self.others] if self.others else []
-        return "\n".join([align(self._cells(), left=len(self._keys) + 2), *map(printable, notes)])
-
-    def markdown(self) -> str:
-        """As a Markdown table; accuracies in per cent."""
-        return markdown(self._cells(), left=len(self._keys) + 2)
+    def grid(self) -> Grid:
+        """The table as cells; accuracies in per cent."""
+        header = [*self._keys, "differs", "result", "paper (%)", "ours (%)", "difference", "runs"]
+        notes = {f"finished runs that belong to no row of {self.name}:": self.others} if self.others else {}
+        return Grid(f"Beside {self.name}", header, [*map(self._row, self.lines)], left=len(self._keys) + 2, notes=notes)
 
     def csv(self) -> str:
         """As comma-separated values; accuracies in per cent, in full precision."""
@@ -104,14 +100,17 @@ class PaperTable:
         whose = "" if line.cell.judged == "federated" else f" ({line.cell.judged})"
         return [*settings, _told(line.differs, told), line.result + whose]
 
-    def _cells(self) -> list[list[str]]:
-        cells = [[*self._keys, "differs", "result", "paper (%)", "ours (%)", "difference", "runs"]]
-        for line in self.lines:
-            paper = f"{line.cell.value:.2f}" + ("" if line.cell.spread is None else f" ± {line.cell.spread:.2f}")
-            ours = line.ours.number if line.ours else NOT_JUDGED if line.runs else NOT_RUN
-            difference = "" if line.difference is None else f"{round(line.difference, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
-            cells.append([*self._settings(line, told=LISTED), paper, ours, difference, str(line.runs or "")])
-        return cells
+    def _row(self, line: Line) -> list[Entry]:
+        paper = f"{line.cell.value:.2f}" + ("" if line.cell.spread is None else f" ± {line.cell.spread:.2f}")
+        ours = line.ours.number if line.ours else NOT_JUDGED if line.runs else NOT_RUN
+        difference = "" if line.difference is None else f"{round(line.difference, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
+        return [
+            *map(entry, self._settings(line, told=LISTED)),
+            Entry(paper, line.cell.value),
+            Entry(ours, None if line.ours is None else line.ours.value),
+            Entry(difference, line.difference),
+            entry(str(line.runs or "")),
+        ]
 
 
 def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
@@ -171,7 +170,7 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
 
 def _differences(settings: Mapping[str, Any], expected: Mapping[str, str]) -> Differences:
     """Settings of a run with other values than expected; those that one of the two does not have are left out."""
-    ours = {key: printable(value) for key, value in flatten(OmegaConf.create(dict(settings)))}
+    ours = dict(flat(settings))
     return {
         key: (ours[key], value)
         for key, value in expected.items()

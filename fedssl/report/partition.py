@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedssl.report.figures import SCREEN, class_colors, new_figure, save_figure, write_png
+from fedssl.report.figures import SCREEN, Drawing, class_colors, new_figure, save_figure, write_png
 from fedssl.report.tables import to_csv
 from fedssl.untrusted import LINES, damaged, read_text
 
@@ -55,12 +55,18 @@ def draw(
 
 
 def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
-    """Draw the classes of every client from ``partition.csv`` of a run folder to ``figures/partition.png``.
+    """Draw `who_holds_what` to ``figures/partition.png``, and return the file; None if there is nothing to draw."""
+    drawing = who_holds_what(folder)
+    return drawing and save_figure(drawing.figure, folder, "partition", rows=drawing.rows, formats=formats)
+
+
+def who_holds_what(folder: Path) -> Drawing | None:
+    """Plot the classes of every client from ``partition.csv`` of a run folder.
 
     Returns
     -------
-    Path or None
-        The figure; None without the table: the pictures are on devices.
+    Drawing or None
+        None without the table: the pictures are on devices.
 
     Raises
     ------
@@ -72,7 +78,7 @@ def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | N
         return None
     counts, names = found
     rows = [["client", *(names or ["examples"])], *([client, *row] for client, row in enumerate(counts.tolist()))]
-    return save_figure(_figure(counts, names, "class"), folder, "partition", rows=rows, formats=formats)
+    return Drawing(_figure(counts, names, "class"), rows)
 
 
 def read_table(path: Path) -> tuple[np.ndarray, list[str]] | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, as_scores, heading
-from fedssl.report.figures import SCREEN, new_figure, save_figure
+from fedssl.report.figures import SCREEN, Drawing, new_figure, save_figure
 from fedssl.report.groups import groups_of, looks, plot_line
 from fedssl.report.lines import read_lines
 from fedssl.report.runs import Run
@@ -72,13 +72,21 @@ def over_seeds(runs: Sequence[Sequence[Step]], protocol: str) -> list[tuple[int,
 
 
 def draw_accuracy(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN) -> Path:
-    """Draw accuracy over rounds, bytes and FLOPs to ``figures/accuracy.png`` of a folder.
+    """Draw `accuracies` to ``figures/accuracy.png`` of a folder.
 
     Raises
     ------
     InputError
         No run was evaluated in its rounds.
     """
+    drawing = accuracies(runs)
+    if drawing is None:
+        raise InputError("no run was evaluated in its rounds; run again with evaluation=knn evaluate_every=1")
+    return save_figure(drawing.figure, folder, "accuracy", rows=drawing.rows, formats=formats)
+
+
+def accuracies(runs: Sequence[Run]) -> Drawing | None:
+    """Plot accuracy over rounds, bytes and FLOPs; None if no run was evaluated in its rounds."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     needs = ("bytes_down", "bytes_up", "clients")
@@ -86,8 +94,8 @@ def draw_accuracy(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] =
     steps = [[progress(read_lines(run.folder / "metrics.jsonl", needs=needs)) for run in one.runs] for one in groups]
     protocols = list(dict.fromkeys(name for group in steps for run in group for one in run for name in one.scores))
     if not protocols:
-        raise InputError("no run was evaluated in its rounds; run again with evaluation=knn evaluate_every=1")
-    figure = new_figure(height=3.2 * len(protocols), width=11.0)
+        return None
+    figure = new_figure(height=3.2 * len(protocols) + 0.2 * len(groups), width=11.0)
     rows: list[list[object]] = [["run", "protocol", *COSTS, "accuracy", "deviation"]]
     for row, protocol in enumerate(protocols):
         found = [over_seeds(group, protocol) for group in steps]
@@ -103,7 +111,7 @@ def draw_accuracy(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] =
             else:
                 axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else ""))
                 axes.xaxis.set_major_locator(MaxNLocator(5))
-            if cost == "round" and row == 0:
-                axes.legend(fontsize="small")
         rows += [[one.label, protocol, *point] for one, points in zip(groups, found, strict=True) for point in points]
-    return save_figure(figure, folder, "accuracy", rows=rows, formats=formats)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", fontsize="small", frameon=False)
+    return Drawing(figure, rows)

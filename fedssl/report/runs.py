@@ -1,22 +1,26 @@
 """Run folders as they lie on the disk: which there are, what their settings are called, and how they ended."""
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.report.lines import each, maybe, number, word
+from fedssl.report.lines import each, maybe, number, read_lines, word
 from fedssl.saved_run import read_words
-from fedssl.untrusted import printable, read_text, read_yaml
+from fedssl.untrusted import opened, printable, read_text, read_yaml
 from fedssl.words import groups
 
 # Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
 MARKS = ("summary.json", "config.yaml", "run.log")
+LOCK = ".lock"  # held by the process of a run, or of a sweep, as long as it goes on
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Run:
     folder : Path
     words : dict
         Key to value, of the command line that gave the settings.
+    typed : tuple of str
+        The same words as they were typed, with which the run can be repeated.
     choices : dict
         The choice in every group of the configuration, by whatever it was made; of a folder without ``choices.yaml``
         only those among the words.
@@ -35,13 +41,17 @@ class Run:
         All settings, as plain values; None if it ended before they were found usable.
     summary : dict or None
         How it ended; None if it goes on, or was ended from outside.
+    running : bool
+        Whether a process of this host, or of one that shares its disk, is at work on it.
     """
 
     folder: Path
     words: dict[str, str]
+    typed: tuple[str, ...]
     choices: dict[str, str]
     settings: dict[str, Any] | None
     summary: dict[str, Any] | None
+    running: bool
 
     @property
     def finished(self) -> bool:
@@ -62,9 +72,40 @@ class Run:
     @property
     def ending(self) -> str:
         """Why there are no results, in one line."""
+        if self.running:
+            return f"{self.progress} done"
         if self.summary is None:
             return "no readable summary.json, so it still runs or was ended from outside"
         return " ".join(printable(self.summary["reason"] or self.summary["status"]).split())
+
+    @property
+    def state(self) -> str:
+        """In one or two words: ``running``, how it ended, or that nobody knows."""
+        if self.running:
+            return "running"
+        return "ended from outside" if self.summary is None else printable(self.summary["status"])
+
+    @cached_property
+    def rounds_done(self) -> int:
+        """The last round that it has written a line of; 0: none yet."""
+        lines = read_lines(self.folder / "metrics.jsonl")
+        return lines[-1]["round"] if lines else 0
+
+    @property
+    def progress(self) -> str:
+        """How many rounds are done, and of how many, if its settings tell."""
+        whole = self.value("rounds")
+        return f"{self.rounds_done} of {whole} rounds" if whole else f"{self.rounds_done} rounds"
+
+    @property
+    def command(self) -> str:
+        """The command that repeats it, for a shell."""
+        return shlex.join(["fedssl", *map(printable, self.typed)])
+
+    @property
+    def every_setting(self) -> dict[str, str]:
+        """All settings by dotted keys, and the choices by their names; of a run without settings the words alone."""
+        return {**self.words, **dict(flat(self.settings or {})), **self.choices}
 
     @property
     def seed(self) -> str:
@@ -91,7 +132,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     """
     found: dict[Path, Run] = {}
     for folder in folders:
-        runs = sorted(_below(folder), key=_natural)
+        runs = run_folders(folder)
         if not runs:
             problem = "there is no run in" if folder.is_dir() else "there is no folder"
             raise InputError(f"{problem} {folder}; give the folders of runs or of sweeps, e.g. runs/* or multirun/*")
@@ -107,14 +148,50 @@ def read_run(folder: Path) -> Run:
     InputError
         Another file is damaged.
     """
+    running = held(folder)  # first: what let go of it before has written its summary
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
-    words = summary["overrides"] if summary else read_words(folder / "overrides.yaml")
-    pairs = dict(printable(word).partition("=")[::2] for word in words or [])
-    own = {key.lstrip("+"): value for key, value in pairs.items() if key not in ("output_dir", "resume")}
+    words = summary["overrides"] if summary else read_words(folder / "overrides.yaml") or []
+    typed = tuple(word for word in words if word.partition("=")[0] not in ("output_dir", "resume"))
+    own = {key.lstrip("+"): value for key, _, value in (printable(word).partition("=") for word in typed)}
     choices = read_yaml(folder / "choices.yaml", dict)
     choices = choices or {key: value for key, value in own.items() if key in groups()}
     names = {printable(group): printable(name) for group, name in choices.items()}
-    return Run(folder, own, names, settings, summary)
+    return Run(folder, own, typed, names, settings, summary, running)
+
+
+def held(folder: Path) -> bool:
+    """Whether a process is at work on the run, or the sweep, of a folder."""
+    try:
+        with opened(folder / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at the end of the block
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or it is of another kind
+        return False
+    return False
+
+
+def hold(folder: Path) -> TextIO | None:
+    """Tell others by a lock that a process is at work on the sweep of a folder, until it ends or closes the file.
+
+    None: the folder cannot be written, or somebody else holds it.
+    """
+    try:
+        lock = (folder / LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return lock
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and values of settings as text; what looks like an interpolation stays as it stands."""
+    for key, value in settings.items():
+        name = printable(f"{prefix}{key}")
+        if isinstance(value, dict):
+            yield from flat(value, f"{name}.")
+        else:
+            yield name, printable(value)
 
 
 def rule_of(folder: Path) -> str:
@@ -145,12 +222,14 @@ def _words(value: Any) -> bool:
     return isinstance(value, list) and all(map(word, value))
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Run folders at or below ``folder``; there are none within a run."""
+def run_folders(folder: Path) -> list[Path]:
+    """Run folders at or below ``folder``, in the order of their names; there are none within a run."""
+    found = []
     for place, inner, files in os.walk(folder):
         if set(MARKS) & set(files):
             inner.clear()
-            yield Path(place)
+            found.append(Path(place))
+    return sorted(found, key=_natural)
 
 
 def _natural(path: Path) -> list[Any]:

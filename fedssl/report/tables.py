@@ -1,20 +1,26 @@
-"""Tables as text: aligned for the terminal, as Markdown, and as comma-separated values."""
+"""Tables as text: aligned for the terminal, as Markdown, for LaTeX, and as comma-separated values."""
 
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fedssl.untrusted import printable
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
+_LATEX = {sign: f"\\{sign}" for sign in "&%$#_{}"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "`": r"\textasciigrave{}"}
+_LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\char34{}", "±": r"$\pm$"}
+_LATEX |= {"[": "{[}", "*": "{*}"}  # behind the end of a row they would be its options
+
 Lines = Sequence[Sequence[str]]  # the cells of every line, the header first
+Places = Collection[tuple[int, int]]  # line and column of cells that are marked; the header is line 0
 
 
-def align(lines: Lines, *, left: int) -> str:
-    """Give columns equal width; the first ``left`` start, the others end, at the same place."""
-    lines = [[printable(cell) for cell in line] for line in lines]
+def align(lines: Lines, *, left: int, marked: Places = ()) -> str:
+    """Give columns equal width; the first ``left`` start, the others end, at the same place. A mark is a star."""
+    lines = _changed(lines, printable, marked, "*{}")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -25,17 +31,45 @@ def align(lines: Lines, *, left: int) -> str:
     )
 
 
-def markdown(lines: Lines, *, left: int) -> str:
+def markdown(lines: Lines, *, left: int, marked: Places = ()) -> str:
     """Write a Markdown table whose first ``left`` columns are aligned to the left, the others to the right."""
-    header, *body = lines
+    header, *body = _changed(lines, escaped, marked, "**{}**")
     rule = ["---"] * left + ["---:"] * (len(header) - left)
-    rows = [[escaped(cell) for cell in line] for line in (header, *body)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rule, *rows[1:]))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *body))
+
+
+def latex(lines: Lines, *, left: int, marked: Places = ()) -> str:
+    """Write a ``tabular`` with the rules of the package booktabs."""
+    header, *body = (" & ".join(row) + r" \\" for row in _changed(lines, latex_escaped, marked, r"\textbf{{{}}}"))
+    columns = "l" * left + "r" * (len(lines[0]) - left)
+    rows = [
+        rf"\begin{{tabular}}{{{columns}}}",
+        r"\toprule",
+        header,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "".join(f"{row}\n" for row in rows)
 
 
 def escaped(text: str) -> str:
     """Text of others in Markdown: no link, picture, element or cell of its own."""
     return re.sub(r"([\\`*\[\]<>|~#!])", r"\\\1", printable(text))
+
+
+def latex_escaped(text: str) -> str:
+    """Text of others in LaTeX: no command, comment, formula or cell of its own."""
+    return "".join(_LATEX.get(sign, sign) for sign in printable(text))
+
+
+def _changed(lines: Lines, write: Callable[[str], str], marked: Places, mark: str) -> list[list[str]]:
+    """Write every cell so, and put those that are marked into ``mark``."""
+    return [
+        [mark.format(write(cell)) if (row, column) in marked else write(cell) for column, cell in enumerate(line)]
+        for row, line in enumerate(lines)
+    ]
 
 
 def to_csv(rows: Iterable[Iterable[object]]) -> str:

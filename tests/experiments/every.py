@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import yaml
 from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
@@ -23,6 +24,11 @@ FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))
 OF_PAPERS = [name for name in EXPERIMENTS if "/" in name]
 GROUPS = groups()
+
+
+def some(names: Iterable[str], *, default: Iterable[str]) -> list[Any]:
+    """Names as parameters of a test, of which all but a few are near to these and therefore heavy."""
+    return [pytest.param(name, marks=[] if name in default else pytest.mark.heavy) for name in names]
 
 
 def pictures(folder: Path, *, splits: Mapping[str, int]) -> None:
@@ -55,6 +61,27 @@ def commands(text: str) -> list[list[str]]:
 def head(name: str) -> str:
     """The comments on top of an experiment's file."""
     return (FOLDER / f"{name}.yaml").read_text().partition("\ndefaults:")[0]
+
+
+def written(name: str) -> tuple[list[str], list[str], int]:
+    """What an experiment's file itself says, without composing it.
+
+    Returns
+    -------
+    experiments : list of str
+        That it begins with.
+    words : list of str
+        Its choices, as on the command line, and the keys that it sets, each with a value of no meaning.
+    num_clients : int
+        Of it, or of the experiment that it begins with.
+    """
+    node = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    defaults, _sweep = node.pop("defaults", []), node.pop("hydra", None)
+    below = [entry.removeprefix("/experiment/") for entry in defaults if isinstance(entry, str)]
+    chosen = [pair for entry in defaults if isinstance(entry, dict) for pair in entry.items()]
+    words = [f"{group.removeprefix('override ').removeprefix('/')}={choice}" for group, choice in chosen]
+    words += [f"{key}=1" for key in _keys(node, "")]
+    return below, words, node.get("num_clients") or (written(below[0])[2] if below else 10)
 
 
 def jobs(words: Iterable[str]) -> Iterator[list[str]]:
@@ -115,4 +142,5 @@ def _places(key: str, data: Path) -> list[str]:
     parts = key.split(".")
     if parts[-1] == "path" and ("dataset" in parts or "datasets" in parts):
         return [f"{key}={data}"]
-    return [f"{key}=1"] if key.startswith("final_evaluation") and parts[-1] == "epochs" else []
+    training = {"epochs": 1, "warmup": 0} if key.startswith("final_evaluation") else {}
+    return [f"{key}={training[parts[-1]]}"] if parts[-1] in training else []

@@ -88,6 +88,8 @@ def test_a_run_id_is_no_path(file, run_id):
         "dataset.cache=/tmp/x",
         "calibration.dataset.cache=/tmp/x",
         "engine.address=10.0.0.1:6379",
+        "tracker.uri=http://10.0.0.1:5000",
+        "tracker.mode=online",
     ],
 )
 def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, word):

@@ -13,6 +13,7 @@ from fedssl.config import compose
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy, extract
+from fedssl.evaluation.probes import Probes
 from fedssl.evaluation.scores import Score, over_models
 from fedssl.methods.build import build
 from fedssl.report.accuracy_table import run_table, sweep_table
@@ -84,7 +85,7 @@ class Guesses:
 
 def test_features_and_labels_of_a_rehearsal_fit():
     made, method, _ = evaluator(protocol="Guesses")
-    made.check(method.encoder)
+    assert made.check(method.encoder) == ["nearest"]
     assert 0.2 < judge(made, method)["nearest"].value <= 1
 
 
@@ -93,7 +94,7 @@ def test_a_rehearsal_ends_where_pictures_come_to_the_encoder(monkeypatch):
     monkeypatch.setattr(Trains, "ended", 0)
     made, method, _ = evaluator(protocol="Trains", final="Trains")
     before = copy.deepcopy(method.state_dict())
-    made.check(method.encoder)
+    assert made.check(method.encoder) is None  # what results there will be
     assert (Trains.began, Trains.ended) == (2, 0)
     assert all(torch.equal(value, before[name]) for name, value in method.state_dict().items())
     judged = {"global": {"trained": Score(0.5)}}
@@ -110,6 +111,32 @@ def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
         made.check(method.encoder)
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
         run([*TINY, "final_evaluation=few_labels", "final_evaluation.labels_per_class=[70]"])
+
+
+def test_a_rehearsal_hears_every_protocol_of_several():
+    """Also one behind a protocol that computes, and on the second of several data sets."""
+    few = {"_target_": "fedssl.evaluation.few_labels.FewLabels", "labels_per_class": [70]}
+    trains = {"_target_": f"{HERE}.Trains"}
+    made, method, _ = evaluator()
+    made._final_protocol = Probes(protocols={"trains": Component(trains).make(), "few": Component(few).make()})
+    with pytest.raises(InputError, match="labels_per_class=70 but class"):
+        made.check(method.encoder)
+    words = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
+    other = ["final_evaluation.datasets.second.channels=3"]
+    transfer = compose(["final_evaluation=transfer", *words, *other]).evaluation.final_protocol
+    made._final_protocol = Component({**transfer.values, "protocol": trains}).make()
+    with pytest.raises(InputError, match="datasets.second.channels=3"):
+        made.check(method.encoder)
+
+
+def test_maps_need_no_memory_before_any_training(monkeypatch):
+    """They are kept for a batch at a time; representations that are computed once are kept for all pictures."""
+    monkeypatch.setattr("server_app.evaluator.available_memory", lambda: 0)
+    for name, refused in (("l_dawa", False), ("fedu", True)):
+        made, method, _ = evaluator(protocol="Plain")
+        made._final_protocol = compose([f"final_evaluation={name}/linear"]).evaluation.final_protocol.make()
+        with pytest.raises(InputError, match="60 training pictures") if refused else nullcontext():
+            made.check(method.encoder)
 
 
 def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(monkeypatch):
@@ -168,10 +195,10 @@ def test_the_progress_line():
     line = (
         "round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  few 50.0 ± 5.0%  norm 2.346 cm  14.2 s/round  44 min left"
     )
-    assert progress.line(row, found) == line
+    assert progress.after(row, found).line == line
     row |= {"round": 13, "loss": None, "seconds": 0.2, "dropped": {"3": "late"}}
-    assert progress.line(row, {}) == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
-    assert "cosine" not in progress.line({**row, "model_cosine": None}, {})  # no weights travelled
+    assert progress.after(row, {}).line == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
+    assert "cosine" not in progress.after({**row, "model_cosine": None}, {}).line  # no weights travelled
 
 
 def test_units_from_the_protocol_to_the_files(tmp_path, capsys):

@@ -13,6 +13,7 @@ import torch
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.export import load_encoder
+from fedssl.report.runs import LOCK, held
 from server_app import app
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import main, run
@@ -322,6 +323,8 @@ class TestSweep:
         assert len(table) == 1 + 4
         assert "strategy" in table[0]
         assert (tmp_path / "results.md").exists()
+        assert (tmp_path / LOCK).exists()  # by which others knew that it went on
+        assert not held(tmp_path)
         for job in range(8):
             assert (tmp_path / str(job) / "summary.json").exists()
         # Every job that ran has a log of its own, the later ones too.

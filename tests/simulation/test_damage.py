@@ -19,6 +19,7 @@ from fedssl.report import cli as report
 from fedssl.report.lines import KINDS, read_lines
 from server_app.log import logging_to
 from server_app.recorder import Recorder
+from server_app.screen import Screen
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
@@ -116,8 +117,8 @@ def composed(folder):
 def restored(folder, settings=None):
     """Read what else a resumed run reads, and write what it writes; ``settings`` are those of a copy."""
     settings = settings or composed(folder)
-    recorder = Recorder(replace(settings.recording, folder=folder), rounds=settings.rounds)
-    with recorder.locked(), logging_to(recorder.folder):
+    recorder = Recorder(replace(settings.recording, folder=folder), rounds=settings.rounds, screen=Screen())
+    with recorder.locked(), logging_to(recorder.folder, Screen()):
         state = recorder.restore()
         for client in (0, 1):
             load_state(folder / "clients" / str(client), before=state.round + 1)

@@ -16,7 +16,7 @@ from fedssl.words import CONF, groups
 
 SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
 MODULES = (few_labels, fine_tune, knn, linear, trained_linear)
-QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "shares": [0.5]}
+QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "shares": [1.0]}
 
 
 def alone():
@@ -47,6 +47,8 @@ def made(name):
     quick = {key: value for key, value in QUICK.items() if values.get(key)}
     if "lr_schedule" in values and "warmup" in (values["lr_schedule"] or {}):
         quick["lr_schedule"] = {**values["lr_schedule"], "epochs": 4, "warmup": 1}
+    if "lr" in values.get("optimizer", {}):  # so that so few steps lead somewhere
+        quick["optimizer"] = {**values["optimizer"], "lr": 0.1}
     return Component({**values, **quick}).make()
 
 

@@ -13,10 +13,13 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import Views, classes_of, fit, warmup_cosine
 from fedssl.evaluation.features import Features
+from fedssl.evaluation.few_labels import stratified
 from fedssl.evaluation.linear import Linear
 from fedssl.evaluation.probes import evaluate
+from fedssl.evaluation.scores import Score
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.evaluation.trained_linear import TrainedLinear
+from fedssl.seeding import numpy_generator
 from fedssl.words import CONF
 
 CPU = torch.device("cpu")
@@ -49,6 +52,7 @@ def subject(encoder, *, n=60, m=20):
 def protocol(**changes):
     options = {
         "name": "mine",
+        "shares": [1.0],
         "features": "pooled",
         "batch_norm_epochs": 0,
         "epochs": 5,
@@ -150,6 +154,24 @@ def test_features_are_computed_once_where_they_are_the_same_in_every_epoch():
         assert encoder.seen == [seen], changes
 
 
+def test_with_a_share_of_the_labels_only_the_drawn_pictures_teach():
+    """All other pictures are turned upside down: who learned from them too would be wrong of most test pictures.
+
+    Of the encoder in every epoch 2 pictures to learn the length, 6 in each of 5 epochs, 20 at the end.
+    """
+    for changes, encoder in ({}, None), ({"view": {"flip": 0.5}}, Halves()):
+        judged = subject(encoder)
+        place = (0, "linear probe", "mine", "0.1")
+        drawn = stratified(judged.train.labels, share=0.1, generator=numpy_generator(*place))
+        others = torch.ones(60, dtype=torch.bool)
+        others[drawn] = False
+        judged.train.images[others] = judged.train.images[others].flip(2)
+        found = evaluate(protocol(shares=[0.1], **changes), judged, seed=0)
+        assert found == {"mine_10_percent": Score(1.0)}
+        assert encoder is None or encoder.seen == [52]
+        assert evaluate(protocol(shares=[1.0, 0.1], **changes), judged, seed=0) == {"mine": Score(0.0), **found}
+
+
 def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
     drop = torch.nn.Dropout(0.5)  # draws from torch's own chance
     images = subject(None).train.images
@@ -178,10 +200,11 @@ def test_the_map_of_an_encoder_before_pooling():
     torch.testing.assert_close(found.view(3, 16, -1).mean(2), h)
     encoder.unpooled = False
     seen = []
-    encoder.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    encoder.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     small = compose(["dataset.limit=30", "dataset.test_limit=10"]).data
     evaluate(protocol(features="map", epochs=1), make_subject(encoder, small, device=CPU), seed=0)
-    assert set(seen) == {64}
+    assert {length for _, length in seen} == {64}
+    assert max(count for count, _ in seen) == 15  # of 30 training pictures: maps are those of a batch at a time
     assert torch.equal(encoder(pictures), h)
     with pytest.raises(InputError, match="features=map needs an encoder in stages and Halves is none"):
         evaluate(protocol(features="map"), subject(Halves()), seed=0)
@@ -248,7 +271,7 @@ def test_the_files_say_what_the_papers_say(choice, numbers, lr):
     made = compose([f"final_evaluation={choice}/linear"]).evaluation.final_protocol.make()
     optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))]}])
     found = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
-    assert (made.name, *found) == (f"linear_{choice}", *numbers)
+    assert (made.name, made.shares, *found) == (f"linear_{choice}", (1.0,), *numbers)
     assert optimizer.param_groups[0]["lr"] == lr
     assert made.computes_once == (choice in ("fedu", "fedu2"))
 
@@ -280,6 +303,8 @@ def test_every_protocol_serves_at_the_end_of_a_run_too():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["evaluation.shares=[]"], "shares=.. of a linear probe needs shares of the labels"),
+        (["evaluation.shares=[2.0]"], "shares=.2.0. of the labels must each be above 0 and at most 1"),
         (["evaluation.features=both"], "features=both of a linear probe is unknown; set features=pooled or"),
         (["evaluation.batch_norm_epochs=-1"], "batch_norm_epochs=-1 of a linear probe must be at least 0"),
         (["evaluation.epochs=-1"], "epochs=-1 of a linear probe must be at least 0"),

@@ -153,7 +153,7 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
         (["sweep/0", "--figures", "landscape"], "sweep/0 keeps no models of its rounds, which this figure looks into"),
         (["sweep/0", "sweep/1", "--figures", "accuracy"], "the figure accuracy is of all 2 folders; say where to with"),
         (["sweep", "--figures", "accuracy", "--into", "no"], "--into no is no folder; make it, or name another one"),
-        (["sweep", "--out", "table.txt"], "--out table.txt ends in neither of .md, .csv; choose one"),
+        (["sweep", "--out", "table.txt"], "--out table.txt ends in none of .md, .csv, .tex, .html; choose one"),
         (
             ["sweep", "--out", "nowhere/table.md"],
             "--out nowhere/table.md cannot be written (No such file or directory)",

@@ -89,7 +89,7 @@ def test_the_table_in_every_form(runs, tmp_path, capsys):
     assert "10 l_dawa linear_l_dawa 69.34 69.0 -0.3 1" in lines  # the paper's own protocol, before others
     assert shown.count("not run") == 5
     assert shown.count("not judged") == 1
-    assert f"belong to no row of l_dawa.table1:\n{runs / 'digits'}\n" in shown
+    assert f"belong to no row of l_dawa.table1:\n\n  {runs / 'digits'}\n" in shown
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))
     row = next(row for row in rows if (row["strategy"], row["local_epochs"]) == ("l_dawa", "5"))
     assert (float(row["paper"]), float(row["ours"]), row["runs"]) == (65.44, pytest.approx(63), "2")
@@ -156,3 +156,13 @@ def test_numbers_give_the_gains_that_the_text_says(case):
 def test_spreads_are_as_printed():
     [cell] = [c for c in read_table("lw_fedssl.table3") if c.settings.get("experiment") == "lw_fedssl/fll"][:1]
     assert (cell.results[-1], cell.value, cell.spread) == ("linear@cifar10", 51.91, 0.34)
+
+
+def test_what_differs_is_told_as_it_stands(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "hunter2")
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "1", folder)
+    settings = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(settings.replace("precision: fp32", "precision: ${oc.env:SECRET}"))
+    (line,) = [line for line in paper_table("l_dawa.table1", find_runs([folder])).lines if line.ours]
+    assert line.differs == {"precision": ("${oc.env:SECRET}", "fp32")}

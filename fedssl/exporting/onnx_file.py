@@ -1,0 +1,46 @@
+"""``format=onnx``: a graph in opset 18 that maps ``pictures``, as they are, to ``representations``.
+
+``pictures`` are uint8 ``(batch, channels, size, size)`` with any batch; that they are standardised is in the graph.
+What `Source.described` says is JSON under ``fedssl`` in the file's metadata.
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedssl.exporting.source import Source
+from fedssl.exporting.torch_programs import exported_program
+from fedssl.exporting.weights import KEY
+
+OPSET = 18
+PICTURES, REPRESENTATIONS = "pictures", "representations"
+
+
+def write_onnx(source: Source, file: Path) -> None:
+    """Write the graph and its weights into one file."""
+    import onnx
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter's own parts
+        program = torch.onnx.export(
+            exported_program(source),
+            input_names=[PICTURES],
+            output_names=[REPRESENTATIONS],
+            opset_version=OPSET,
+            verbose=False,
+        )
+    assert program is not None  # without a file to write
+    model = program.model_proto
+    onnx.helper.set_model_props(model, {KEY: json.dumps(source.described())})
+    onnx.save(model, file)
+
+
+def run_onnx(file: Path, pictures: Tensor) -> Tensor:
+    """Representations ``(batch, feature_dim)`` of pictures, by ONNX Runtime on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run([REPRESENTATIONS], {PICTURES: pictures.numpy()})[0])

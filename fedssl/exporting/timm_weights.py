@@ -1,0 +1,152 @@
+"""``format=timm``: the weights under the names of timm (https://github.com/huggingface/pytorch-image-models).
+
+timm has our ResNets and vision transformers, and not ``conv_small``. Its ResNets begin with a 7x7 convolution of stride
+2 and max pooling: a stem for small pictures is put in place of these in two lines (`TimmModel.code`).
+"""
+
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedssl import encoders
+from fedssl.errors import InputError
+from fedssl.exporting.source import Source, represent
+from fedssl.exporting.weights import KEY, write_weights
+
+_RESNETS = ("resnet18", "resnet34", "resnet50")
+_RENAMED = (  # torchvision's names in a vision transformer, and timm's
+    (r"^class_token$", "cls_token"),
+    (r"^conv_proj\.", "patch_embed.proj."),
+    (r"^encoder\.pos_embedding$", "pos_embed"),
+    (r"^encoder\.ln\.", "norm."),
+    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
+    (r"\.ln_([12])\.", r".norm\1."),
+    (r"\.self_attention\.in_proj_", ".attn.qkv."),
+    (r"\.self_attention\.out_proj\.", ".attn.proj."),
+    (r"\.mlp\.0\.", ".mlp.fc1."),
+    (r"\.mlp\.3\.", ".mlp.fc2."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmModel:
+    """What makes the encoder's architecture in timm.
+
+    Attributes
+    ----------
+    name : str
+    arguments : dict
+        Of ``timm.create_model``, beside the name.
+    small_stem : bool
+        Whether the first convolution and the pooling are those for small pictures.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    small_stem: bool
+
+    def code(self, file: Path) -> str:
+        """Lines of Python that load ``file`` as ``encoder``."""
+        arguments = "".join(f", {key}={value!r}" for key, value in self.arguments.items())
+        lines = ["import timm", "", f"encoder = timm.create_model({self.name!r}{arguments})"]
+        if self.small_stem:
+            channels = self.arguments["in_chans"]
+            lines.insert(1, "from torch import nn")
+            lines.append(f"encoder.conv1 = nn.Conv2d({channels}, 64, 3, padding=1, bias=False)")
+            lines.append("encoder.maxpool = nn.Identity()")
+        lines += [f"timm.models.load_checkpoint(encoder, {str(file)!r})", "encoder.eval()"]
+        return "\n".join(lines)
+
+    def make(self) -> nn.Module:
+        """Build it, with random weights."""
+        import timm
+
+        model: nn.Module = timm.create_model(self.name, **self.arguments)
+        if self.small_stem:
+            model.conv1 = nn.Conv2d(self.arguments["in_chans"], 64, 3, padding=1, bias=False)
+            model.maxpool = nn.Identity()
+        return model
+
+
+def has_timm(source: Source) -> bool:
+    """Whether timm has the encoder's architecture."""
+    package, _, name = source.architecture.rpartition(".")
+    return package == encoders.__name__ and name in (*_RESNETS, "vit_tiny")
+
+
+def timm_model(source: Source) -> TimmModel:
+    """Describe the encoder's architecture in timm.
+
+    Raises
+    ------
+    InputError
+        timm does not have it.
+    """
+    name = source.architecture.rpartition(".")[2]
+    if not has_timm(source):
+        raise InputError(
+            f"format=timm is for the architectures that timm has ({', '.join(_RESNETS)}, vit_tiny) and this encoder is "
+            f"{name}; choose format=onnx, torch_export or safetensors"
+        )
+    settings = _all_settings(source)
+    arguments = {"num_classes": 0, "in_chans": settings["channels"]}
+    if name in _RESNETS:
+        norm = {"norm_layer": "groupnorm"} if settings["norm"] == "group" else {}
+        return TimmModel(name=name, arguments=arguments | norm, small_stem=settings["stem"] == "small")
+    token = settings["pool"] == "token"
+    arguments |= {
+        "img_size": settings["size"],
+        "patch_size": settings["patch"],
+        "embed_dim": settings["width"],
+        "depth": settings["depth"],
+        "num_heads": settings["heads"],
+        "class_token": token,
+        "global_pool": "token" if token else "avg",
+        "fc_norm": False,
+    }
+    return TimmModel(name="vit_tiny_patch16_224", arguments=arguments, small_stem=False)
+
+
+def timm_weights(source: Source) -> dict[str, Tensor]:
+    """Weights under timm's names; a transformer's fixed positions are among them."""
+    weights = dict(source.encoder.state_dict())
+    if source.architecture.rpartition(".")[2] != "vit_tiny":
+        return weights  # timm's ResNets have torchvision's names
+    weights["encoder.pos_embedding"] = source.encoder.encoder.pos_embedding.detach()
+    return {_renamed(name): value for name, value in weights.items()}
+
+
+def write_timm(source: Source, file: Path) -> None:
+    """Write the weights, and beside them what makes the model, what `Source.described` says."""
+    model = timm_model(source)
+    described = {**source.described(), "timm": {"name": model.name, **model.arguments}}
+    write_weights(file, timm_weights(source), metadata={KEY: json.dumps(described)})
+
+
+def run_timm(source: Source, file: Path, pictures: Tensor) -> Tensor:
+    """Representations ``(batch, feature_dim)`` of pictures, by timm's model with the weights in the file."""
+    import timm
+
+    model = timm_model(source).make()
+    timm.models.load_checkpoint(model, str(file))
+    return represent(model.eval(), source.encoder.preprocess, pictures)
+
+
+def _all_settings(source: Source) -> dict[str, Any]:
+    """The encoder's settings, with the values of those that its file leaves out."""
+    build = vars(encoders)[source.architecture.rpartition(".")[2]]
+    settings = {key: value for key, value in source.content["encoder"].items() if key != "_target_"}
+    bound = inspect.signature(build).bind(**settings)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _renamed(name: str) -> str:
+    for pattern, new in _RENAMED:
+        name = re.sub(pattern, new, name)
+    return name

@@ -1,0 +1,30 @@
+"""Whether a run can end early as its settings say, found out before any round."""
+
+from collections.abc import Sequence
+
+from fedssl.errors import InputError
+from fedssl.evaluation.subject import lacking
+from fedssl.methods.base import SSLMethod
+from fedssl.settings import Settings
+from fedssl.stopping import check_metric
+
+
+def check_stopping(settings: Settings, method: SSLMethod, *, results: Sequence[str] | None, phases: int) -> None:
+    """Refuse, by an `InputError`, to end a run by what no round will have, or before all stages are trained.
+
+    ``results`` are the names of what rounds are judged by, and None where only an evaluation tells them: then the first
+    one does.
+    """
+    rule = settings.evaluation.stop
+    if rule.metric is None:
+        return
+    if phases > 1:
+        raise InputError(
+            f"stop_when.metric={rule.metric} would end a schedule of {phases} stages before its last; set "
+            "stop_when.metric=null or schedule=end_to_end"
+        )
+    problem = lacking(settings.data)
+    if problem:
+        raise InputError(f"stop_when.metric={rule.metric} needs evaluations; {problem}")
+    if results is not None:
+        check_metric(rule, [*results, *(["classifier"] if method.uses_labels else [])])

@@ -1,0 +1,41 @@
+"""TensorBoard: events in ``tensorboard/`` of the run folder."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fedssl.errors import InputError
+from server_app.trackers.base import PACKAGE, Told
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """Scalars per round, the settings as text, the final results as scalars of the last round."""
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            name = "tensorboard"
+            raise InputError(PACKAGE.format(f"tracker={name}", name, name, name)) from error
+        self._make = SummaryWriter
+
+    def begin(self, run: Told) -> None:
+        """Open the events; those of rounds that a resumed run does again do not count any more."""
+        purge = run.done + 1 if run.done else None
+        self._writer: SummaryWriter = self._make(str(run.folder / "tensorboard"), purge_step=purge)
+        lines = "\n".join(f"    {key}: {json.dumps(value)}" for key, value in run.settings.items())
+        self._writer.add_text("settings", lines, run.done)
+
+    def round(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers at once, for whoever looks on."""
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, round)
+        self._writer.flush()
+
+    def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
+        """Write the final results and close."""
+        self.round(round, final)
+        self._writer.close()

@@ -1,0 +1,70 @@
+"""Weights & Biases, offline by default, in its own place: ``wandb/`` of the working directory, or of ``WANDB_DIR``.
+
+Not in the run folder: it makes links, which are refused there.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fedssl.errors import InputError
+from server_app.trackers.base import PACKAGE, Told
+
+if TYPE_CHECKING:
+    import wandb
+
+MODES = ("offline", "online")
+
+
+class WandB:
+    """A run under the id of fedssl's own, so that a resumed run goes on with it.
+
+    Parameters
+    ----------
+    project : str
+    run : str or None
+        Its name; None: that of the run folder.
+    mode : {"offline", "online"}
+
+    Raises
+    ------
+    InputError
+        The package is missing, or there is no such mode.
+    """
+
+    def __init__(self, *, project: str, run: str | None, mode: str) -> None:
+        if mode not in MODES:
+            raise InputError(f"tracker.mode={mode} is not valid; choose one of {', '.join(MODES)}")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # a run sends nothing that nobody asked for
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError(PACKAGE.format("tracker=wandb", "wandb", "wandb", "wandb")) from error
+        self._wandb, self._project, self._name, self._mode = wandb, project, run, mode
+
+    def begin(self, run: Told) -> None:
+        """Begin the run, or go on with it; offline each part is a folder, and ``wandb sync`` joins them by the id."""
+        settings = self._wandb.Settings(
+            console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True
+        )
+        self._run: wandb.Run = self._wandb.init(
+            project=self._project,
+            name=self._name or run.folder.name,
+            id=run.run_id,
+            resume="allow" if self._mode == "online" else None,
+            mode="online" if self._mode == "online" else "offline",
+            config={**run.settings},
+            allow_val_change=True,
+            reinit="create_new",  # in a sweep an earlier run that could not be ended is another one
+            settings=settings,
+        )
+        self._run.define_metric("*", step_metric="round")  # its own steps cannot go back, rounds that run again do
+
+    def round(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Hand the numbers to wandb's own process, which writes or sends them."""
+        self._run.log({"round": round, **numbers})
+
+    def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
+        """Write the final results into the summary and wait until all is written."""
+        self._run.summary.update({**final, "status": status, "rounds": round})
+        self._run.finish(exit_code=0 if status == "finished" else 1)

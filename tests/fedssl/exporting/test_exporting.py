@@ -1,0 +1,389 @@
+"""Exports: other programs' own readers, given nothing but what was written, find our representations."""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor
+
+from fedssl import encoders
+from fedssl.config import compose
+from fedssl.errors import InputError, RunFailed
+from fedssl.export import load_encoder, read_content, save_encoder
+from fedssl.exporting import cli, extras, quantised
+from fedssl.exporting.formats import FORMATS, export
+from fedssl.exporting.quantised import check_pictures, compare, quantise
+from fedssl.exporting.source import Source
+from fedssl.exporting.timm_weights import timm_model
+
+SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 8, "width": 4}
+VIT = {
+    "_target_": "fedssl.encoders.vit_tiny",
+    "channels": 3,
+    "size": 8,
+    "patch": 4,
+    "depth": 2,
+    "width": 32,
+    "heads": 2,
+}
+RESNET = {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": 16}
+METADATA = {"method": "SimCLR", "rounds": 7}
+
+
+def write_encoder(file: Path, settings: dict[str, Any]) -> Path:
+    """An encoder whose running statistics are not those of the beginning."""
+    arguments = {key: value for key, value in settings.items() if key != "_target_"}
+    torch.manual_seed(0)
+    encoder = vars(encoders)[settings["_target_"].rpartition(".")[2]](**arguments)
+    channels, size = settings["channels"], settings["size"]
+    encoder.train()(torch.randn(8, channels, size, size))
+    mean, std = [0.25, 0.5, 0.75][:channels], [0.5, 0.25, 0.125][:channels]
+    save_encoder(file, encoder, settings=settings, mean=mean, std=std, metadata=METADATA)
+    return file
+
+
+def source_of(folder: Path, settings: dict[str, Any]) -> Source:
+    file = write_encoder(folder / "encoder.pt", settings)
+    return Source(encoder=load_encoder(file), content=read_content(file))
+
+
+def pictures_like(encoder: Any, count: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    shape = (count, encoder.channels, encoder.size, encoder.size)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+def ours(encoder: Any, pictures: Tensor) -> Tensor:
+    with torch.no_grad():
+        h: Tensor = encoder(encoder.preprocess(pictures))
+    return h
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as far as the command needs it."""
+    folder = tmp_path_factory.mktemp("run")
+    write_encoder(folder / "encoder.pt", SMALL)
+    words = ["seed=7", "dataset=digits", "dataset.channels=3", "encoder=conv_small", "strategy=eua", "rounds=7"]
+    (folder / "config.yaml").write_text(compose(words).recording.text)
+    (folder / "choices.yaml").write_text("dataset: digits\nstrategy: eua\nmethod: simclr\n")
+    results = {"untrained": {"knn": 0.5}, "federated": {"knn": 0.625}, "pixels": {"knn": 0.25}}
+    summary = {"status": "finished", "reason": None, "overrides": words, "final": results, "units": {"knn": "accuracy"}}
+    summary |= {"versions": {"torch": "9.8.7"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["fedssl-export", *words])
+    return cli.main()
+
+
+# --- each format, by the reader that it is for ---
+
+
+def from_torchscript(file: Path) -> Any:
+    with pytest.warns(FutureWarning):
+        return torch.jit.load(file)
+
+
+READERS = {
+    "torchscript": from_torchscript,
+    "torch_export": lambda file: torch.export.load(file).module(),
+}
+
+
+@pytest.mark.parametrize("form", ["torchscript", "torch_export"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torch_runs_the_program_on_pictures_as_they_are(form: str, run: Path, monkeypatch, capsys):
+    assert command(monkeypatch, f"run={run}", f"format={form}") == 0
+    file = run / f"encoder{FORMATS[form].ending}"
+    told = re.search(r"largest difference of representations: (\S+) ", capsys.readouterr().out)
+    assert told is not None
+    assert float(told[1]) <= 1e-5
+    encoder, program = load_encoder(run / "encoder.pt"), READERS[form](file)
+    for count in (1, 3):
+        pictures = pictures_like(encoder, count)
+        torch.testing.assert_close(program(pictures), ours(encoder, pictures), rtol=0, atol=1e-5)
+
+
+def test_safetensors_has_the_weights_under_their_names_and_all_else_as_json(run: Path, tmp_path: Path, monkeypatch):
+    file = tmp_path / "mine.safetensors"
+    assert command(monkeypatch, f"run={run}", "format=safetensors", f"output={file}") == 0
+    encoder, again = load_encoder(run / "encoder.pt"), load_encoder(file)
+    weights = safetensors.torch.load_file(file)
+    assert weights.keys() == encoder.state_dict().keys()
+    assert all(torch.equal(value, encoder.state_dict()[name]) for name, value in weights.items())
+    with safetensors.safe_open(file, "pt") as stored:
+        described = json.loads(stored.metadata()["fedssl"])
+    assert (described["encoder"], described["metadata"]) == (SMALL, METADATA)
+    assert (described["mean"], described["std"]) == ([0.25, 0.5, 0.75], [0.5, 0.25, 0.125])
+    pictures = pictures_like(encoder)
+    assert torch.equal(again(again.preprocess(pictures)), ours(encoder, pictures))
+
+
+@pytest.fixture(scope="module")
+def graph(run: Path) -> Path:
+    """The encoder of the run as an ONNX file."""
+    cli.run([f"run={run}", "format=onnx"])
+    return run / "encoder.onnx"
+
+
+def test_onnx_takes_pictures_as_they_are_in_any_number(graph: Path):
+    encoder, session = load_encoder(graph.with_name("encoder.pt")), onnxruntime.InferenceSession(graph)
+    (taken,), (given,) = session.get_inputs(), session.get_outputs()
+    assert (taken.name, taken.type, taken.shape[1:]) == ("pictures", "tensor(uint8)", [3, 8, 8])
+    assert (given.name, given.shape[1:]) == ("representations", [16])
+    for count in (1, 3):
+        pictures = pictures_like(encoder, count)
+        (found,) = session.run(None, {"pictures": pictures.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), ours(encoder, pictures), rtol=0, atol=1e-5)
+
+
+def test_onnx_says_its_opset_and_what_it_is(graph: Path):
+    model = onnx.load(graph)
+    assert {one.domain: one.version for one in model.opset_import}[""] == 18
+    described = json.loads({one.key: one.value for one in model.metadata_props}["fedssl"])
+    assert described["encoder"] == SMALL
+    assert described["feature_dim"] == 16
+
+
+@pytest.mark.parametrize("changes", [{"positions": "sincos"}, {"pool": "mean", "channels": 1}], ids=["token", "mean"])
+def test_timm_makes_our_transformer(changes: dict[str, Any], tmp_path: Path):
+    source = source_of(tmp_path, {**VIT, **changes})
+    file = tmp_path / "encoder.timm.safetensors"
+    assert export(source, "timm", file) <= 1e-5
+    assert_code_loads(source, file)
+
+
+def test_timm_makes_our_resnet_with_the_lines_that_the_command_prints(tmp_path: Path, monkeypatch, capsys):
+    source = source_of(tmp_path, RESNET)
+    assert command(monkeypatch, f"encoder={tmp_path / 'encoder.pt'}", "format=timm") == 0
+    file = tmp_path / "encoder.timm.safetensors"
+    assert capsys.readouterr().out.endswith(timm_model(source).code(file) + "\n")
+    assert_code_loads(source, file)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("changes", [{"stem": "imagenet", "channels": 1}, {"norm": "group"}], ids=["imagenet", "group"])
+def test_timm_makes_our_other_resnets(changes: dict[str, Any], tmp_path: Path):
+    source = source_of(tmp_path, {**RESNET, **changes, "size": 64})
+    assert export(source, "timm", tmp_path / "encoder.timm.safetensors") <= 1e-5
+    assert_code_loads(source, tmp_path / "encoder.timm.safetensors")
+    assert export(source, "huggingface", tmp_path / "folder") <= 1e-5
+
+
+def assert_code_loads(source: Source, file: Path) -> None:
+    """The lines of code give a model of timm's alone with our representations."""
+    names: dict[str, Any] = {}
+    exec(timm_model(source).code(file), names)
+    pictures = pictures_like(source.encoder)
+    with torch.no_grad():
+        found = names["encoder"](source.encoder.preprocess(pictures))
+    torch.testing.assert_close(found, ours(source.encoder, pictures), rtol=0, atol=1e-5)
+
+
+def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(tmp_path: Path):
+    source, folder = source_of(tmp_path, VIT), tmp_path / "folder"
+    assert export(source, "huggingface", folder) <= 1e-5
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    settings = timm.data.resolve_model_data_config(model)
+    assert (settings["input_size"], settings["interpolation"], settings["crop_pct"]) == ((3, 8, 8), "bilinear", 1.0)
+    pictures = pictures_like(source.encoder)
+    mean, std = (torch.tensor(settings[key]).view(3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        found = model((pictures / 255 - mean) / std)
+    torch.testing.assert_close(found, ours(source.encoder, pictures), rtol=0, atol=1e-5)
+    assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in (folder / "README.md").read_text()
+
+
+def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_tells_of_the_run(run: Path, monkeypatch):
+    assert command(monkeypatch, f"run={run}", "format=huggingface") == 0
+    folder = run / "encoder-huggingface"
+    assert {file.name for file in folder.iterdir()} == {
+        *("config.json", "model.safetensors", "preprocessor_config.json", "README.md")
+    }
+    encoder, again = load_encoder(run / "encoder.pt"), load_encoder(folder / "model.safetensors")
+    pictures = pictures_like(encoder)
+    assert torch.equal(again(again.preprocess(pictures)), ours(encoder, pictures))
+    assert json.loads((folder / "config.json").read_text())["fedssl"]["encoder"] == SMALL
+    form = json.loads((folder / "preprocessor_config.json").read_text())
+    assert (form["size"], form["image_mean"]) == ({"height": 8, "width": 8}, [0.25, 0.5, 0.75])
+    card = (folder / "README.md").read_text()
+    for line in ("| aggregation rule | eua |", "| data set | digits |", "| rounds | 7 |", "| seed | 7 |"):
+        assert line in card
+    assert re.search(r"^knn +50\.0 +62\.5 +25\.0$", card, flags=re.M)
+    assert "torch 9.8.7" in card
+    assert "fedssl seed=7 dataset=digits" in card
+    assert "license: unknown" in card
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("form", ["onnx", "torchscript", "torch_export", "safetensors"])
+@pytest.mark.parametrize("settings", [VIT, {**VIT, "pool": "mean"}, RESNET], ids=["token", "mean", "resnet18"])
+def test_every_format_has_every_architecture(form: str, settings: dict[str, Any], tmp_path: Path):
+    source = source_of(tmp_path, settings)
+    assert export(source, form, tmp_path / f"encoder{FORMATS[form].ending}") <= 1e-5
+
+
+# --- int8 ---
+
+
+def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_path: Path):
+    small, encoder = tmp_path / "int8.onnx", load_encoder(graph.with_name("encoder.pt"))
+    quantise(graph, small, pictures_like(encoder, 64), dynamic=False)
+    weights = [one for one in onnx.load(small).graph.initializer if len(one.dims) == 4]
+    assert len(weights) == 4
+    assert {one.data_type for one in weights} == {onnx.TensorProto.INT8}
+    found = compare(graph, small, pictures_like(encoder, 32), difference=0.0)
+    assert found.megabytes == (graph.stat().st_size / 1e6, small.stat().st_size / 1e6)
+    assert min(found.seconds) > 0
+    h, approximate = (
+        torch.from_numpy(
+            onnxruntime.InferenceSession(file).run(None, {"pictures": pictures_like(encoder, 32).numpy()})[0]
+        )
+        for file in (graph, small)
+    )
+    h, approximate = h.double(), approximate.double()
+    cosines = [  # slowly: of each picture, both less the mean of fp32
+        float((a - h.mean(0)) @ (b - h.mean(0)) / (a - h.mean(0)).norm() / (b - h.mean(0)).norm())
+        for a, b in zip(h, approximate, strict=True)
+    ]
+    assert found.mean_cosine == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
+    assert found.least_cosine == pytest.approx(min(cosines), abs=1e-5)
+    assert 0.9 < found.least_cosine < 1 - 1e-7
+
+
+@pytest.mark.heavy
+def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path: Path):
+    source = source_of(tmp_path, VIT)
+    export(source, "onnx", tmp_path / "encoder.onnx")
+    quantise(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", pictures_like(source.encoder), dynamic=True)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
+    assert kinds.count("MatMulInteger") >= 8  # four per block
+    found = compare(
+        tmp_path / "encoder.onnx", tmp_path / "int8.onnx", pictures_like(source.encoder, 32), difference=0.0
+    )
+    assert found.least_cosine > 0.95
+
+
+def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeypatch, capsys):
+    def already_written(source: Source, form: str, made: Path) -> float:
+        made.write_bytes(graph.read_bytes())
+        return 2e-6
+
+    monkeypatch.setattr(quantised, "write_checked", already_written)
+    assert command(monkeypatch, f"run={run}", "format=onnx", "precision=int8") == 0
+    told = capsys.readouterr().out
+    assert "in fp32: 2.0e-06 (allowed: 1e-05)" in told
+    assert re.search(r"size: .* MB, in fp32 .* MB \(.* times as large\)", told)
+    assert re.search(r"time of 32 pictures on one thread: .* \(.* times as long\)", told)
+    assert re.search(r"mean 0\.9\d+, least 0\.\d+", told)
+    assert (run / "encoder-int8.onnx").is_file()
+
+
+def test_int8_needs_pictures():
+    check_pictures(384)
+    with pytest.raises(InputError, match="needs 128 pictures .* and 256 others .* has 383"):
+        check_pictures(383)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("error", [1e-4, float("nan")])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypatch, capsys):
+    source, file = source_of(tmp_path, SMALL), tmp_path / "encoder.torchscript"
+    file.write_text("what was there before")
+    sound = FORMATS["torchscript"].run
+
+    def wrong(source: Source, made: Path, pictures: Tensor) -> Tensor:
+        return sound(source, made, pictures) + (error if len(pictures) == 1 else 0)
+
+    monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(FORMATS["torchscript"], run=wrong))
+    with pytest.raises(RunFailed, match="differ by"):
+        export(source, "torchscript", file)
+    assert file.read_text() == "what was there before"
+    assert {one.name for one in tmp_path.iterdir()} == {"encoder.pt", file.name}
+    assert command(monkeypatch, f"encoder={tmp_path / 'encoder.pt'}", "format=torchscript") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["format=onnx"], "give either run=DIR"),
+        (["run={run}"], "nothing says in which format; add format=NAME, one of safetensors, onnx"),
+        (["run={run}", "format=onx"], "format=onx does not exist; did you mean onnx; choose one of"),
+        (["run={run}/nowhere", "format=onnx"], "there is no .*encoder.pt; give the folder"),
+        (["run={run}", "format=onnx", "ouput=x"], "ouput=x says nothing to fedssl-export"),
+        (["run={run}", "format=onnx", "precision=int4"], "choose precision=fp32 or precision=int8"),
+        (["run={run}", "format=timm", "precision=int8"], "precision=int8 is for format=onnx"),
+        (["encoder={run}/encoder.pt", "format=onnx", "precision=int8"], "add dataset=NAME"),
+        (["run={run}", "format=onnx", "output={run}/encoder.pt"], r"give one that ends in \.onnx"),
+        (["run={run}", "format=onnx", "output={run}/no/x.onnx"], "in a folder that does not exist; make"),
+        (["run={run}", "format=huggingface", "output={run}"], "is there already; remove it"),
+        (["run={run}", "format=timm"], "architectures that timm has .* this encoder is conv_small; choose"),
+    ],
+)
+def test_command_answers_bad_input_with_one_sentence(words, message, run: Path, monkeypatch, capsys):
+    before = sorted(run.iterdir())
+    assert command(monkeypatch, *(word.format(run=run) for word in words)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert re.search(message, captured.err)
+    assert sorted(run.iterdir()) == before
+
+
+def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypatch, capsys):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("onnx", "onnxruntime") else sys)
+    assert command(monkeypatch, f"run={run}", "format=onnx", f"output={run}/other.onnx") == 2
+    told = "fedssl-export: format=onnx needs onnx and onnxruntime; run pip install 'fedssl[export]'\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(tmp_path: Path, monkeypatch):
+    source = source_of(tmp_path, SMALL)
+
+    def full(source: Source, file: Path) -> None:
+        file.write_bytes(b"a part of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setitem(FORMATS, "safetensors", dataclasses.replace(FORMATS["safetensors"], write=full))
+    with pytest.raises(InputError, match="cannot be written .No space left on device.; make room"):
+        export(source, "safetensors", tmp_path / "encoder.safetensors")
+    assert [one.name for one in tmp_path.iterdir()] == ["encoder.pt"]
+
+
+def test_foreign_and_damaged_safetensors_are_no_encoders(tmp_path: Path):
+    source, file = source_of(tmp_path, SMALL), tmp_path / "encoder.safetensors"
+    export(source, "safetensors", file)
+    good = file.read_bytes()
+    file.write_bytes(good[:-4])
+    with pytest.raises(InputError, match="damaged or not an encoder's file"):
+        load_encoder(file)
+    file.write_bytes(safetensors.torch.save({"weight": torch.ones(2)}))
+    with pytest.raises(InputError, match="damaged or not an encoder's file"):
+        load_encoder(file)
+    file.write_bytes(safetensors.torch.save({"weight": torch.ones(2)}, {"fedssl": '{"format": "fedssl-encoder-1"}'}))
+    with pytest.raises(InputError, match="holds something else than an encoder"):
+        load_encoder(file)
+
+
+def test_command_without_words_shows_its_usage(monkeypatch, capsys):
+    assert command(monkeypatch) == 2
+    assert command(monkeypatch, "--help") == 0
+    assert "fedssl-export run=DIR" in capsys.readouterr().out

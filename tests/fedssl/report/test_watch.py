@@ -1,0 +1,120 @@
+"""Runs that are followed, with locks held by this process and no time spent."""
+
+import fcntl
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from fedssl.report.cli import main, report
+from fedssl.report.runs import held, hold
+from tests.fedssl.report.test_page import job
+
+EVERY = 7.0
+
+
+def locked(folder: Path) -> TextIO:
+    lock = (folder / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def test_a_folder_is_held_until_its_holder_lets_go(tmp_path: Path):
+    assert not held(tmp_path)
+    lock = hold(tmp_path)
+    assert lock is not None
+    assert held(tmp_path)
+    assert hold(tmp_path) is None
+    lock.close()
+    assert not held(tmp_path)
+    assert hold(tmp_path / "missing") is None
+    (tmp_path / "other" / ".lock").mkdir(parents=True)  # no file
+    assert not held(tmp_path / "other")
+
+
+def test_a_sweep_is_followed_to_its_end(tmp_path: Path, monkeypatch, capsys):
+    """First a run goes on; then it has ended, and the sweep goes on without any; then its last job ends with it."""
+    folder = job(tmp_path / "sweep" / "0", "strategy=fedavg", knn=0.5)
+    summary = (folder / "summary.json").read_text()
+    (folder / "summary.json").unlink()
+    running, sweep = locked(folder), locked(tmp_path / "sweep")
+    out, seen = tmp_path / "report.html", []
+
+    def wait(seconds: float) -> None:
+        assert seconds == EVERY
+        seen.append(out.read_text())
+        if len(seen) == 1:
+            (folder / "summary.json").write_text(summary)
+            running.close()
+        elif len(seen) == 3:
+            job(tmp_path / "sweep" / "1", "strategy=l_dawa", status="failed", reason="no GPU")
+            sweep.close()
+
+    monkeypatch.setattr("time.sleep", wait)
+    report([tmp_path / "sweep"], out=out, watch=EVERY)
+    refresh = f'http-equiv="refresh" content="{EVERY:.0f}"'
+    assert [refresh in page for page in (*seen, out.read_text())] == [True, True, True, False]
+    assert "0 of 1 runs finished, 1 running" in seen[0]
+    assert "1 of 1 runs finished, 0 running" in seen[1]
+    assert seen[1] == seen[2]
+    assert "1 of 2 runs finished, 0 running, 1 ended otherwise" in out.read_text()
+    printed = capsys.readouterr().out
+    assert f"runs that go on:\n\n  {folder}: 2 of 2 rounds done\n" in printed
+    assert printed.count("knn (%)") == 2  # none at first, and what has not changed is not printed again
+    assert f"{tmp_path / 'sweep' / '1'} (strategy=l_dawa): no GPU" in printed
+
+
+def test_ctrl_c_ends_it_and_leaves_what_was_written(tmp_path: Path, monkeypatch, capsys):
+    folder = job(tmp_path / "0", "strategy=fedavg", knn=0.5)
+    (folder / "summary.json").unlink()
+
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", stop)
+    out = tmp_path / "report.md"
+    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(folder), "--watch", "30", "--out", str(out)])
+    with locked(folder):
+        assert main() == 130
+    assert capsys.readouterr().err == "fedssl-report: stopped\n"
+    assert "2 of 2 rounds done" in out.read_text()
+
+
+def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch, capsys):
+    folder = job(tmp_path / "0", "strategy=fedavg", knn=0.5)
+    (folder / "summary.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(folder)])
+    with locked(folder):
+        assert main() == 2
+    assert capsys.readouterr().err == (
+        f"fedssl-report: no run has finished, so there are no results ({folder}: 2 of 2 rounds done); "
+        "wait with --watch 30\n"
+    )
+
+
+@pytest.mark.parametrize("seconds", ["0", "0.5", "-3", "nan", "inf"])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, monkeypatch, capsys, seconds: str):
+    job(tmp_path / "0", "strategy=fedavg")
+    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(tmp_path), f"--watch={seconds}"])
+    assert main() == 2
+    assert capsys.readouterr().err == (
+        f"fedssl-report: --watch {float(seconds):g} is no time to wait; give seconds, 1 or more, e.g. --watch 30\n"
+    )
+
+
+def test_latex_and_a_mark_by_the_command(tmp_path: Path):
+    for seed, knn in ((0, 0.80), (1, 0.82)):
+        job(tmp_path / f"a{seed}", "strategy=l_dawa", f"seed={seed}", knn=knn)
+        job(tmp_path / f"b{seed}", "strategy=fedavg", f"seed={seed}", knn=knn - 0.1)
+    report([tmp_path], out=tmp_path / "table.tex")
+    lines = (tmp_path / "table.tex").read_text().splitlines()
+    assert lines[0] == "% \\usepackage{booktabs}"
+    assert "l\\_dawa & 2 & \\textbf{81.0 $\\pm$ 1.4} & 2 & 0 \\\\" in lines
+    assert "fedavg & 2 & 71.0 $\\pm$ 1.4 & 2 & 0 \\\\" in lines
+    assert any(line.startswith("% bold: the best accuracy") for line in lines)
+    report([tmp_path], out=tmp_path / "table.md")
+    text = (tmp_path / "table.md").read_text()
+    assert "| l_dawa | 2 | **81.0 ± 1.4** | 2 | 0 |" in text
+    assert "\n\nBold: the best accuracy" in text
+    assert text.count("**") == 2

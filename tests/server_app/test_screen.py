@@ -1,0 +1,143 @@
+"""What standard output shows of a run: the same lines with and without a bar, and when there is one."""
+
+import io
+import logging
+import os
+import pty
+import re
+import sys
+import termios
+import threading
+from contextlib import suppress
+
+import pytest
+from rich.console import Console
+
+from fedssl.evaluation.scores import Score
+from server_app.log import log, logging_to
+from server_app.progress import Standing
+from server_app.screen import Bar, Screen, make_screen
+from simulation.cli import run
+
+LINE = "round 1/2  [red]x[/red] :smile:  " + "long " * 40 + "end"
+QUICK = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
+QUICK += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
+
+
+def standing(round, **changes):
+    values = {"loss": 4.81, "cosine": 0.9, "evaluation": {}, "dropped": 0, "pace": 14.2} | changes
+    return Standing(round=round, rounds=200, **values)
+
+
+def shown(screen, folder):
+    """Log a line, and show the standing after it, with this screen."""
+    with logging_to(folder, screen):
+        screen.open(200)
+        log.info(LINE)
+        screen.show(standing(12, evaluation={"knn": Score(0.6134)}))
+        log.info("second\nthird")
+        screen.show(standing(13))
+        screen.close()
+
+
+def on_terminal(text):
+    """What is left on a terminal: of every line what was written after it was last erased."""
+    text = re.sub(r"\x1b\[\?25[lh]", "", text)
+    lines, row = [""], 0
+    for piece in re.findall(r"\x1b\[\d*[A-Za-z]|\x1b\[[\d;]*m|\n|\r|[^\x1b\n\r]+", text):
+        if piece == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif piece == "\x1b[1A":
+            row -= 1
+        elif piece == "\x1b[2K":
+            lines[row] = ""
+        elif not piece.startswith("\x1b") and piece != "\r":
+            lines[row] += piece
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def test_lines_stay_as_they_are_above_the_bar(tmp_path, monkeypatch):
+    stream = io.StringIO()
+    shown(Bar(Console(file=stream, force_terminal=True, width=100, color_system=None)), tmp_path)
+    plain = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", plain)
+    shown(Screen(), tmp_path)
+    assert plain.getvalue() == f"{LINE}\nsecond\nthird\n"
+    assert stream.getvalue() != plain.getvalue()
+    assert on_terminal(stream.getvalue()) == plain.getvalue()
+    assert (tmp_path / "run.log").read_text() == 2 * plain.getvalue()
+
+
+def test_the_bar_has_rounds_time_loss_and_the_latest_results(tmp_path):
+    stream = io.StringIO()
+    shown(Bar(Console(file=stream, force_terminal=True, width=100, color_system=None)), tmp_path)
+    bars = [line for line in re.split(r"[\r\n]", stream.getvalue()) if "left" in line]
+    # The results stay those of the last evaluation; 14.2 s times 187 are 44 minutes still.
+    assert re.search(r" 13/200 0:00:0\d 44 min left  loss 4.810  knn 61.3% \(round 12\)", bars[-1])
+
+
+def test_a_resumed_run_begins_where_it_was():
+    stream = io.StringIO()
+    bar = Bar(Console(file=stream, force_terminal=True, width=100, color_system=None))
+    bar.open(200)
+    bar.at(7)
+    bar.close()
+    assert " 7/200 " in stream.getvalue()
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 100 columns as a stream, and what closes it and tells what was written to it."""
+    reader, writer = pty.openpty()
+    termios.tcsetwinsize(writer, (30, 100))
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    seen = bytearray()
+
+    def read() -> None:  # what nobody reads soon stops the writer
+        with suppress(OSError):  # the other side is closed
+            while found := os.read(reader, 4096):
+                seen.extend(found)
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    with os.fdopen(writer, "w") as stream:
+
+        def text() -> str:
+            stream.close()
+            reading.join(timeout=10)
+            return seen.decode()
+
+        yield stream, text
+    os.close(reader)
+
+
+def test_a_bar_is_for_a_terminal_that_is_nobody_elses(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal[0])
+    assert isinstance(make_screen(terminal=True), Bar)
+    assert type(make_screen(terminal=False)) is Screen
+    for name, value in (("CI", "true"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert type(make_screen(terminal=True)) is Screen
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert type(make_screen(terminal=True)) is Screen
+
+
+def test_a_run_on_a_terminal_leaves_its_log(terminal, tmp_path, monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"PNG"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal[0])
+        run([*QUICK, f"output_dir={tmp_path / 'run'}"])
+    seen = terminal[1]()
+    assert "\x1b[?25l" in seen  # the cursor is hidden while there is a bar, and shown again
+    assert seen.rindex("\x1b[?25h") > seen.rindex("\x1b[?25l")
+    assert " 2/2 " in seen
+    said = on_terminal(seen).splitlines()
+    assert said[said.index(next(line for line in said if "2 clients" in line)) :] == (
+        (tmp_path / "run" / "run.log").read_text().splitlines()
+    )
+    assert logging.getLogger("fedssl").handlers == []

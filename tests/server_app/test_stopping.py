@@ -1,0 +1,78 @@
+"""Runs that end early: what their folder says, and how they go on."""
+
+import json
+
+import pytest
+
+from fedssl.errors import InputError
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+
+WORDS = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
+WORDS += ["threads=1", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "health_pictures=0"]
+WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "checkpoint_every=3"]
+# Nothing is more than 100 points better: the second evaluation ends the run.
+STOP = ["stop_when.metric=knn", "stop_when.patience=1", "stop_when.least=1"]
+
+
+def told(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["status"], summary["rounds"], summary["reason"]
+
+
+def last(folder):
+    """Round and bits of the newest checkpoint."""
+    state = latest_checkpoint(folder / "checkpoints")
+    return state.round, {name: array.tobytes() for name, array in state.models["global"].layers.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_drawing():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run([*WORDS, f"output_dir={folder / 'whole'}"])
+    run([*WORDS, *STOP, f"output_dir={folder / 'early'}"])
+    return folder
+
+
+def test_a_run_ends_early_and_goes_on(folders):
+    early, reason = folders / "early", "knn did not improve by more than 1 in 1 evaluation after round 1"
+    assert told(early) == ("finished", 2, reason)
+    assert last(early)[0] == 2  # although a checkpoint was due in round 3
+    assert f"stop_when: {reason}; the run ends after round 2 of 3" in (early / "run.log").read_text()
+    final = json.loads((early / "summary.json").read_text())["final"]["federated"]
+    rounds = [json.loads(line) for line in (early / "metrics.jsonl").read_text().splitlines()]
+    assert final == rounds[1]["evaluation"]  # of the last round, whichever was the best
+    before = last(early)
+    run([f"resume={early}"])  # the rule holds still
+    assert (told(early), last(early)) == (("finished", 2, reason), before)
+    run([f"resume={early}", "stop_when.metric=null", "stop_when.patience=null"])
+    assert told(early) == ("finished", 3, None)
+    assert last(early) == last(folders / "whole")
+
+
+def test_the_rule_may_come_with_the_resumption(folders):
+    whole = folders / "whole"
+    run([f"resume={whole}", "rounds=9", *STOP])
+    assert told(whole)[:2] == ("finished", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["evaluation=linear"], "stop_when.metric=knn is no result of evaluation, which gives linear; choose"),
+        (["evaluation=none"], "which gives none"),
+        (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
+        (["dataset.splits.test=null"], "stop_when.metric=knn needs evaluations; the data set has no labelled test"),
+    ],
+)
+def test_what_no_round_will_have_is_refused_before_the_first(tmp_path, words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        run([*WORDS, *STOP, *words, f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

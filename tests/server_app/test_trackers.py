@@ -1,0 +1,167 @@
+"""Trackers: the same names in all, what each backend holds in the end, and failures that end no run.
+
+Each is tried against its real backend, without a network, where its package is installed.
+"""
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedssl.config import compose
+from fedssl.errors import InputError
+from fedssl.files import refuse_links
+from server_app.trackers.base import Told, flat, numbers_of
+from server_app.tracking import Tracking
+from simulation.cli import run
+
+LINE = {"round": 1, "loss": 2.5, "model_cosine": None, "seconds": 1.0, "dropped": {"3": "late"}, "units": {"knn": "x"}}
+LINE |= {"evaluation": {"knn": 0.5, "of {a}": 0.25}, "cost": {"flops": 8}, "health": {"global": {"spread": 0.75}}}
+NUMBERS = {"loss": 2.5, "seconds": 1.0, "dropped": 1, "knn": 0.5, "of _a_": 0.25, "cost/flops": 8}
+NUMBERS |= {"health/global/spread": 0.75}
+SUMMARY = {"status": "finished", "rounds": 3, "final": {"federated": {"knn": 0.9}, "pixels": {"knn": 0.4}}}
+FINAL = {"final/federated/knn": 0.9, "final/pixels/knn": 0.4}
+
+
+def test_names():
+    assert numbers_of(LINE) == NUMBERS
+    assert flat(SUMMARY["final"], "final/") == FINAL
+    assert flat({"a": {"b": True, "c": [1.0], "d": "1"}}) == {}
+
+
+def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
+    """A run that is stopped after two rounds, resumed after the first, and ended after the third; returns its id."""
+    folder.mkdir(exist_ok=True)
+    words = [f"tracker={name}", f"output_dir={folder}", "run_id=r12"]
+    for done, rounds, more in ((0, (1, 2), []), (1, (2, 3), ["rounds=40"])):
+        settings = compose([*words, *more]).recording
+        tracking = Tracking(settings)
+        tracking.begin(settings, done=done)
+        for round in rounds:
+            tracking.round({**LINE, "round": round, "loss": 2.5 + round})
+        tracking.end(SUMMARY if done else {"status": "interrupted", "rounds": 2})
+    refuse_links(folder)  # they would be refused when it is resumed
+    assert "the tracker fails" not in caplog.text
+    return settings.run_id
+
+
+def test_tensorboard(tmp_path, caplog):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track(tmp_path, "tensorboard", caplog)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == NUMBERS.keys() | FINAL.keys()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 3.5), (2, 4.5), (3, 5.5)]
+    assert [(one.step, one.value) for one in events.Scalars("final/pixels/knn")] == [(3, pytest.approx(0.4))]
+    (text,) = {bytes(one.tensor_proto.string_val[0]) for one in events.Tensors("settings/text_summary")[-1:]}
+    assert b'    strategy._target_: "strategies.l_dawa.LDAWA"' in text
+
+
+def test_mlflow(tmp_path, caplog):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    run_id = track(tmp_path, "mlflow", caplog)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("fedssl")
+    (found,) = client.search_runs([experiment.experiment_id])  # the resumed run is the same one
+    assert found.data.tags["fedssl.run_id"] == run_id
+    assert (found.info.run_name, found.info.status) == (tmp_path.name, "FINISHED")
+    assert found.data.metrics == {**NUMBERS, "loss": 5.5, **FINAL}
+    losses = {(one.step, one.value) for one in client.get_metric_history(found.info.run_id, "loss")}
+    assert losses == {(1, 3.5), (2, 4.5), (3, 5.5)}
+    assert (found.data.params["partition.alpha"], found.data.params["rounds"]) == ("0.5", "20")
+
+
+def records(log: bytes) -> Iterator[bytes]:
+    """What is in a file of W&B: 7 bytes, then LevelDB's log format, records cut into pieces by blocks of 32 KiB."""
+    place, found = 7, b""
+    while place + 7 <= len(log):
+        if 32768 - place % 32768 < 7:  # no place for a header
+            place += 32768 - place % 32768
+        length, kind = struct.unpack_from("<HB", log, place + 4)
+        found += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield found
+            found = b""
+
+
+def test_wandb(tmp_path, caplog, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run_id = track(tmp_path / "run", "wandb", caplog)
+    histories, summary, settings = [], {}, {}
+    for file in sorted(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
+        for data in records(file.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            if record.HasField("history"):
+                values = {one.key or "/".join(one.nested_key): one.value_json for one in record.history.item}
+                histories.append({key: json.loads(value) for key, value in values.items() if key[0] != "_"})
+            for one in (*record.summary.update, *record.run.summary.update):
+                summary[one.key or "/".join(one.nested_key)] = json.loads(one.value_json)
+            for one in record.run.config.update:
+                settings[one.key or "/".join(one.nested_key)] = json.loads(one.value_json)
+    assert [row["round"] for row in histories] == [1, 2, 2, 3]
+    assert histories[-1] == {"round": 3, **NUMBERS, "loss": 5.5}
+    assert {key: summary[key] for key in (*FINAL, "status")} == {**FINAL, "status": "finished"}
+    assert settings["partition.alpha"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow.tracking", "mlflow"),
+    ],
+)
+def test_a_missing_package_is_one_sentence_before_any_work(tmp_path, monkeypatch, name, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=f"tracker={name} needs the package .*uv sync --extra {extra}, or pip install"):
+        run([f"tracker={name}", f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["tracker.name=tensorboard"], "tracker.name is gone: choose a file of conf/tracker"),
+        (["tracker=wandb", "tracker.mode=disabled"], "choose one of offline, online"),
+    ],
+)
+def test_what_is_refused(words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Tracking(compose(words).recording)
+
+
+class Broken:
+    """A tracker whose server goes away in round 1."""
+
+    def begin(self, run: Told) -> None:
+        assert run.settings["strategy.metrics"] == ["seconds"]
+
+    def round(self, round: int, numbers: dict[str, float]) -> None:
+        raise ConnectionError(f"round {round} [{numbers['dropped']}]\nis lost")
+
+    def end(self, status: str, *, round: int, final: dict[str, float]) -> None:
+        raise AssertionError("nothing more is told")
+
+
+def test_a_tracker_that_fails_is_told_once_and_ends_no_run(tmp_path):
+    words = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
+    words += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
+    run([*words, f"tracker._target_={__name__}.Broken", f"output_dir={tmp_path}"])
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    told = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("the tracker")]
+    assert told == [
+        "the tracker fails and is told no more of this run, whose folder has all numbers: ConnectionError: "
+        "round 1 [0] is lost"
+    ]
