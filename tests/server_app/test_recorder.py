@@ -12,6 +12,7 @@ from fedssl.errors import InputError
 from fedssl.partition import Division
 from server_app.held import Held
 from server_app.recorder import Recorder
+from server_app.screen import Screen
 
 
 def held(*parts):
@@ -21,9 +22,9 @@ def held(*parts):
 
 def test_a_run_goes_on_with_the_pictures_that_its_clients_had(tmp_path):
     new = compose([f"output_dir={tmp_path / 'run'}"]).recording
-    Recorder(new, rounds=1, screen=False).begin(new, held([0, 1, 2], [3, 4, 5]))
+    Recorder(new, rounds=1, screen=Screen()).begin(new, held([0, 1, 2], [3, 4, 5]))
     resumed = replace(new, resumed=0)
-    recorder = Recorder(resumed, rounds=2, screen=False)
+    recorder = Recorder(resumed, rounds=2, screen=Screen())
     recorder.begin(resumed, held([0, 1, 2], [3, 4, 5]))
     with pytest.raises(InputError, match=r"partition.csv says that clients held other pictures: .*file of partition"):
         recorder.begin(resumed, held([0, 1, 3], [2, 4, 5]))
