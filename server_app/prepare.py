@@ -202,7 +202,9 @@ def check_updates(settings: Settings, *, devices: bool) -> None:
     if settings.secure and settings.recording.keep_models:
         raise InputError("secure=secagg_plus shows the server no client's model; set keep_models=0")
     if settings.privacy and settings.recording.keep_models:
-        raise InputError("privacy=central hides what a client adds, which kept models of clients show; set keep_models=0")
+        raise InputError(
+            "privacy=central hides what a client adds, which kept models of clients show; set keep_models=0"
+        )
     if updates.buffered and updates.extra_clients:
         raise InputError("updates.buffered=true waits for updates.min_updates; set updates.extra_clients=0")
 

@@ -192,7 +192,8 @@ def landscape_figure(found: Landscape, *, title: str, color: str) -> "Figure":
 
     figure = new_figure(height=5.2, width=6.0)
     names = [
-        f"direction {number} ({share:.0%} of the squared distances)" for number, share in enumerate(found.plane.shares, start=1)
+        f"direction {number} ({share:.0%} of the squared distances)"
+        for number, share in enumerate(found.plane.shares, start=1)
     ]
     axes = figure.add_subplot(xlabel=names[0], ylabel=names[1], title=title)
     axes.xaxis.set_major_locator(MaxNLocator(6))
