@@ -62,13 +62,11 @@ class Post:
         # In the order of sending; the id of a message that could not be sent is empty.
         pending = {id: message for id, message in zip(self._grid.push_messages(messages), messages, strict=False) if id}
         try:
-            over = False
-            while (pending or (enough and self.owed)) and not over:
-                over = time.monotonic() >= min(until, last)  # then for what is there already, once
+            while (pending or (enough and self.owed)) and time.monotonic() < min(until, last):
                 replies = list(self._grid.pull_messages([*pending, *self.owed]))
                 if replies:
                     pause = 0.005
-                elif not over:
+                else:
                     time.sleep(pause)
                     pause = min(2 * pause, 0.1)
                 while replies:

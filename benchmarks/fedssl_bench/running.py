@@ -1,7 +1,6 @@
 """Runs as processes beside each other, within a time: those that are finished stay, those that are not go on."""
 
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -96,7 +95,7 @@ class Runner:
         while process.poll() is None and not self._ended():
             time.sleep(_STEP)
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # which a run takes as Ctrl-C, also where that is ignored
             try:
                 process.wait(_GRACE)
             except subprocess.TimeoutExpired:

@@ -23,18 +23,16 @@ from fedssl.words import groups
 
 # A stand-in for `fedssl`: the first word says what it does; its folder is the last one.
 PROGRAM = """
-import json, pathlib, sys, time
+import json, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
 *words, place = sys.argv[1:]
 folder = pathlib.Path(place.partition("=")[2].strip("'"))
 (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
 with open(folder.parent / "order", "a") as file:
     print(folder.name, place.partition("=")[0], file=file)
-try:
-    if "slow" in words:
-        (folder / "checkpoints" / "1").touch()
-        time.sleep(100)
-except KeyboardInterrupt:
-    sys.exit(130)
+if "slow" in words:
+    (folder / "checkpoints" / "1").touch()
+    time.sleep(100)
 if "bad" not in words:
     summary = {"status": "finished", "reason": None, "overrides": words, "final": {"federated": {"knn": 0.5}}}
     (folder / "summary.json").write_text(json.dumps(summary))

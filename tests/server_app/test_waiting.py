@@ -127,12 +127,6 @@ def test_the_first_to_reply_count_if_more_are_asked():
     assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([4, 5, 6]))
 
 
-def test_what_is_there_when_the_time_is_over_counts():
-    """The server was busy all the time: it looks at the post for the first time when the deadline is over."""
-    run = Run(3, lambda client, round: (2 if client == 1 else 1, "good"), deadline=1e-9)
-    assert clients(run.round()) == [0, 2]
-
-
 def test_an_error_is_not_one_of_the_first():
     run = Run(
         4, lambda client, round: (1 + client, "error" if client == 0 else "good"), clients_per_round=2, extra_clients=2
@@ -143,12 +137,12 @@ def test_an_error_is_not_one_of_the_first():
 
 
 def test_a_round_goes_on_without_who_is_missing_at_the_deadline():
-    run = Run(3, lambda client, round: (NEVER if client == 1 else 1, "good"), deadline=0.05)
+    run = Run(3, lambda client, round: (NEVER if client == 1 else 1, "good"), deadline=1.0)
     assert clients(run.round()) == [0, 2]
 
 
 def test_a_reply_that_comes_a_round_later_is_counted_and_not_used():
-    run = Run(3, lambda client, round: (NEVER if (client, round) == (1, 1) else 1, "good"), deadline=0.02)
+    run = Run(3, lambda client, round: (NEVER if (client, round) == (1, 1) else 1, "good"), deadline=1.0)
     assert clients(run.round()) == [0, 2]
     run.grid.deliver()
     before = run.weight.copy()
