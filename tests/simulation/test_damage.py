@@ -163,9 +163,19 @@ def test_what_is_whole_is_read(folder):
         reader(folder)
 
 
-@pytest.mark.parametrize(("reader", "name"), [(reader, name) for reader, names in READERS.items() for name in names])
-def test_a_damaged_file_is_no_traceback(whole, settings, tmp_path, reader, name):
-    for kind in READERS[reader][name]:
+def cases():
+    """Every reader with every file; the report, which draws figures each time, with few damages unless --heavy."""
+    for reader, names in READERS.items():
+        for name, kinds in names.items():
+            slow = reader is reported and kinds is DAMAGES
+            yield pytest.param(reader, name, kinds, marks=pytest.mark.heavy if slow else ())
+            if slow:
+                yield reader, name, FEW
+
+
+@pytest.mark.parametrize(("reader", "name", "kinds"), list(cases()))
+def test_a_damaged_file_is_no_traceback(whole, settings, tmp_path, reader, name, kinds):
+    for kind in kinds:
         copy = Path(shutil.copytree(whole, tmp_path / kind))
         (copy / name).touch()  # t-SNE and sphere are drawn by the report only
         DAMAGES[kind](copy / name)

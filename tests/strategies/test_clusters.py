@@ -368,8 +368,10 @@ def test_a_model_for_each_client_is_every_client_alone(tmp_path):
     "words",
     [
         FEATARC,
-        SORTED,
-        *(pytest.param(some, marks=pytest.mark.heavy) for some in (IFCA, [*FEATARC, "strategy.assign_at=server"])),
+        *(
+            pytest.param(some, marks=pytest.mark.heavy)
+            for some in (SORTED, IFCA, [*FEATARC, "strategy.assign_at=server"])
+        ),
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):

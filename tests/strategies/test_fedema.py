@@ -294,7 +294,7 @@ QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limi
 QUICK += ["evaluate_every=0", "final_evaluation=none"]
 
 
-@pytest.mark.parametrize("method", ["byol", "simclr"])
+@pytest.mark.parametrize("method", ["byol", pytest.param("simclr", marks=pytest.mark.heavy)])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method):
     words = [*QUICK, "strategy=fedema", f"method={method}"]
     run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])

@@ -326,7 +326,9 @@ def weights(folder):
     return latest_checkpoint(folder / "checkpoints").models[GLOBAL].layers
 
 
-@pytest.mark.parametrize(("method", "threshold"), [("byol", 0.042), ("simclr", 0.056)])
+@pytest.mark.parametrize(
+    ("method", "threshold"), [("byol", 0.042), pytest.param("simclr", 0.056, marks=pytest.mark.heavy)]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method, threshold):
     words = [*QUICK, "strategy=fedu", f"strategy.predictor_threshold={threshold}", f"method={method}"]
     run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])

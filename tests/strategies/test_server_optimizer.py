@@ -236,7 +236,7 @@ def test_settings_out_of_range_are_refused_in_one_sentence(words, reason):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["fedavgm", "fedadam"])
+@pytest.mark.parametrize("name", [pytest.param("fedavgm", marks=pytest.mark.heavy), "fedadam"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
     words = ["num_clients=2", "local_epochs=1", "dataset.limit=40", "threads=1", "strategy=fedavg", "rounds=4"]
     words += ["final_evaluation=none", "evaluate_every=0", "partition=iid", f"server_optimizer={name}"]

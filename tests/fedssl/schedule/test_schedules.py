@@ -431,7 +431,7 @@ def test_pictures_of_the_server_are_no_clients():
     "words",
     [
         ["schedule=layer_wise", "method=moco_v3", "regularizer=alignment", "calibration=auxiliary", *VIT],
-        ["schedule=layer_wise", "method=byol", "clients_per_round=2"],
+        pytest.param(["schedule=layer_wise", "method=byol", "clients_per_round=2"], marks=pytest.mark.heavy),
         ["schedule=progressive", "strategy=euc"],
     ],
 )
