@@ -55,4 +55,4 @@ def read_safetensors(file: Path, *, most: int) -> dict[str, Any]:
     opened(file, most=most).close()
     with safe_open(file, "pt") as stored:
         described: dict[str, Any] = json.loads((stored.metadata() or {})[KEY])
-        return {**described, "weights": {name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118
+        return {**described, "weights": {name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118, it is no dictionary

@@ -20,9 +20,9 @@ from typing import Any
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import as_numbers, heading, units_of
 from fedssl.registry.differences import from_defaults
-from fedssl.registry.entries import DEFAULT, Entry, Ranked, best, find_entries, leaves, read_entry, select
+from fedssl.registry.entries import DEFAULT, Entry, Ranked, best, find_entries, read_entry, select
 from fedssl.report.accuracy_table import LEFT_OUT
-from fedssl.report.runs import MARKS
+from fedssl.report.runs import MARKS, leaves
 from fedssl.report.tables import align
 from fedssl.untrusted import printable
 

@@ -6,8 +6,7 @@ from omegaconf import OmegaConf
 
 from fedssl.composition import compose_nodes
 from fedssl.machine.threads import default_threads
-from fedssl.registry.entries import leaves
-from fedssl.report.runs import Run
+from fedssl.report.runs import Run, leaves
 from fedssl.words import groups
 
 _OWN = ("output_dir", "resume", "run_id")  # of every run its own

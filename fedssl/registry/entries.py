@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -16,8 +16,6 @@ from fedssl.untrusted import printable
 from fedssl.words import nearest
 
 DEFAULT = (Path("runs"), Path("multirun"))
-UNFINISHED = "unfinished"  # it goes on, or was ended from outside
-_ENDED = ("finished", "failed", "interrupted")
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
 
 
@@ -31,7 +29,7 @@ class Entry:
     date : str
         When it began, by the name of its folder or of the sweep's; otherwise when its files were last written.
     status : str
-        ``finished``, ``failed``, ``interrupted`` or `UNFINISHED`.
+        ``finished``, ``failed``, ``interrupted``, ``running`` or ``ended from outside``.
     done : int
         Rounds.
     results : dict
@@ -88,19 +86,15 @@ def read_entry(folder: Path) -> Entry:
     run = read_run(folder)
     if run.summary is None and run.settings is None:
         raise InputError(f"{folder} has no readable summary.json and no config.yaml; it is no run, or was none yet")
-    summary = run.summary or {}
-    status = summary.get("status")
-    done, results = summary.get("rounds"), run.results
+    results = run.results
     if not run.finished:
-        lines = read_lines(folder / "metrics.jsonl")
-        done = max((line["round"] for line in lines), default=0)
-        judged = [line for line in lines if "evaluation" in line]
+        judged = [line for line in read_lines(folder / "metrics.jsonl") if "evaluation" in line]
         results = as_scores(judged[-1]["evaluation"], judged[-1].get("units")) if judged else {}
     return Entry(
         run,
         date=_date(folder),
-        status=status if status in _ENDED else UNFINISHED,
-        done=done if isinstance(done, int) else 0,
+        status=run.state,
+        done=run.rounds_done,
         results={printable(name): score for name, score in results.items()},
     )
 
@@ -190,12 +184,3 @@ def best(entries: Iterable[Entry], metric: str, *, group: Callable[[Entry], Any]
         spread = stdev(values) if len(values) > 1 else None
         ranked.append(Ranked(members, Score(mean(values), members[0].results[metric].unit, spread)))
     return sorted(ranked, key=lambda one: one.score.value, reverse=True)
-
-
-def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested settings."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

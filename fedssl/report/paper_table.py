@@ -170,7 +170,7 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
 
 def _differences(settings: Mapping[str, Any], expected: Mapping[str, str]) -> Differences:
     """Settings of a run with other values than expected; those that one of the two does not have are left out."""
-    ours = dict(flat(settings))
+    ours = flat(settings)
     return {
         key: (ours[key], value)
         for key, value in expected.items()

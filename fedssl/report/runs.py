@@ -87,7 +87,10 @@ class Run:
 
     @cached_property
     def rounds_done(self) -> int:
-        """The last round that it has written a line of; 0: none yet."""
+        """The rounds of a finished run, else the last one that it has written a line of; 0: none yet."""
+        said = self.summary.get("rounds") if self.summary and self.finished else None
+        if isinstance(said, int):
+            return said
         lines = read_lines(self.folder / "metrics.jsonl")
         return lines[-1]["round"] if lines else 0
 
@@ -105,7 +108,7 @@ class Run:
     @property
     def every_setting(self) -> dict[str, str]:
         """All settings by dotted keys, and the choices by their names; of a run without settings the words alone."""
-        return {**self.words, **dict(flat(self.settings or {})), **self.choices}
+        return {**self.words, **flat(self.settings or {}), **self.choices}
 
     @property
     def seed(self) -> str:
@@ -184,14 +187,18 @@ def hold(folder: Path) -> TextIO | None:
     return lock
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and values of settings as text; what looks like an interpolation stays as it stands."""
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested settings; what looks like an interpolation stays as it stands."""
     for key, value in settings.items():
-        name = printable(f"{prefix}{key}")
         if isinstance(value, dict):
-            yield from flat(value, f"{name}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield name, printable(value)
+            yield f"{prefix}{key}", value
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted keys and values of nested settings as text."""
+    return {printable(key): printable(value) for key, value in leaves(settings)}
 
 
 def rule_of(folder: Path) -> str:

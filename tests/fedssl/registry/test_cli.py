@@ -1,6 +1,8 @@
 """The command ``fedssl-runs``: lists, ranks and shows runs, and gets over folders that are damaged or another's."""
 
+import fcntl
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from fedssl.config import compose, save_run
 from fedssl.registry.cli import main
+from fedssl.report.runs import LOCK
 
 
 @pytest.fixture
@@ -73,15 +76,23 @@ def test_list(runs, command):
         "K",
         "results",
     ]
-    assert [line.split()[3] for line in lines[1:7]] == ["unfinished", "failed", *["finished"] * 4]
-    assert lines[1].split()[:2] == ["2026-01-05", "00:00:00"]
-    assert lines[1].split()[4:] == ["2/9", "fedavg", "simclr", "dirichlet", "0.5", "10", "knn", "25.0%"]
+    columns = [re.split(r"\s{2,}", line) for line in lines[1:7]]
+    assert [row[2] for row in columns] == ["ended from outside", "failed", *["finished"] * 4]
+    assert columns[0][0] == "2026-01-05 00:00:00"
+    assert lines[1].split()[6:] == ["2/9", "fedavg", "simclr", "dirichlet", "0.5", "10", "knn", "25.0%"]
     assert lines[3].split()[5:] == ["l_dawa", "byol", "dirichlet", "0.1", "10", "knn", "70.0%", "norm", "350.0%"]
     assert lines[4].split()[:3] == ["2026-01-02", "03:04:05", f"{runs}/2026-01-02_03-04-05/1"]
     said = lines[7:]
     assert len(said) == 3
     assert any("damaged/config.yaml cannot be used (" in line for line in said)
     assert sum("no readable summary.json and no config.yaml" in line for line in said) == 2
+
+
+def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
+    with (runs / "2026-01-05_00-00-00" / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert len(json.loads(command("list", "status=running", runs, "--json")[1])["runs"]) == 1
+    assert not json.loads(command("list", "status=running", runs, "--json")[1])["runs"]
 
 
 @pytest.mark.parametrize(
