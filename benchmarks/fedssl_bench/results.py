@@ -2,6 +2,7 @@
 
 import json
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -32,8 +33,6 @@ class Entry:
         Protocol to accuracy in [0, 1], of the federated encoder and of the one before training.
     bytes_up : float
         What a client sent in all rounds.
-    minutes : float
-        Of the whole run, with evaluation; comparable only on one machine.
     machine, date : str
     versions : dict
         Package to version.
@@ -46,7 +45,6 @@ class Entry:
     results: dict[str, float]
     untrained: dict[str, float]
     bytes_up: float
-    minutes: float
     machine: str
     date: str
     versions: dict[str, str]
@@ -79,7 +77,6 @@ def collect(suite: Suite, folder: Path) -> list[Entry]:
                     results=accuracies["federated"],
                     untrained=accuracies["untrained"],
                     bytes_up=summary["client"]["bytes_up"],
-                    minutes=summary["seconds"] / 60,
                     machine=machine(),
                     date=date.fromtimestamp((place / "summary.json").stat().st_mtime).isoformat(),
                     versions=summary["versions"],
@@ -89,8 +86,14 @@ def collect(suite: Suite, folder: Path) -> list[Entry]:
 
 
 def read(file: Path) -> list[Entry]:
-    """The entries of a file; none if it is not there."""
-    return [Entry(**entry) for entry in json.loads(file.read_text())["results"]] if file.exists() else []
+    """The entries of a file, to which others may have added theirs; none if it is not there."""
+    found = []
+    for number, entry in enumerate(json.loads(file.read_text())["results"] if file.exists() else []):
+        try:
+            found.append(Entry(**entry))
+        except TypeError as error:
+            sys.exit(f"{file}: entry {number} is not as the others: {error}; correct it")
+    return found
 
 
 def merge(file: Path, entries: Iterable[Entry]) -> list[Entry]:
@@ -154,10 +157,9 @@ def _table(rows: Mapping[str, Sequence[Entry]]) -> str:
             f"{difference.p:.2f}" if difference else "",
             f"{rank[rule]:.1f}" if rule in rank else "",
             f"{median(entry.bytes_up for entry in each) / 1e6:.0f}",
-            f"{median(entry.minutes for entry in each):.1f}",
         ]
         body.append([f"({rule})" if rule in (*BOUNDS, IDLE) else rule, *cells])
-    heads = ["strategy", "linear, %", "kNN, %", "above untrained", f"beside {REFERENCE}", "p", "rank", "MB up", "min"]
+    heads = ["strategy", "linear, %", "kNN, %", "above untrained", f"beside {REFERENCE}", "p", "rank", "MB up"]
     return markdown([heads, *body], left=1)
 
 

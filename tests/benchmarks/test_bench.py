@@ -121,9 +121,7 @@ def test_holm_by_hand():
 
 def entry(rule: str, seed: int, linear: float, method: str = "simclr") -> Entry:
     results = {"linear": linear, "knn": linear - 0.1}
-    return Entry(
-        "cpu", rule, method, seed, results, {"linear": 0.3, "knn": 0.2}, 2e6, 1.5, "a machine", "2026-01-01", {}
-    )
+    return Entry("cpu", rule, method, seed, results, {"linear": 0.3, "knn": 0.2}, 2e6, "a machine", "2026-01-01", {})
 
 
 def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
@@ -134,6 +132,13 @@ def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["results"][1]["rule"] == "theirs"
 
 
+def test_an_entry_that_lacks_something_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"results": [{"suite": "cpu", "rule": "theirs"}]}))
+    with pytest.raises(SystemExit, match=r"results.json: entry 0 is not as the others: .*'method'"):
+        results.read(file)
+
+
 def test_the_page_ranks_rows_over_the_seeds_that_all_have() -> None:
     numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6)}
     entries = [entry(rule, seed, one) for rule, each in numbers.items() for seed, one in enumerate(each)]
@@ -142,7 +147,7 @@ def test_the_page_ranks_rows_over_the_seeds_that_all_have() -> None:
     cells = {name.strip(): [cell.strip() for cell in each] for name, *each in table}
     assert cells["fedavg"][:3] == ["42.0 (40.0 to 44.0)", "32.0 (30.0 to 34.0)", "+12.0"]
     # Beside FedAvg 1, 2, 3 points: as in the test above, but a single row needs no correction.
-    assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2", "1.5"]
+    assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2"]
     assert cells[f"({ALL})"][5] == ""  # no rank for a bound
     fewer = page(SUITES["cpu"], [*entries, entry("krum", 0, 0.5), entry("krum", 1, 0.5)])
     assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
