@@ -1,4 +1,4 @@
-"""Packages that only exports need, which ``pip install 'fedssl[export]'`` brings."""
+"""Packages that only exports need, which ``uv sync --extra export`` brings."""
 
 from importlib.util import find_spec
 
@@ -17,4 +17,5 @@ def need(what: str, *packages: str) -> None:
     """
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        raise InputError(f"{what} needs {' and '.join(missing)}; run pip install 'fedssl[export]'")
+        said = f"install it: uv sync --extra export, or pip install {' '.join(missing)}"
+        raise InputError(f"{what} needs {' and '.join(missing)}; {said}")

@@ -35,7 +35,7 @@ features = encoder(pictures)  # standardised as preprocessor_config.json says
 _OURS = """```python
 from fedssl.export import load_encoder
 
-encoder = load_encoder("FOLDER/model.safetensors")  # pip install 'fedssl[export]'
+encoder = load_encoder("FOLDER/model.safetensors")  # needs safetensors
 features = encoder(encoder.preprocess(pictures))  # pictures: uint8 (batch, channels, height, width)
 ```"""
 

@@ -351,7 +351,8 @@ def test_command_answers_bad_input_with_one_sentence(words, message, run: Path, 
 def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypatch, capsys):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("onnx", "onnxruntime") else sys)
     assert command(monkeypatch, f"run={run}", "format=onnx", f"output={run}/other.onnx") == 2
-    told = "fedssl-export: format=onnx needs onnx and onnxruntime; run pip install 'fedssl[export]'\n"
+    told = "fedssl-export: format=onnx needs onnx and onnxruntime; "
+    told += "install it: uv sync --extra export, or pip install onnx onnxruntime\n"
     assert capsys.readouterr().err == told
 
 

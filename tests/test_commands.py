@@ -1,0 +1,188 @@
+"""README and guide tell the truth: every block of commands is run, in small, in a folder with what the blocks name."""
+
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from client_app.limits import Limits, read_limits
+from simulation.cli import run
+from simulation.processes import private_place
+from tests.devices import pictures
+from tests.experiments.every import pictures as hub_pictures
+from tests.fedssl.exporting.test_exporting import VIT, write_encoder
+from tests.flower import ENVIRONMENT, flwr_run, free_port
+from tests.test_docs import ROOT
+
+PAGES = (ROOT / "README.md", ROOT / "docs/guide.md")
+RUN = "runs/2026-11-21_14-03-07"  # the run folder that the pages take as an example
+PROGRAMS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+OTHERS = ("flwr", "flower-", "pip", "uv", "python", "mkdocs", "printf", "export")
+TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=400", "final_evaluation=knn", "health_pictures=0")
+# A command with the first of these words needs the others to be small.
+SMALLER = {
+    "engine=ray": ("partition=iid",),
+    "engine.client_gpus=0.25": ("engine.client_gpus=0", "dataset.path=data/cifar10"),
+    "schedule=layer_wise": ("rounds=4", "dataset.limit=60"),
+    "secure=secagg_plus": ("num_clients=3",),
+    "encoder=resnet18": ("num_clients=2", "measure_resources=false"),
+    "dataset=image_folder": ("num_clients=2",),
+    "seed=0,1,2": ("dataset.limit=100",),
+    "keep_models=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
+    "rounds=200": ("rounds=20", "dataset.limit=60"),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page."""
+
+    page: str
+    language: str
+    text: str
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The words of its commands."""
+        lines = (shlex.split(line, comments=True) for line in self.text.replace("\\\n", "").splitlines())
+        return [words for words in lines if words]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.splitlines()[0]}"
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.M | re.S):
+            yield Block(page.name, language, text)
+
+
+BLOCKS = list(blocks())
+SCRIPTS = [block for block in BLOCKS if block.language == "bash"]
+OWN = [block for block in SCRIPTS if all(words[0] in PROGRAMS for words in block.commands)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages name: a finished run, its encoder, and pictures."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    run([*TINY, "num_clients=3", "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
+    (folder / "my").mkdir()
+    (folder / "my/runs").symlink_to(folder / "runs")
+    write_encoder(folder / "encoder-0.pt", VIT)
+    (folder / "data/cifar10").mkdir(parents=True)
+    hub_pictures(folder / "data/cifar10", splits={"train": 12, "test": 10})
+    for name in ("cats", "dogs"):
+        pictures(folder / "my/pictures" / name, 20, size=64)
+    for name in ("garden", "roof"):
+        pictures(folder / "my" / name, 12)
+    return folder
+
+
+def small(words: list[str], place: Path) -> list[str]:
+    """The command with places in ``place``, and so small that it is quick."""
+    words = [re.sub(r"(?<==)/(?=data/|my/|tmp/)", f"{place}/", word) for word in words]
+    if words[0] != "fedssl":
+        return words
+    more = [word for key, value in SMALLER.items() if key in words for word in value]
+    return [*words, *TINY, *more]
+
+
+def call(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Call a program of ours in this process."""
+    patch.setattr(sys, "argv", words)
+    try:
+        status = pkgutil.resolve_name(PROGRAMS[words[0]])()
+    except SystemExit as end:
+        status = end.code
+    assert not status, words
+
+
+def marked(block: Block) -> object:
+    much = any(words in block.text for words in ("engine=ray", "fedssl -m", "encoder=resnet18"))
+    return pytest.param(block, marks=pytest.mark.heavy if much else [], id=str(block))
+
+
+@pytest.mark.parametrize("block", [marked(block) for block in {block.text: block for block in OWN}.values()])
+def test_a_block_of_our_programs_runs(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    for words in block.commands:
+        call(small(words, place), monkeypatch)
+
+
+def test_every_command_is_run_by_a_test_here() -> None:
+    others = [block.commands[0] for block in SCRIPTS if block not in OWN]
+    assert [words[:2] for words in others] == [
+        ["pip", "install"],  # sets everything up
+        ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", "uv"],  # plain flwr run
+        ["export", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1"],  # devices
+    ]
+    for block in BLOCKS:
+        if block.language != "bash":
+            assert not [words for words in block.text.splitlines() if words.startswith((*PROGRAMS, *OTHERS))], str(
+                block
+            )
+
+
+def test_python_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = (block for block in BLOCKS if block.language == "python")
+    monkeypatch.chdir(place)
+    names: dict[str, object] = {"pictures": torch.zeros(4, 1, 8, 8, dtype=torch.uint8)}
+    exec(block.text, names)
+    features = names["features"]
+    assert isinstance(features, torch.Tensor)
+    assert features.shape[0] == 4
+
+
+def test_limits_of_the_guide(tmp_path: Path) -> None:
+    (block,) = (block for block in BLOCKS if block.language == "yaml")
+    (tmp_path / "limits.yaml").write_text(block.text)
+    said = Limits(memory=2.0, epochs=20, batch=256, size=128, threads=2, minutes=15)
+    assert read_limits(tmp_path / "limits.yaml") == said
+
+
+@pytest.mark.heavy
+def test_the_first_block_sets_everything_up(tmp_path: Path) -> None:
+    block = SCRIPTS[0]
+    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
+    script = block.text.replace("uv run fedssl", f"uv run fedssl {' '.join(TINY)}")
+    script = script.replace("uv run pytest", "uv run pytest --collect-only -n 0")
+    environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path / "clone", env=environment, check=True)
+
+
+@pytest.mark.heavy
+def test_plain_flwr_run_as_in_the_guide(tmp_path: Path) -> None:
+    (words,) = next(block for block in SCRIPTS if "uv run flwr run" in block.text).commands
+    at = words.index("--stream")
+    assert words[:at] == ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", "uv", "run", "flwr", "run", "."]
+    options = [word.replace("/tmp/fedssl-", f"{tmp_path}/") for word in words[at + 1 :]]
+    options[-1] += f' overrides="{" ".join(TINY)}"'
+    outcome = flwr_run(ROOT, *options)
+    assert outcome.status == "finished:completed", outcome.log
+    assert (tmp_path / "run/encoder.pt").exists()
+
+
+@pytest.mark.heavy
+def test_devices_on_one_machine_as_in_the_guide(place: Path, tmp_path: Path) -> None:
+    text = next(block for block in SCRIPTS if "flower-superlink" in block.text).text
+    for port in ("8000", "9094", "9095"):
+        text = text.replace(port, str(free_port()))
+    text = text.replace("/tmp/fedssl-", f"{tmp_path}/").replace("/my/", f"{place}/my/")
+    text = text.replace("dataset.size=32", "dataset.size=8 rounds=1 encoder.width=4")
+    with private_place() as own, (tmp_path / "log").open("w") as log:
+        text = f"cd {shlex.quote(str(ROOT))}\n{text}".replace("~/.flwr", str(own.home))
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, **ENVIRONMENT, "PATH": path}
+        own.start(["bash", "-euc", text], environment=environment, stdout=log.fileno()).wait()
+    assert (tmp_path / "devices/encoder.pt").exists(), (tmp_path / "log").read_text()
