@@ -82,7 +82,13 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
     """Seconds of our rounds."""
     rounds = WARM_UP + ROUNDS
     words = [f"rounds={rounds}", "encoder=resnet18", "strategy=l_dawa", "local_epochs=0", "threads=1", "device=cpu"]
-    words += ["partition=iid", "evaluation=none", "final_evaluation=none", "health_pictures=0", f"checkpoint_every={rounds}"]
+    words += [
+        "partition=iid",
+        "evaluation=none",
+        "final_evaluation=none",
+        "health_pictures=0",
+        f"checkpoint_every={rounds}",
+    ]
     words += [f"num_clients={CLIENTS}", f"output_dir={folder}"]
     with redirect_stdout(sys.stderr):
         run_ray(

@@ -65,6 +65,7 @@ def test_all_parts_work_together(run_folder):
     assert sizes[0] < sizes[-1]
 
 
+@pytest.mark.heavy
 def test_the_saved_command_repeats_the_run(run_folder, folder):
     words = shlex.split(summary(run_folder)["command"])[1:]
     fedssl(*words, "output_dir=again", folder=folder)
@@ -90,6 +91,7 @@ def test_the_other_commands(folder):
     assert evaluate[0] == "--config-dir"
 
 
+@pytest.mark.heavy
 def test_the_encoder_is_evaluated_with_the_folder_that_has_it(run_folder, folder):
     words = [word.replace("RUN", str(run_folder)) for word in commands()[-1]]
     evaluated = call("fedssl.evaluation.cli", *words, folder=folder)

@@ -1,3 +1,4 @@
+import itertools
 from pathlib import Path
 from uuid import UUID
 
@@ -13,21 +14,40 @@ from fedssl.words import CONF, quote
 from strategies.base import Circumstances
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
-FILES = [
-    (group, str(file.relative_to(CONF / group).with_suffix("")))
-    for group in GROUPS
-    for file in sorted((CONF / group).rglob("*.yaml"))
-]
+FREE = {
+    "augmentation",
+    "engine",
+    "evaluation",
+    "final_evaluation",
+    "lr_schedule",
+    "optimizer",
+    "tracker",
+}  # of each other
 
 
-@pytest.mark.parametrize(("group", "name"), FILES)
-def test_every_file_composes(group, name):
-    extra = ["dataset.path=/pictures"] if name == "image_folder" else []
-    recording = compose([f"{group}={name}", *extra]).recording
+def choices():
+    """Words that choose every file of every group; groups that know nothing of each other share a run."""
+    files = {
+        group: [
+            f"{group}={file.relative_to(CONF / group).with_suffix('')}"
+            for file in sorted((CONF / group).rglob("*.yaml"))
+        ]
+        for group in GROUPS
+    }
+    together = itertools.zip_longest(*(files[group] for group in sorted(FREE)))
+    alone = ([word] for group in GROUPS if group not in FREE for word in files[group])
+    return [*([word for word in words if word] for words in together), *alone]
+
+
+@pytest.mark.parametrize("words", choices(), ids=" ".join)
+def test_every_file_composes(words):
+    extra = ["dataset.path=/pictures"] if "dataset=image_folder" in words else []
+    recording = compose([*words, *extra]).recording
     config = OmegaConf.create(recording.text)
     assert not OmegaConf.missing_keys(config)
-    assert recording.choices[group] == name
-    assert group in config
+    for group, name in (word.split("=") for word in words):
+        assert recording.choices[group] == name
+        assert group in config
 
 
 def test_the_embedded_default():

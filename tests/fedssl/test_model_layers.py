@@ -14,8 +14,10 @@ METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
 # Strategies know a method by its parts alone: a predictor and a target (byol, and so moco_v3), a half on the server
 # (orchestra), a classifier (supervised). The others go with one strategy of each kind of client half and of exchange.
 CORE = [(name, "byol") for name in STRATEGIES]
-CORE += [(name, kind) for kind in METHODS for name in ("fedavg", "l_dawa_fedu", "euc", "fedbn")]
-OTHERS = {(name, kind) for name in STRATEGIES for kind in ("orchestra", "supervised")} - set(CORE)
+CORE += [(name, kind) for kind in METHODS for name in ("l_dawa_fedu", "euc")]
+OTHERS = {(name, kind) for name in STRATEGIES for kind in ("orchestra", "supervised")}
+OTHERS |= {(name, kind) for kind in METHODS for name in ("fedavg", "fedbn")}
+OTHERS -= set(CORE)
 OTHERS -= {("clustered", "orchestra"), ("featarc", "orchestra")}  # refused
 
 

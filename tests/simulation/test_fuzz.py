@@ -263,7 +263,7 @@ def outside(place):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case < 2 * len(DAMAGES) else [pytest.mark.heavy]) for case in range(CASES)],
+    [pytest.param(case, marks=[] if case < len(DAMAGES) else [pytest.mark.heavy]) for case in range(CASES)],
 )
 def test_a_damaged_folder_is_used_or_refused_in_one_sentence(place, case, capfd, caplog):
     draw = random.Random(case)

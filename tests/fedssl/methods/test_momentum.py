@@ -152,7 +152,17 @@ def test_fedavg_is_two_cells_of_fedus_table_4(tmp_path, target, update):
 REFUSED = ("fedu", "l_dawa_fedu")
 
 
-@pytest.mark.parametrize("strategy", [name for name in groups()["strategy"] if name not in REFUSED])
+CORE = ("fedavg", "fedbn", "euc", "gossip", "median")  # kinds of what travels
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=[] if name in CORE else pytest.mark.heavy)
+        for name in groups()["strategy"]
+        if name not in REFUSED
+    ],
+)
 def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
     words = [f"strategy={strategy}", "method=byol", "method.target=average", "dataset.limit=60", "num_clients=5"]
     federation = run(tmp_path, *words, rounds=2)

@@ -1,4 +1,7 @@
-"""The page in a real browser, on a phone and on a desk, light and dark; skipped where there is no browser."""
+"""The page in a real browser, on a phone and on a desk, light and dark; skipped where there is no browser.
+
+Pictures of it are left in ``build/``, for whoever wants to see it.
+"""
 
 from pathlib import Path
 
@@ -6,6 +9,7 @@ import pytest
 
 from tests.browser import PROGRAM, Browser
 from tests.fedssl.report.test_page import HOSTILE, job, page_of
+from tests.test_docs import ROOT
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")]
 
@@ -45,7 +49,10 @@ def test_the_page_opens_without_a_complaint_and_fits(browser: Browser, file: Pat
     assert (light[0] < light[1]) == dark
     assert browser.evaluate("document.querySelectorAll('svg text').length") > 10
     assert browser.evaluate("document.querySelector('svg').getBoundingClientRect().height") > 100
-    assert browser.picture().startswith(b"\x89PNG")
+    picture = browser.picture()
+    assert picture.startswith(b"\x89PNG")
+    (ROOT / "build").mkdir(exist_ok=True)
+    (ROOT / "build" / f"report-{width}-{'dark' if dark else 'light'}.png").write_bytes(picture)
 
 
 def test_a_click_on_a_header_sorts_and_a_second_one_the_other_way_round(browser: Browser, file: Path):

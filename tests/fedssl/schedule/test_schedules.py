@@ -349,7 +349,19 @@ def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(
 # --- every strategy, method and regulariser ---
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+PLAIN = (
+    "eua",
+    "fedprox",
+    "krum",
+    "l_dawa_fedu",
+    "loss",
+    "m_dawa",
+    "median",
+    "trimmed_mean",
+)  # whose clients are others'
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.heavy) if n in PLAIN else n for n in STRATEGIES])
 @pytest.mark.parametrize("schedule", ["layer_wise", pytest.param("progressive", marks=pytest.mark.heavy)])
 def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     words = [f"strategy={name}", "method=byol", "rounds=8", f"schedule={schedule}"]
