@@ -194,18 +194,32 @@ def assert_code_loads(source: Source, file: Path) -> None:
     torch.testing.assert_close(found, ours(source.encoder, pictures), rtol=0, atol=1e-5)
 
 
-def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(tmp_path: Path):
-    source, folder = source_of(tmp_path, VIT), tmp_path / "folder"
+@pytest.mark.parametrize(
+    "settings", [VIT, pytest.param({**RESNET, "size": 32, "stem": "imagenet"}, marks=pytest.mark.heavy)]
+)
+def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(settings: dict[str, Any], tmp_path: Path):
+    source, folder = source_of(tmp_path, settings), tmp_path / "folder"
     assert export(source, "huggingface", folder) <= 1e-5
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    settings = timm.data.resolve_model_data_config(model)
-    assert (settings["input_size"], settings["interpolation"], settings["crop_pct"]) == ((3, 8, 8), "bilinear", 1.0)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_features"] == model.num_features
+    assert model.get_submodule(config["pretrained_cfg"]["first_conv"]).in_channels == 3
+    form = timm.data.resolve_model_data_config(model)
+    size = settings["size"]
+    assert (form["input_size"], form["interpolation"], form["crop_pct"]) == ((3, size, size), "bilinear", 1.0)
     pictures = pictures_like(source.encoder)
-    mean, std = (torch.tensor(settings[key]).view(3, 1, 1) for key in ("mean", "std"))
+    mean, std = (torch.tensor(form[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
         found = model((pictures / 255 - mean) / std)
     torch.testing.assert_close(found, ours(source.encoder, pictures), rtol=0, atol=1e-5)
     assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in (folder / "README.md").read_text()
+
+
+def test_hub_folder_of_a_resnet_for_small_pictures_is_none_of_timms(tmp_path: Path):
+    source, folder = source_of(tmp_path, RESNET), tmp_path / "folder"
+    assert export(source, "huggingface", folder) <= 1e-5
+    assert list(json.loads((folder / "config.json").read_text())) == ["fedssl"]
+    assert "load_encoder" in (folder / "README.md").read_text()
 
 
 def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_tells_of_the_run(run: Path, monkeypatch):
@@ -220,7 +234,9 @@ def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_tel
     assert json.loads((folder / "config.json").read_text())["fedssl"]["encoder"] == SMALL
     form = json.loads((folder / "preprocessor_config.json").read_text())
     assert (form["size"], form["image_mean"]) == ({"height": 8, "width": 8}, [0.25, 0.5, 0.75])
+    assert (form["do_rescale"], form["rescale_factor"]) == (True, 1 / 255)
     card = (folder / "README.md").read_text()
+    assert "library_name: fedssl\n" in card
     for line in ("| aggregation rule | eua |", "| data set | digits |", "| rounds | 7 |", "| seed | 7 |"):
         assert line in card
     assert re.search(r"^knn +50\.0 +62\.5 +25\.0$", card, flags=re.M)
