@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,20 @@ def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(settings: di
         found = model((pictures / 255 - mean) / std)
     torch.testing.assert_close(found, ours(source.encoder, pictures), rtol=0, atol=1e-5)
     assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("status", ["failed", None])
+def test_card_of_a_run_without_an_end_says_so(status: str | None, run: Path, tmp_path: Path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder, ignore=lambda folder, names: {"encoder-huggingface"})
+    if status is None:
+        (folder / "summary.json").unlink()
+    else:
+        (folder / "summary.json").write_text(json.dumps({"status": status, "reason": "", "overrides": [], "rounds": 1}))
+    assert command(monkeypatch, f"run={folder}", "format=huggingface") == 0
+    card = (folder / "encoder-huggingface/README.md").read_text()
+    assert card.endswith("## Results\n\nThe run has no results.\n")
+    assert "| aggregation rule | eua |" in card
 
 
 def test_hub_folder_of_a_resnet_for_small_pictures_is_none_of_timms(tmp_path: Path):
