@@ -41,6 +41,12 @@ MINIMUM = {
     "keep_models": 0,
 }
 MOST_THREADS = 1024  # more of them end the process
+# Groups that are off by default: a setting that ``none`` has too, the choice that it belongs to, and another of it.
+_SWITCHED_ON = {
+    "calibration": ("at", "auxiliary", "share"),
+    "privacy": ("clip_norm", "central", "noise_multiplier"),
+    "secure": ("clipping_range", "secagg_plus", "threshold"),
+}
 CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "transport": TRANSPORTS}
 
 # Settings, or groups of them, that do not change the numbers of a run, and its length.
@@ -140,8 +146,7 @@ def check(config: DictConfig) -> None:
             f"stop_when.metric={config.stop_when.metric} is looked at in rounds of evaluation, and evaluate_every=0 "
             "has none; set evaluate_every=1 or more"
         )
-    if config.calibration.at and "share" not in config.calibration:
-        raise InputError(f"calibration.at={config.calibration.at} needs calibration=auxiliary; add it")
+    _check_groups(config)
     clip_norm = config.clip_norm
     if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
         raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
@@ -150,6 +155,12 @@ def check(config: DictConfig) -> None:
         raise InputError(
             f"threads={threads} but it must be a whole number from 1 to {MOST_THREADS}, or null for automatic"
         )
+
+
+def _check_groups(config: DictConfig) -> None:
+    for group, (key, choice, other) in _SWITCHED_ON.items():
+        if config[group][key] is not None and other not in config[group]:
+            raise InputError(f"{group}.{key}={config[group][key]} needs {group}={choice}; add it")
 
 
 def _check_clients(config: DictConfig) -> None:

@@ -81,7 +81,10 @@ def load_run(words: Sequence[str]) -> Settings:
     folder = Path(str(given[-1])).resolve()
     saved, saved_words = read_settings(folder / "config.yaml"), read_words(folder / "overrides.yaml")
     if saved is None or saved_words is None:
-        raise InputError(f"resume={folder} is not a run folder: it has no config.yaml; give the folder of a run")
+        raise InputError(
+            f"resume={folder} is not a run folder: it has no config.yaml, which a run has from its first round on; "
+            "give the folder of a run, or start the run again"
+        )
     own, words = ("resume", "output_dir", "run_id"), with_folders(words)
     # How many devices there are they say themselves.
     counted = ("num_clients", "clients_per_round") if (folder / DEVICES).exists() else ()

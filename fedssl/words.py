@@ -45,6 +45,11 @@ def parse(words: Sequence[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
         reason = " ".join(str(error).split())
+        bare = [word for word in words if "=" not in word and not word.startswith("~")]
+        if bare:
+            raise InputError(
+                f"{bare[0]} is not of the form key=value; write e.g. rounds=5 or strategy=fedavg"
+            ) from error
         raise InputError(
             f"cannot read the command line: {reason}; write key=value, quoted where it has spaces"
         ) from error

@@ -5,6 +5,8 @@ Hydra reads the command line (``-m``, ``--cfg job``, ``--help``). Exit status: 1
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments
 from fedssl.report.runs import hold, read_summary
+from fedssl.settings import Settings
 from fedssl.untrusted import printable
 from fedssl.words import CONF, parse, quote
 
@@ -63,8 +66,8 @@ def main() -> None:
         sys.exit(_say(f"fedssl: {error}", status=2))
     except RunFailed as error:
         sys.exit(_say(f"fedssl: {error}", status=1))
-    except KeyboardInterrupt:
-        sys.exit(_say("fedssl: stopped", status=130))
+    except KeyboardInterrupt as stop:
+        sys.exit(_say(f"fedssl: stopped{stop}", status=130))
 
 
 def job(hydra_settings: DictConfig) -> None:
@@ -99,7 +102,30 @@ def run(words: Sequence[str]) -> None:
         run_deployment(words, engine=settings.engine)
         return
     settings.recording.tracker.make()  # a package that it lacks is told before any work
-    folder = settings.recording.folder or new_run_folder()
+    given = settings.recording.folder
+    fresh = given is None or not given.exists()
+    folder = given or new_run_folder()
+    try:
+        _run_here(settings, folder)
+    except InputError:
+        if fresh and not _rounds_done(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except KeyboardInterrupt as stop:
+        done = _rounds_done(folder)
+        if not done:
+            raise
+        goes_on = f"it goes on by: fedssl {shlex.quote(f'resume={folder}')}"
+        raise KeyboardInterrupt(f" after round {done}; {goes_on}") from stop
+
+
+def _rounds_done(folder: Path) -> int:
+    summary = read_summary(folder / "summary.json")
+    return 0 if summary is None else int(summary.get("rounds", 0))
+
+
+def _run_here(settings: Settings, folder: Path) -> None:
+    """One run into this folder, by processes of this machine or a cluster."""
     overrides = [*settings.recording.words, f"output_dir={quote(str(folder))}"]
     data = {"dataset": settings.data}
     if settings.calibration is not None and settings.calibration.own:
@@ -107,6 +133,7 @@ def run(words: Sequence[str]) -> None:
     for key, one in data.items():
         path = one.reader.values.get("path")
         if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
+            overrides = [word for word in overrides if word.partition("=")[0] != f"{key}.path"]
             overrides.append(f"{key}.path={quote(path)}")
     engine, at_a_time = settings.engine.name, settings.clients_per_round
     if engine == "auto":

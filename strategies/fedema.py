@@ -123,7 +123,9 @@ class FedEMA(FedSSLStrategy):
     ----------
     weighting : {"examples", "uniform"}
         As in `FedAvg`.
-    tau, distance
+    tau : float
+        As in `MixingClient`.
+    distance : str
         As in `MixingClient`.
     """
 

@@ -79,8 +79,11 @@ class Relay(ServerHalf):
 
     Parameters
     ----------
-    topology, degree, probability, file
-        As for `strategies.topology.make_graph`.
+    topology : str
+        This and the others as for `strategies.topology.make_graph`.
+    degree : int or None
+    probability : float or None
+    file : str or None
     """
 
     def __init__(self, topology: str, *, degree: int | None, probability: float | None, file: str | None) -> None:

@@ -163,8 +163,12 @@ class LDAWA(FedSSLStrategy):
 
     Parameters
     ----------
-    weighting, buffers, normalize
-        As in `l_dawa`. With ``weighting="uniform"`` clients report nothing but their layers.
+    weighting : {"uniform", "examples", "loss"}
+        As in `l_dawa`. With "uniform" clients report nothing but their layers.
+    buffers : {"average", "scale"}
+        As in `l_dawa`.
+    normalize : bool
+        As in `l_dawa`.
     warmup_rounds : int
         First rounds that are FedAvg weighted by examples; 0: none (the paper), 3: the authors' code.
     scale_at : {"server", "client"}

@@ -30,6 +30,7 @@ def test_every_choice_has_a_page_with_its_settings_its_equations_and_an_example(
     page = text(site / "settings/strategy/l_dawa.html")
     assert "fedssl strategy=l_dawa" in page
     assert "weighting uniform uniform: 1/K (Eq. 4) | examples: n_k / sum n (Eq. 5)" in page  # of the YAML's comment
+    assert "buffers average Running statistics of batch norm. average: their weighted mean" in page  # above it
     assert "Eqs. 2, 4-6" in page  # of the module's docstring
     assert "Layer-wise divergence aware weight aggregation" in page  # of the class's
     choices = {file.relative_to(ROOT / "conf").with_suffix(".html") for file in (ROOT / "conf/method").rglob("*.yaml")}

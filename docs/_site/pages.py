@@ -1,5 +1,6 @@
 """Pages that mkdocs makes besides those in docs/: the README, every choice of every group of settings, every module."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,9 +132,14 @@ def head(text: str) -> str:
 
 
 def settings(text: str) -> Iterator[Setting]:
-    """The settings of a file, with dotted keys; a comment on a line of its own belongs to no setting."""
+    """The settings of a file, with dotted keys; comments stand behind a setting or above it, not on top."""
     above: list[tuple[int, str]] = []
-    for line in text.splitlines():
+    said: list[str] = []
+    for line in itertools.dropwhile(lambda line: line.startswith("#"), text.splitlines()):
+        if line.lstrip().startswith("#"):
+            said.append(line.lstrip("# "))
+            continue
+        comment, said = " ".join(said), []
         found = _SETTING.match(line)
         if found is None or found[2] == "defaults":
             continue
@@ -142,7 +148,7 @@ def settings(text: str) -> Iterator[Setting]:
         key = ".".join([*(key for _, key in above), found[2]])
         above.append((indent, found[2]))
         if found[3] or found[4]:
-            yield Setting(key, found[3] or "", found[4] or "")
+            yield Setting(key, found[3] or "", " ".join(filter(None, (comment, found[4]))))
 
 
 def module_pages() -> Iterator[tuple[str, str]]:

@@ -139,7 +139,7 @@ def check(data: DataSettings) -> None:
     if not all(value > 0 for value in data.std):
         raise InputError(f"dataset.std={list(data.std)} must be above 0 in every channel")
     for name, limit in (("limit", data.limit), ("test_limit", data.test_limit)):
-        if limit is not None and limit < 1:
+        if limit is not None and (type(limit) is not int or limit < 1):
             raise InputError(f"dataset.{name}={limit} must be at least 1 picture, or null for all of them")
 
 

@@ -16,6 +16,7 @@ from fedssl.untrusted import printable
 from fedssl.words import nearest
 
 DEFAULT = (Path("runs"), Path("multirun"))
+STATES = ("finished", "failed", "interrupted", "running", "ended from outside")
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
 
 
@@ -29,7 +30,7 @@ class Entry:
     date : str
         When it began, by the name of its folder or of the sweep's; otherwise when its files were last written.
     status : str
-        ``finished``, ``failed``, ``interrupted``, ``running`` or ``ended from outside``.
+        One of `STATES`.
     done : int
         Rounds.
     results : dict
@@ -114,7 +115,7 @@ def select(entries: Iterable[Entry], words: Sequence[str]) -> list[Entry]:
     Raises
     ------
     InputError
-        A word is none, or no run has such a setting.
+        A word is none, no run has such a setting, or there is no such status.
     """
     kept = list(entries)
     for word in words:
@@ -125,6 +126,11 @@ def select(entries: Iterable[Entry], words: Sequence[str]) -> list[Entry]:
             known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.words, "status"))
             raise InputError(
                 f"no run has a setting {key!r}{nearest(key, known)}; `fedssl-runs show RUN` lists settings"
+            )
+        unknown = [value for value in values.split(",") if key == "status" and value.lower() not in STATES]
+        if unknown:
+            raise InputError(
+                f"there is no status={unknown[0]}{nearest(unknown[0], STATES)}; choose one of {', '.join(STATES)}"
             )
         kept = [entry for entry in kept if any(_same(entry.value(key), value) for value in values.split(","))]
     return kept

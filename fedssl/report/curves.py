@@ -84,6 +84,7 @@ def cosines(folder: Path) -> Drawing | None:
     _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines, color)
     _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines, color)
     for axes in figure.axes:
+        axes.ticklabel_format(axis="y", useOffset=False)  # cosines are near 1, and to be read as they are
         axes.legend()
     whole = [
         (line["round"], line["client"], key, line[key]) for line in lines for key in ("model_cosine", "layer_cosine")

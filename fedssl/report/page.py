@@ -18,6 +18,7 @@ from fedssl.report.runs import Run
 from fedssl.untrusted import printable
 
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
+WORDS = 2  # columns of words before the numbers; the others stand behind them
 LONG = 40  # signs of a text from which on it may be broken
 
 
@@ -85,10 +86,11 @@ def _section(grid: Grid, same: Mapping[str, str] | None = None) -> str:
 
 def _table(grid: Grid) -> str:
     kinds = ["" if column < grid.left else ' class="number"' for column in range(len(grid.header))]
-    header = "".join(f'<th scope="col"{kind}>{text(name)}</th>' for name, kind in zip(grid.header, kinds, strict=True))
-    rows = "".join(
-        f"<tr>{''.join(_cell(one, kind) for one, kind in zip(row, kinds, strict=True))}</tr>\n" for row in grid.rows
-    )
+    order = sorted(
+        range(len(kinds)), key=lambda column: WORDS <= column < grid.left
+    )  # numbers are what it is opened for
+    header = "".join(f'<th scope="col"{kinds[column]}>{text(grid.header[column])}</th>' for column in order)
+    rows = "".join(f"<tr>{''.join(_cell(row[column], kinds[column]) for column in order)}</tr>\n" for row in grid.rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(grid.title)}">\n'
         f"<table>\n<thead><tr>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>"

@@ -29,11 +29,17 @@ def states(runs: Sequence[Run]) -> Grid:
 def differences(runs: Sequence[Run]) -> Grid:
     """Every setting in which runs differ, a column for each; with more settings than runs a column for each run.
 
-    What a run does not have is empty. A class is left out where the choice that stands for it differs as well.
+    What a run does not have is empty, which is no difference where nothing but its words is known. A class is left out
+    where the choice that stands for it differs as well.
     """
     settings = [run.every_setting for run in runs]
+    whole = [run.settings is not None for run in runs]
     keys = dict.fromkeys(key for one in settings for key in one if key not in LEFT_OUT)
-    differ = [key for key in keys if len({one.get(key, "") for one in settings}) > 1]
+    values = {
+        key: {one.get(key, "") for one, all_of_it in zip(settings, whole, strict=True) if all_of_it or key in one}
+        for key in keys
+    }
+    differ = [key for key in keys if len(values[key]) > 1]
     differ = [key for key in differ if not (key.endswith(_TARGET) and key.removesuffix(_TARGET) in differ)]
     folders = [str(run.folder) for run in runs]
     header, rows = ["setting", *folders], [[key, *(one.get(key, "") for one in settings)] for key in differ]

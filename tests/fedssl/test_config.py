@@ -76,6 +76,8 @@ def test_the_embedded_default():
         (["precision=fp8"], r"precision=fp8 is not valid; choose one of fp32, bf16"),
         (["threads=0"], r"threads=0 but it must be"),
         (["calibration.at=end"], r"calibration.at=end needs calibration=auxiliary"),
+        (["privacy.clip_norm=1"], r"privacy.clip_norm=1 needs privacy=central; add it"),
+        (["secure.clipping_range=8"], r"secure.clipping_range=8 needs secure=secagg_plus; add it"),
         (["clip_norm=0"], r"clip_norm=0 must be a positive number"),
         (["clip_norm=long"], r"clip_norm=long must be a positive number"),
         (["updates.norm_factor=0.5"], r"updates.norm_factor=0.5 must be a number of at least 1, or null"),
@@ -83,7 +85,8 @@ def test_the_embedded_default():
         (["updates.max_examples=0"], r"updates.max_examples=0 must be a whole number of at least 1"),
         (["seed=-1"], r"seed=-1 but it must be at least 0"),
         (["~strategy"], r"~strategy takes away a setting that is needed"),
-        (["strategy=[", "x"], r"cannot read the command line"),
+        (["strategy=["], r"cannot read the command line"),
+        (["rounds=2", "foo"], r"foo is not of the form key=value; write e.g. rounds=5"),
     ],
 )
 def test_wrong_words_get_one_sentence(words, sentence):

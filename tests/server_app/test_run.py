@@ -233,10 +233,24 @@ def test_ctrl_c_is_noted(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors == "fedssl: stopped\n"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the user")
     assert 1 <= summary["rounds"] < 500
+    assert errors == f"fedssl: stopped after round {summary['rounds']}; it goes on by: fedssl resume={folder}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["partition.alpha=0"], ["num_clients=31"], ["dataset.limit=many"], ["method=orchestra", "secure=secagg_plus"]],
+)
+def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for given in ([], ["output_dir=new"], ["output_dir=mine"]):
+        with pytest.raises(InputError):
+            run([*QUICK, "engine=local", *words, *given])
+    assert {folder.name for folder in tmp_path.iterdir()} <= {"mine", "runs"}
+    assert list(tmp_path.glob("runs/*")) == []
 
 
 @pytest.mark.parametrize("error", [RunFailed("too few sent a usable update"), KeyboardInterrupt(), ValueError("bug")])
@@ -274,7 +288,7 @@ def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["rounds"], "cannot read the command line"),
+        (["rounds"], "rounds is not of the form key=value; write e.g. rounds=5"),
         (["optimizer.lr=-1"], "learning rate"),
         (["partition.alpha=0"], "partition.alpha=0 must be above 0"),
         (["num_clients=50", "dataset.limit=60"], "num_clients=50"),

@@ -155,6 +155,10 @@ def test_show(runs, command):
             ["best", "knm", "{runs}"],
             "no finished run has the result 'knm'; did you mean knn or norm; there are knn, norm",
         ),
+        (
+            ["list", "{runs}", "status=interupted"],
+            "no status=interupted; did you mean interrupted; choose one of finished",
+        ),
         (["list", "nowhere"], "there is no folder nowhere"),
         (["list"], "there is neither runs nor multirun here"),
         (["show", "{runs}"], "is no folder of a run"),

@@ -205,3 +205,21 @@ def test_a_figure_is_the_same_text_every_time():
     assert "&lt;b&gt;$x$" in first
     assert 'aria-label="&quot;&lt;"' in first
     assert 'href="#a-' in first
+
+
+def test_numbers_stand_behind_the_first_two_columns_of_words(tmp_path: Path):
+    for number, words in enumerate([("strategy=eua", "lr=1", "wd=0"), ("strategy=fedavg", "lr=2", "wd=1")]):
+        job(tmp_path / str(number), *words)
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page_of(tmp_path).partition("</thead>")[0])
+    assert heads[:3] == ["strategy", "lr", "knn (%)"]
+    assert heads[-1] == "wd"
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page_of(tmp_path).partition("<tbody>")[2].partition("</tr>")[0])
+    assert (cells[0], cells[-1]) == ("eua", "0")
+
+
+def test_a_run_of_which_only_words_are_known_differs_in_these_alone(tmp_path: Path):
+    for name, rule in (("a", "eua"), ("b", "fedavg"), ("c", "fedu")):
+        job(tmp_path / name, f"strategy={rule}")
+    for file in ("config.yaml", "choices.yaml"):
+        (tmp_path / "c" / file).unlink()
+    assert differences(find_runs([tmp_path])).header == ["run", "strategy"]
