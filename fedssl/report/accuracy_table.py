@@ -188,9 +188,10 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
         if not run.finished:
             words = f" ({' '.join(f'{key}={value}' for key, value in run.words.items())})" if run.words else ""
             (running if run.running else failures).append(f"{run.folder}{words}: {run.ending}")
-        if run.summary is None and run.settings is None:
-            continue  # nothing tells what it was
         settings = settings_of(run)
+        known = run.finished or not settings or any(settings.values())
+        if not known or (run.summary is None and run.settings is None):
+            continue  # nothing tells what it was
         same = frozenset(settings.items())
         if run.finished and first.setdefault((same, run.seed), run) is not run:
             other = first[same, run.seed]

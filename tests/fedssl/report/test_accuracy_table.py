@@ -352,6 +352,14 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
 # --- run folders ---
 
 
+def test_a_run_of_which_nothing_is_known_has_no_row(tmp_path: Path):
+    job(tmp_path / "blank", "", status="failed", reason="refused")
+    job(tmp_path / "one", "strategy=eua lr=1", knn=0.5)
+    table = run_table(find_runs([tmp_path]))
+    assert [row.settings["strategy"] for row in table.rows] == ["eua"]
+    assert [line.endswith("blank: refused") for line in table.failures] == [True]
+
+
 def test_runs_are_found_below_folders_once_and_in_natural_order(tmp_path: Path):
     for place in ("sweep/10", "sweep/9", "sweep/9/clients/0", "single"):
         (tmp_path / place).mkdir(parents=True)
