@@ -117,8 +117,8 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
         *(record_bytes(to_message(travelling_layers(prepared.method), settings.transport)), recorder.folder),
     )
     log.info(
-        "strategy %s, clients report: %s",
-        settings.algorithm.strategy.name,
+        "strategy %s; clients tell of their training: %s",
+        settings.recording.choices["strategy"],
         ", ".join(prepared.federation.reported(state.round + 1)) or "nothing",
     )
     problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)

@@ -80,14 +80,14 @@ def job(hydra_settings: DictConfig) -> None:
         if not JOBS:
             LOCKS.append(hold(folder.parent))
         JOBS.append(folder)
-        print(f"\n[job {len(JOBS)}] {' '.join(chosen.task)}", flush=True)
+        print(f"\n[job {folder.name}] {' '.join(chosen.task)}", flush=True)
     held_a_run = (folder / "config.yaml").exists()
     try:
         run([*words, f"output_dir={quote(str(folder))}"] if sweep else words)
     except Exception as error:  # any failure of one job is listed at the end
         ERRORS.append(error)
         if sweep:
-            print(f"[job {len(JOBS)}] failed: {printable(error)}", flush=True)
+            print(f"[job {folder.name}] failed: {printable(error)}", flush=True)
             if not held_a_run:
                 with suppress(OSError):  # the disk may be full
                     _note(folder, words, status="failed", reason=str(error))
