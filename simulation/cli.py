@@ -120,8 +120,8 @@ def run(words: Sequence[str]) -> None:
 
 
 def _rounds_done(folder: Path) -> int:
-    summary = read_summary(folder / "summary.json")
-    return 0 if summary is None else int(summary.get("rounds", 0))
+    rounds = (read_summary(folder / "summary.json") or {}).get("rounds")
+    return rounds if isinstance(rounds, int) else 0
 
 
 def _run_here(settings: Settings, folder: Path) -> None:

@@ -18,7 +18,7 @@ from fedssl.report.runs import Run
 from fedssl.untrusted import printable
 
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-WORDS = 2  # columns of words before the numbers; the others stand behind them
+WORDS = 2  # columns of words before the numbers, for which a page is opened; the others stand behind them
 LONG = 40  # signs of a text from which on it may be broken
 
 
@@ -86,9 +86,7 @@ def _section(grid: Grid, same: Mapping[str, str] | None = None) -> str:
 
 def _table(grid: Grid) -> str:
     kinds = ["" if column < grid.left else ' class="number"' for column in range(len(grid.header))]
-    order = sorted(
-        range(len(kinds)), key=lambda column: WORDS <= column < grid.left
-    )  # numbers are what it is opened for
+    order = sorted(range(len(kinds)), key=lambda column: WORDS <= column < grid.left)
     header = "".join(f'<th scope="col"{kinds[column]}>{text(grid.header[column])}</th>' for column in order)
     rows = "".join(f"<tr>{''.join(_cell(row[column], kinds[column]) for column in order)}</tr>\n" for row in grid.rows)
     return (
