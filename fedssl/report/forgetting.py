@@ -172,6 +172,6 @@ def forgetting_figure(found: Sequence[Judged], *, color: str) -> "Figure":
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.plot(rounds, center, color=color, marker=".", label="mean over clients")
     axes.fill_between(rounds, center - spread, center + spread, color=color, alpha=0.2, label="standard deviation")
-    axes.set_title("its own model less the global one")
+    axes.set_title("the client's own model less the global one")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
     return figure
