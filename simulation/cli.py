@@ -32,7 +32,7 @@ from fedssl.config import compose, load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
 from fedssl.plugins import SEARCH, from_arguments
-from fedssl.report.runs import hold, read_summary
+from fedssl.report.runs import held, hold, read_summary
 from fedssl.settings import Settings
 from fedssl.untrusted import printable
 from fedssl.words import CONF, parse, quote
@@ -108,7 +108,7 @@ def run(words: Sequence[str]) -> None:
     try:
         _run_here(settings, folder)
     except InputError:
-        if fresh and not _rounds_done(folder):
+        if fresh and not _rounds_done(folder) and not held(folder):  # by a run that began there at the same time
             shutil.rmtree(folder, ignore_errors=True)
         raise
     except KeyboardInterrupt as stop:

@@ -140,7 +140,9 @@ def check(data: DataSettings) -> None:
         raise InputError(f"dataset.std={list(data.std)} must be above 0 in every channel")
     for name, limit in (("limit", data.limit), ("test_limit", data.test_limit)):
         if limit is not None and (type(limit) is not int or limit < 1):
-            raise InputError(f"dataset.{name}={limit} must be at least 1 picture, or null for all of them")
+            raise InputError(
+                f"dataset.{name}={limit} must be a whole number of pictures, at least 1, or null for all of them"
+            )
 
 
 def choose(count: int, limit: int | None) -> np.ndarray:

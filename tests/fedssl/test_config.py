@@ -14,19 +14,12 @@ from fedssl.words import CONF, quote
 from strategies.base import Circumstances
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
-FREE = {
-    "augmentation",
-    "engine",
-    "evaluation",
-    "final_evaluation",
-    "lr_schedule",
-    "optimizer",
-    "tracker",
-}  # of each other
+# Groups that know nothing of each other.
+FREE = {"augmentation", "engine", "evaluation", "final_evaluation", "lr_schedule", "optimizer", "tracker"}
 
 
 def choices():
-    """Words that choose every file of every group; groups that know nothing of each other share a run."""
+    """Words that choose every file of every group; those that are `FREE` of each other go together."""
     files = {
         group: [
             f"{group}={file.relative_to(CONF / group).with_suffix('')}"

@@ -50,9 +50,7 @@ def test_pictures_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert "partition=iid" in summary["overrides"]
-    assert [word for word in summary["overrides"] if "path" in word] == [
-        f"dataset.path='{flat}'"
-    ]  # once, as it is typed
+    assert [word for word in summary["overrides"] if "path" in word] == [f"dataset.path='{flat}'"]
     assert OmegaConf.load(tmp_path / "run" / "choices.yaml").partition == "iid"
     assert [line.split(",")[1] for line in (tmp_path / "run" / "partition.csv").read_text().split()[1:]] == ["4"] * 3
     run([f"resume={tmp_path / 'run'}", "rounds=2"])

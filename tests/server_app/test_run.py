@@ -13,9 +13,10 @@ import torch
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.export import load_encoder
-from fedssl.report.runs import LOCK, held
+from fedssl.report.runs import LOCK, held, hold
 from server_app import app
 from server_app.checkpoint import latest_checkpoint
+from simulation import cli
 from simulation.cli import main, run
 
 TINY = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
@@ -249,8 +250,23 @@ def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, words, monkeypatch):
     for given in ([], ["output_dir=new"], ["output_dir=mine"]):
         with pytest.raises(InputError):
             run([*QUICK, "engine=local", *words, *given])
-    assert {folder.name for folder in tmp_path.iterdir()} <= {"mine", "runs"}
+    assert {folder.name for folder in tmp_path.iterdir()} - {"runs"} == {"mine"}  # what was there stays
     assert list(tmp_path.glob("runs/*")) == []
+
+
+def test_a_refused_run_takes_no_folder_from_another_that_began_there(tmp_path, monkeypatch):
+    folder, others = tmp_path / "new", []
+
+    def meanwhile(settings, folder):
+        folder.mkdir()
+        others.append(hold(folder))
+        raise InputError("somebody else is at work there")
+
+    monkeypatch.setattr(cli, "_run_here", meanwhile)
+    with pytest.raises(InputError):
+        run([*QUICK, f"output_dir={folder}"])
+    assert folder.is_dir()
+    others[0].close()
 
 
 @pytest.mark.parametrize("error", [RunFailed("too few sent a usable update"), KeyboardInterrupt(), ValueError("bug")])
