@@ -94,7 +94,7 @@ def test_yaml_has_the_static_keys_and_the_reader_takes_the_others(name: str) -> 
         ({"channels": 1}, r"dataset\.channels=1; .* dataset\.mean=\[0\.473\] dataset\.std=\[0\.251\]"),
         ({"std": [1.0, 0.0, 1.0]}, r"dataset\.std=.* must be above 0"),
         ({"size": 0}, r"dataset\.size=0"),
-        ({"limit": 0}, r"dataset\.limit=0 must be at least 1"),
+        ({"limit": 0}, r"dataset\.limit=0 must be a whole number of pictures, at least 1"),
         ({"test_limit": -1}, r"dataset\.test_limit=-1"),
     ],
 )
