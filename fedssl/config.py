@@ -46,7 +46,7 @@ _LISTED = 8  # settings that an error names
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
     *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
-    *("precision", "channels_last", "gpu_views", "compile"),
+    *("precision", "channels_last", "gpu_views", "cuda_graphs", "compile"),
     *("device", "threads", "allocator", "output_dir", "run_id"),
 ]
 
@@ -335,6 +335,7 @@ def _training(config: DictConfig) -> TrainingSettings:
         precision=config.precision,
         clip_norm=config.clip_norm,
         channels_last=config.channels_last,
+        cuda_graphs=config.cuda_graphs,
     )
 
 

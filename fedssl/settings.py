@@ -161,6 +161,7 @@ class TrainingSettings:
     precision: str
     clip_norm: float | None
     channels_last: bool
+    cuda_graphs: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def step_cost(
     def measure() -> tuple[int, int]:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), memory_of(device) as memory:
             own, optimizer, regularizer = copy.deepcopy((method, training.optimizer, training.regularizer))
-            own_training = replace(training, optimizer=optimizer, regularizer=regularizer, epochs=1)
+            own_training = replace(training, optimizer=optimizer, regularizer=regularizer, epochs=1, graphs=None)
 
             def step(pictures: int) -> None:
                 train(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fedssl.errors import InputError
 from fedssl.machine.compiler import take_step
 from fedssl.machine.devices import is_gpu, to_device
+from fedssl.machine.graphs import Graphs, check_fused
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.settings import TrainingSettings
@@ -55,6 +57,8 @@ class LocalTraining:
         Longest gradient (2-norm over all trained weights) that is taken as it is; None: any.
     channels_last : bool
         Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
+    graphs : Graphs or None
+        What records the steps of a GPU and does them again; None: every step is asked for kernel by kernel.
     """
 
     augment: TwoViews
@@ -66,6 +70,7 @@ class LocalTraining:
     precision: str
     clip_norm: float | None
     channels_last: bool
+    graphs: Graphs | None = None
 
     @classmethod
     def prepare(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTraining":
@@ -74,7 +79,8 @@ class LocalTraining:
         Raises
         ------
         InputError
-            A part refuses its settings, or the regulariser needs a part that the method does not have.
+            A part refuses its settings, the regulariser needs a part that the method does not have, or steps are to be
+            recorded that differ.
         """
         regularizer: Regularizer = settings.regularizer.make()
         part = regularizer.part_of(method)
@@ -87,23 +93,41 @@ class LocalTraining:
         if settings.channels_last and is_gpu(device):
             method.to(memory_format=torch.channels_last)  # else every convolution would bring its weights there
         optimizer = settings.optimizer.make([method.tensors[name] for name in method.trainable])
+        lrs = tuple(group["lr"] for group in optimizer.param_groups)
+        if settings.cuda_graphs:
+            check_fused(optimizer)
+            for kind in (method, regularizer):
+                if not kind.repeatable:
+                    raise InputError(
+                        f"cuda_graphs=true but no step of {type(kind).__name__} is, with these settings, like the one "
+                        "before; set cuda_graphs=false"
+                    )
         return cls(
             augment=settings.augmentation.make(),
             optimizer=optimizer,
-            lrs=tuple(group["lr"] for group in optimizer.param_groups),
+            lrs=lrs,
             regularizer=regularizer,
             epochs=settings.epochs,
             batch_size=settings.batch_size,
             precision=settings.precision,
             clip_norm=settings.clip_norm,
             channels_last=settings.channels_last,
+            graphs=Graphs(optimizer) if settings.cuda_graphs and is_gpu(device) else None,
         )
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """What forward passes run under."""
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def restart(self, *, lr_factor: float) -> None:
         """Let the optimiser forget what it was used for before, and set its learning rates."""
+        lrs = [lr * lr_factor for lr in self.lrs]
+        if self.graphs is not None:
+            self.graphs.restart(lrs)
+            return
         self.optimizer.state.clear()
-        for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
-            group["lr"] = lr * lr_factor
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
 
 
 @dataclass(frozen=True)
@@ -155,9 +179,9 @@ def train(
     synchronisation per call, if the regulariser needs none.
     """
     method.train()
-    regularizer, optimizer = training.regularizer, training.optimizer
-    regularizer.start(method)
-    trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    training.regularizer.start(method)
+    step = partial(_step, method, training, generator)
+    graphs = training.graphs if training.regularizer.repeatable else None
     device = next(method.parameters()).device
     layout = torch.channels_last if training.channels_last else torch.contiguous_format
     epoch_loss = torch.zeros((), device=device)
@@ -173,22 +197,32 @@ def train(
             pictures = taken(images, rows, device)
             view1, view2 = training.augment.make(pictures, of_batch, layout=layout)
             inputs = list(method.inputs(view1, view2))
-            known = (classes[number],) if method.uses_labels and classes else ()
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"):
-                if method.frozen:
+            if method.frozen:
+                with training.autocast(device):
                     inputs = method.encoder.prefix(inputs, generator)
-                with outputs_of(method, regularizer.part_of(method)) as outputs:
-                    loss = method.loss(*inputs, *known)
-                z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
-                loss = regularizer.add_to(loss, Step(method, inputs[0], inputs[1], z1, z2, generator))
-            loss.backward()
-            if training.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
-            take_step(optimizer)
-            method.after_step()
-            epoch_loss += loss.detach() * (len(rows) / len(indices))
+            if method.uses_labels and classes:
+                inputs.append(classes[number])
+            loss = step(*inputs) if graphs is None else graphs.run(step, inputs)
+            epoch_loss += loss * (len(rows) / len(indices))
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
+
+
+def _step(method: SSLMethod, training: LocalTraining, generator: torch.Generator, *inputs: Tensor) -> Tensor:
+    """One step of the optimiser on what `SSLMethod.loss` takes; the loss, regulariser included, without gradient."""
+    optimizer, regularizer = training.optimizer, training.regularizer
+    optimizer.zero_grad(set_to_none=True)
+    with training.autocast(inputs[0].device):
+        with outputs_of(method, regularizer.part_of(method)) as outputs:
+            loss = method.loss(*inputs)
+        z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
+        loss = regularizer.add_to(loss, Step(method, inputs[0], inputs[1], z1, z2, generator))
+    loss.backward()
+    if training.clip_norm is not None:
+        trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
+        torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
+    take_step(optimizer)
+    method.after_step()
+    return loss.detach()
 
 
 def taken(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:

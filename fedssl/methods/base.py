@@ -45,6 +45,9 @@ class SSLMethod(nn.Module):
         to be told apart from, and its batch normalisation is 0 whatever the picture.
     uses_labels : bool
         Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
+    repeatable : bool
+        Whether `loss` and `after_step` do the same to other numbers in every step of as many pictures, in memory that
+        stays where it is from round to round, so that a GPU can record them.
     """
 
     encoder: Encoder
@@ -57,6 +60,7 @@ class SSLMethod(nn.Module):
     target: str | None = None
     smallest_batch: int = 2
     uses_labels: bool = False
+    repeatable: bool = True
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

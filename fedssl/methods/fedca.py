@@ -124,6 +124,7 @@ class FedCA(SSLMethod):
             self.register_buffer(LOCAL, torch.zeros(dictionary_size, dim))
             self.register_buffer(GLOBAL, torch.zeros(entries, dim))
             self.gathered, self.shared = (LOCAL,), (GLOBAL,)
+            self.repeatable = False  # where projections go, and how many negatives there are, differs
         self.teacher: nn.Module | None = None
         if alignment_weight:
             self.teacher = copy.deepcopy(encoder).requires_grad_(False).eval()

@@ -40,9 +40,13 @@ class Regularizer:
     ----------
     on : str or None
         Part of the method whose outputs the term needs: "encoder" or "projector".
+    repeatable : bool
+        Whether `add_to` does the same to other numbers in every step of as many pictures, in memory that stays where it
+        is from one `start` to the next, so that a GPU can record it.
     """
 
     on: str | None = None
+    repeatable: bool = True
 
     def start(self, method: SSLMethod) -> None:
         """Prepare for one client's local training, which starts from ``method`` as it is now."""
@@ -66,6 +70,8 @@ class Regularizer:
 
 class Both(Regularizer):
     """The term of a regulariser, and one more, which looks at weights alone."""
+
+    repeatable = False  # it is made anew for every client
 
     def __init__(self, first: Regularizer, second: Regularizer) -> None:
         self._first, self._second = first, second

@@ -180,6 +180,7 @@ class FUR(Regularizer):
         self.transport = partial(uot_uniformity, cost_scale=cost_scale, tau_a=tau_a, tau_b=tau_b)
         self.until = (max_iter, tolerance)
         self.until_on_gpu = (gpu_iter, 0.0) if gpu_iter else self.until
+        self.repeatable = bool(gpu_iter) or variant == "tangent_swd" or not weight
 
     def part_of(self, method: SSLMethod) -> str | None:
         """The part that was chosen, or the encoder where it is a projector and there is none."""

@@ -66,11 +66,16 @@ class Proximal(Regularizer):
                 f"regularizer.weight={weight} must not be negative; FedProx uses 0.001 to 1, 0 turns it off"
             )
         self.weight = weight
+        self._trained: list[Tensor] = []
+        self._start: list[Tensor] = []
 
     def start(self, method: SSLMethod) -> None:
         """Copy the trained parameters as they are now."""
-        self._trained: list[Tensor] = [parameter for parameter in method.parameters() if parameter.requires_grad]
-        self._start = [weights.detach().clone() for weights in self._trained]
+        trained: list[Tensor] = [parameter for parameter in method.parameters() if parameter.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._trained, self._start = trained, [torch.empty_like(weights) for weights in trained]
+        with torch.no_grad():
+            torch._foreach_copy_(self._start, trained)
 
     def add_to(self, loss: Tensor, step: Step) -> Tensor:
         """Loss with the proximal term added."""

@@ -14,6 +14,7 @@ from benchmarks.launches import count
         (["regularizer=fur"], 930),
         (["regularizer=fur", "regularizer.variant=tangent_swd"], 345),
         (["method=supervised", "augmentation=byol"], 200),
+        (["method=byol", "regularizer=fur", "cuda_graphs=true", "optimizer.fused=true"], 90),
     ],
 )
 def test_launches_of_a_step_and_nothing_between_steps(words, most):

@@ -1,0 +1,220 @@
+"""Recorded steps, without a GPU: what a step asks for is recorded on the CPU, and done again on the same memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from client_app.resident import resident
+from fedssl.config import compose
+from fedssl.errors import InputError, Refused
+from fedssl.machine import devices, graphs
+from fedssl.machine.graphs import Graphs
+from fedssl.methods.build import build
+from fedssl.model_layers import copied_layers
+from fedssl.regularizers import fur
+from fedssl.regularizers.base import Both
+from fedssl.regularizers.prox import Proximal
+from fedssl.schedule.stages import at_stage
+from fedssl.seeding import seed_torch, torch_generator
+from fedssl.training import LocalTraining, train
+from tests.federation import Federation
+from tests.recording import Recorder
+
+METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
+# 2^-10 is the same number in float32, in which recorded steps read it.
+SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
+SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
+
+
+class Client:
+    """A method, and how it is trained, in several rounds on the same pictures."""
+
+    def __init__(self, *words, record=None):
+        settings = compose([*SMALL, *words])
+        self.method = build(settings.model)
+        self.training = LocalTraining.prepare(settings.training, self.method)
+        if record is not None:
+            self.training = replace(self.training, graphs=Graphs(self.training.optimizer, record))
+        self.rounds, self.losses = 0, []
+
+    def round(self, pictures=24, *, depth=None, frozen=0):
+        images = torch.randint(256, (pictures, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
+        labels = torch.arange(pictures) % 10 if self.method.uses_labels else None
+        place = (0, "round", self.rounds)
+        seed_torch(self.rounds, torch.device("cpu"))
+        with at_stage(self.method, depth=depth, frozen=frozen):
+            self.method.start_round(first=self.rounds == 0 or depth is not None)
+            self.training.restart(lr_factor=0.5**self.rounds)
+            rows, generator = torch.arange(pictures), torch_generator(*place)
+            self.losses.append(
+                train(self.method, images, rows, training=self.training, generator=generator, labels=labels).loss
+            )
+            self.method.end_round()
+        self.rounds += 1
+
+    def is_like(self, other):
+        mine, theirs = self.method.state_dict(), other.method.state_dict()
+        return self.losses == other.losses and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def both_ways(*words, rounds=3, **how):
+    """A client whose steps are recorded, the recorder, and a client whose steps are not."""
+    recorder = Recorder()
+    recorded, plain = Client(*words, record=recorder), Client(*words)
+    for client in (recorded, plain):
+        for _ in range(rounds):
+            client.round(**how)
+    return recorded, recorder, plain
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_recorded_step_gives_the_same_bits_for_every_method(method, optimizer):
+    """3 rounds of 2 epochs of 3 batches are 18 steps: 3 as they are, the fourth is recorded, and 14 are done again."""
+    recorded, recorder, plain = both_ways(f"method={method}", f"optimizer={optimizer}")
+    assert (recorder.recorded, recorder.replayed) == (1, 14)
+    assert recorded.is_like(plain)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["regularizer=prox"],
+        ["regularizer=decorr"],
+        ["regularizer=alignment"],
+        ["clip_norm=0.01"],
+        ["precision=bf16"],
+        ["channels_last=false"],
+        ["optimizer=adamw"],
+        ["optimizer.momentum=0"],
+        ["method=fedca", "method.dictionary_size=0"],
+    ],
+    ids=" ".join,
+)
+def test_a_recorded_step_gives_the_same_bits_with_all_that_belongs_to_it(words):
+    recorded, recorder, plain = both_ways(*words, rounds=2)
+    assert (recorder.recorded, recorder.replayed) == (1, 8)
+    assert recorded.is_like(plain)
+
+
+@pytest.mark.parametrize("variant", ["uot", "tangent_swd"])
+def test_fur_as_a_gpu_computes_it_can_be_recorded(monkeypatch, variant):
+    """A GPU takes a fixed number of steps and draws from torch's own generator, which goes on from step to step."""
+    monkeypatch.setattr(fur, "is_gpu", lambda device: True)
+    recorded, recorder, plain = both_ways("regularizer=fur", f"regularizer.variant={variant}", rounds=2)
+    assert (recorder.recorded, recorder.replayed) == (1, 8)
+    assert recorded.is_like(plain)
+
+
+def test_batches_of_another_size_are_recorded_by_themselves(monkeypatch):
+    """25 pictures are batches of 7, 6, 6 and 6: in 4 epochs 4 steps of the one kind and 12 of the other."""
+    recorded, recorder, plain = both_ways(pictures=25, rounds=2)
+    assert (recorder.recorded, recorder.replayed) == (2, 8)
+    assert recorded.is_like(plain)
+    monkeypatch.setattr(graphs, "KEPT", 1)
+    recorded, recorder, plain = both_ways(pictures=25, rounds=2)
+    assert recorder.recorded == 3  # the 6, which made room for the 7 of the last epoch, and the 6 again
+    assert recorded.is_like(plain)
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"), [("simclr", "layer_wise"), ("byol", "layer_wise"), ("byol", "progressive")]
+)
+def test_a_new_stage_is_recorded_anew(method, schedule):
+    """What was recorded trains the layers of the stage before."""
+    recorder = Recorder()
+    words = [f"method={method}", f"schedule={schedule}"]
+    recorded, plain = Client(*words, record=recorder), Client(*words)
+    for client in (recorded, plain):
+        for depth in (1, 2, 2):
+            client.round(depth=depth, frozen=depth - 1 if schedule == "layer_wise" else 0)
+    assert (recorder.recorded, recorder.replayed) == (2, 2 + 8)
+    assert recorded.is_like(plain)
+
+
+def test_a_term_that_is_made_anew_for_every_client_is_not_recorded():
+    recorder = Recorder()
+    recorded, plain = Client(record=recorder), Client()
+    for client in (recorded, plain):
+        client.round()
+        usual = client.training
+        client.training = replace(usual, regularizer=Both(usual.regularizer, Proximal(weight=1.0)))
+        client.round()
+        client.training = usual
+        client.round()
+    assert (recorder.recorded, recorder.replayed) == (1, 2 + 6)
+    assert recorded.is_like(plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["optimizer.fused=null"], r"cuda_graphs=true needs optimizer\.fused=true"),
+        (
+            ["+optimizer.dampening=0.1"],
+            r"dampening=0\.1 .*; set optimizer\.dampening=0 or cuda_graphs=false",
+        ),
+        (["method=fedca"], r"no step of FedCA is, with these settings, like the one before; set cuda_graphs=false"),
+        (["regularizer=fur", "regularizer.gpu_iter=0"], "no step of FUR is"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_on_every_machine(words, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Client("cuda_graphs=true", *words)
+    Client(*words)
+
+
+def test_a_cpu_records_nothing():
+    assert Client("cuda_graphs=true").training.graphs is None
+
+
+def test_reading_a_number_off_the_device_ends_the_recording():
+    """The stand-in refuses what a GPU refuses; otherwise it would prove nothing of steps that wait."""
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="_local_scalar_dense waits for the device"):
+        recorder(lambda: torch.ones(2) * torch.ones(()).item())
+
+
+def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
+    """As on a GPU: all clients of a process use what one of them has recorded; Per-SSL trains a second model too."""
+    words = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2"]
+    monkeypatch.setattr(devices, "GPU", "cpu")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr("client_app.resident.settled", lambda pictures, device: pictures)
+    monkeypatch.setattr("strategies.base.take_layers", copied_layers)  # a CPU gives its memory away
+    expected = Federation(tmp_path / "plain", *words).run(2)
+    recorder = Recorder()
+    monkeypatch.setattr(graphs, "record_on_gpu", lambda: recorder)
+    layers = Federation(tmp_path / "recorded", *words, "cuda_graphs=true").run(2)
+    resident.cache_clear()
+    assert recorder.recorded >= 1
+    assert recorder.replayed > 10 * recorder.recorded
+    assert layers.keys() == expected.keys()
+    assert all((layers[name] == expected[name]).all() for name in layers)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gpu_records_its_steps(method):
+    """Kernels of a GPU need not add in the same order in every step, so numbers are near, not equal."""
+    found = []
+    for words in (["cuda_graphs=true"], []):
+        settings = compose([*SMALL, f"method={method}", *words])
+        training_on = build(settings.model).to("cuda")
+        training = LocalTraining.prepare(settings.training, training_on)
+        images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()
+        labels = torch.arange(24, device="cuda") % 10 if training_on.uses_labels else None
+        training_on.start_round(first=True)
+        training.restart(lr_factor=1.0)
+        rows, generator = torch.arange(24), torch_generator(0, "gpu")
+        found.append(train(training_on, images, rows, training=training, generator=generator, labels=labels).loss)
+        assert (training.graphs is not None) == bool(words)
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_says_what_cannot_be_recorded():
+    record = graphs.record_on_gpu()
+    with pytest.raises(Refused, match=r"a training step cannot be recorded \(.*\); set cuda_graphs=false"):
+        record(lambda: torch.ones(2, device="cuda") * torch.ones((), device="cuda").item())
