@@ -188,7 +188,7 @@ class Client:
 def count(*settings: str, batch: int = 8) -> tuple[Asked, Asked, Counter[str]]:
     """What a step asks for; what an epoch asks for beside its steps; and the operations of a step."""
     client = Client(settings, batch=batch)
-    for _ in range(graphs.WARM + 1):
+    for _ in range(graphs.WARM + 1 if client.training.graphs else 1):
         client.epoch(1)  # after these there is all that stays from step to step
     two, three = client.epoch(2), client.epoch(3)
     step = three.asked() - two.asked()
