@@ -3,7 +3,7 @@
     uv run python benchmarks/training.py [--encoders conv_small] [--methods simclr byol] [--batch 256] [--quick]
 
 Random pictures of 32x32; method, augmentation and optimiser come from conf/ and are built as a client builds them.
-Three parts (``--parts``), in which everything is timed in turn and medians count; ``*`` marks a missed target:
+Four parts (``--parts``), in which everything is timed in turn and medians count; ``*`` marks a missed target:
 
 speed   ours:  `fedssl.training.train`, with augmentation, optimiser and moving averages;
         bare:  forward and backward passes of the same network and loss, on views made before the clock (ours: at most
@@ -12,6 +12,8 @@ speed   ours:  `fedssl.training.train`, with augmentation, optimiser and moving 
                loop (ours: at least 3.5 times as fast in bf16, at least twice in fp32).
 losses  After the same steps from the same weights, ours differs from the usual client's by no more than seeds do.
 fur     A step of SimCLR with FUR against one without (at batch 128 at most 1.10 times as long).
+gpu     The settings that are there for GPUs, one after the other and together, and where the time of an epoch of the
+        first method goes. Only if asked for: on a CPU they are no matter.
 
 bf16 is left out where the device would only imitate it. Ours and bare have the settings of a run: threads that wait
 soon sleep, and freed memory is kept. The usual client has a process of its own with torch's defaults, and makes its
@@ -51,6 +53,15 @@ STEPS, TURNS = {"conv_small": 8, "resnet18": 1}, {"conv_small": 9, "resnet18": 3
 CUDA_STEPS = 40
 LOSS_PICTURES, LOSS_BATCH, LOSS_EPOCHS, SEEDS = {"conv_small": 128, "resnet18": 64}, 32, 4, 4
 BARE, FASTER, FUR = 1.15, {"fp32": 2.0, "bf16": 3.5}, 1.10  # targets
+
+FUSED = ["optimizer.fused=true"]
+GPU_SETTINGS = {
+    "as it is": [],
+    "fused": FUSED,
+    "triton": ["gpu_views=triton"],
+    "graphs": [*FUSED, "cuda_graphs=true"],
+    "graphs, triton": [*FUSED, "cuda_graphs=true", "gpu_views=triton"],
+}
 
 Epoch = Callable[[], float]
 
@@ -281,9 +292,30 @@ def fur(encoder: str, options: argparse.Namespace) -> None:
         print(f"{precision:9s} {none:10.0f} {with_fur:12.0f} {cost:7.2f}{'*' if cost > FUR else ''}", flush=True)
 
 
+def gpu(encoder: str, options: argparse.Namespace) -> None:
+    pictures = options.batch * options.steps[encoder]
+    for precision in options.precisions:
+        print(f"gpu: {encoder}, batch {options.batch}, {precision}; pictures per second")
+        print(f"{'':13s}" + "".join(f" {name:>15s}" for name in GPU_SETTINGS))
+        for method in options.methods:
+            chosen, ways = words(encoder, method, precision, options.batch), {}
+            for name, added in GPU_SETTINGS.items():
+                ways[name] = ours(Client([*chosen, *added], pictures=pictures, device=options.device))
+            seconds = in_turn(ways, turns=options.turns[encoder])
+            rates = (pictures / statistics.median(seconds[name]) for name in GPU_SETTINGS)
+            print(f"{method:13s}" + "".join(f" {rate:15.0f}" for rate in rates), flush=True)
+            if options.device.type == "cuda" and method == options.methods[0]:
+                for name in ("as it is", "graphs, triton"):
+                    with torch.profiler.profile() as profile:
+                        ways[name]()
+                    table = profile.key_averages().table(sort_by="self_device_time_total", row_limit=12)
+                    print(f"an epoch, {name}:\n{table}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of local training.")
-    parser.add_argument("--parts", nargs="+", choices=("speed", "losses", "fur"), default=["speed", "losses", "fur"])
+    parts = {part.__name__: part for part in (speed, losses, fur, gpu)}
+    parser.add_argument("--parts", nargs="+", choices=parts, default=["speed", "losses", "fur"])
     parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--batch", type=int, default=128)
@@ -306,7 +338,7 @@ def main() -> None:
     for encoder in options.encoders:
         for part in options.parts:
             print()
-            {"speed": speed, "losses": losses, "fur": fur}[part](encoder, options)
+            parts[part](encoder, options)
 
 
 if __name__ == "__main__":
