@@ -13,7 +13,7 @@ from fedssl.messages import ClientUpdate
 from strategies.eua import EUA, EUARule, eua, solve
 from strategies.gram import deviation_gram
 from tests.federation import Federation
-from tests.strategies.test_aggregation import clients_of, model, same
+from tests.strategies.made import clients_of, model, same
 from tests.strategies.test_min_norm import KINDS, by_nnls, vectors_of
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from fedssl.augmentation import Augmentation
 from fedssl.machine import devices
-from tests.fedssl.augmentation.test_augmentation import EVERYTHING, RECIPES, generator, pictures
+from tests.fedssl.augmentation.made import EVERYTHING, RECIPES, generator, pictures
 
 CPU = torch.device("cpu")
 SIZES = [3, 2]  # of two batches, whose jitter has different orders

@@ -1,0 +1,46 @@
+"""Pictures, and what makes views of them, for tests."""
+
+from pathlib import Path
+
+import torch
+import torchvision.transforms.v2.functional as F
+
+from fedssl.augmentation import Augmentation
+
+RECIPES = Path(__file__).parents[3] / "conf" / "augmentation"
+EVERYTHING = {
+    "crop_scale": [0.2, 1.0],
+    "flip": 0.5,
+    "jitter": 0.8,
+    "brightness": 0.4,
+    "contrast": 0.4,
+    "saturation": 0.4,
+    "hue": 0.1,
+    "gray": 0.2,
+    "blur": 0.5,
+    "solarize": 0.3,
+}
+JITTER = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def pictures(*shape, seed=0):
+    return torch.randint(0, 256, shape, generator=generator(seed), dtype=torch.uint8)
+
+
+def augmentation(first, second=None, *, size=16, channels=3):
+    views = [first, first if second is None else second]
+    return Augmentation(size=size, mean=[0.4, 0.5, 0.6][:channels], std=[0.2, 0.25, 0.3][:channels], views=views)
+
+
+def normalized(images):
+    mean, std = torch.tensor([0.4, 0.5, 0.6])[:, None, None], torch.tensor([0.2, 0.25, 0.3])[:, None, None]
+    channels = images.shape[1]
+    return (images / 255 - mean[:channels]) / std[:channels]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)

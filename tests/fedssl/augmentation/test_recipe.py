@@ -1,0 +1,115 @@
+"""What is drawn for a view: its law, its ranges, and that draws do not depend on each other."""
+
+import math
+
+import pytest
+import torch
+from torchvision.transforms.v2 import RandomResizedCrop
+
+from fedssl.augmentation.recipe import BOX_UNIFORMS, UNIFORMS, View, crop_boxes, parameters
+from tests.fedssl.augmentation.made import (
+    EVERYTHING,
+    generator,
+)
+
+# The random laws.
+
+
+def kolmogorov_distance(first, second):
+    values = torch.cat([first, second]).unique()
+    shares = [torch.searchsorted(sample.sort().values, values, right=True) / len(sample) for sample in (first, second)]
+    return float((shares[0] - shares[1]).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale", "ratio"),
+    [(32, 32, (0.08, 1.0), (3 / 4, 4 / 3)), (24, 40, (0.5, 1.0), (3 / 4, 4 / 3)), (8, 8, (0.25, 1.0), (1 / 2, 2.0))],
+)
+def test_crop_boxes_have_the_law_of_torchvision(height, width, scale, ratio):
+    count = 4000
+    torch.manual_seed(0)  # torchvision draws from the global generator
+    transform = RandomResizedCrop(8, scale, ratio)
+    image = torch.zeros(1, height, width)
+    drawn = [transform.make_params([image]) for _ in range(count)]
+    reference = {name: torch.tensor([float(box[name]) for box in drawn]) for name in ("top", "left", "height", "width")}
+    uniform = torch.rand(count, BOX_UNIFORMS, generator=generator(), dtype=torch.float64)
+    top, left, box_height, box_width = crop_boxes(uniform, height=height, width=width, scale=scale, ratio=ratio)
+    own = {"top": top, "left": left, "height": box_height, "width": box_width}
+    for boxes in (own, reference):
+        boxes["area"], boxes["ratio"] = boxes["height"] * boxes["width"], boxes["width"] / boxes["height"]
+    # Two samples of one law are further apart once in ten thousand times; another scale of 0.2 gives 0.1 and more.
+    limit = math.sqrt(-math.log(1e-4 / 2) / count)
+    for name, values in reference.items():
+        assert kolmogorov_distance(own[name].float(), values) < limit, name
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 40), (40, 8), (9, 32)])
+def test_crop_boxes_fall_back_to_the_centre_as_torchvision_does(height, width):
+    # The whole area of so long a picture fits no allowed ratio.
+    image = torch.zeros(1, height, width)
+    box = RandomResizedCrop(8, (1.0, 1.0)).make_params([image])
+    uniform = torch.rand(5, BOX_UNIFORMS, generator=generator(), dtype=torch.float64)
+    boxes = crop_boxes(uniform, height=height, width=width, scale=(1.0, 1.0), ratio=(3 / 4, 4 / 3))
+    assert torch.stack(boxes, 1).tolist() == [[box["top"], box["left"], box["height"], box["width"]]] * 5
+
+
+def test_crop_boxes_by_hand():
+    # 10x10 pixels. The first candidate has area 100 and ratio exp(log 4) = 4: 20 wide, too wide. The second has area
+    # 25 + 75 / 3 = 50 and ratio exp(log 1/4 + log 16 * 3/4) = 2: 10 wide, 5 high. Of the 6 places from above,
+    # 0.4 * 6 = 2.4 gives 2; from the left there is one.
+    uniform = torch.full((1, BOX_UNIFORMS), 0.9, dtype=torch.float64)
+    uniform[0, :2] = torch.tensor([1.0, 1 / 3])
+    uniform[0, 10:12] = torch.tensor([1.0, 3 / 4])
+    uniform[0, -2:] = torch.tensor([0.4, 0.9])
+    boxes = crop_boxes(uniform, height=10, width=10, scale=(0.25, 1.0), ratio=(1 / 4, 4.0))
+    assert [float(value) for value in boxes] == [2, 0, 5, 10]
+
+
+def test_parameters_have_their_probabilities_and_ranges():
+    count = 20_000
+    uniform = torch.rand(count, UNIFORMS, generator=generator(), dtype=torch.float64)
+    view = View(**{**EVERYTHING, "brightness": 1.5, "blur_sigma": [0.5, 1.5]})
+    drawn = parameters(view, uniform, height=32, width=32)
+    shares = {
+        "flip": (drawn.flip.double(), 0.5),
+        "contrast": ((drawn.contrast != 1).double(), 0.8),
+        "color": ((drawn.color == 0).double(), 0.2),
+        "sigma": ((drawn.sigma > 0).double(), 0.5),
+        "solarize": (drawn.solarize.double(), 0.3),
+    }
+    for name, (happened, probability) in shares.items():
+        error = math.sqrt(probability * (1 - probability) / count)
+        assert abs(float(happened.mean()) - probability) < 4 * error, name
+    jittered = drawn.contrast != 1
+    ranges = {  # of uniform numbers: mean in the middle, reaching both ends
+        "brightness": (drawn.brightness[jittered], 0, 2.5),
+        "contrast": (drawn.contrast[jittered], 0.6, 1.4),
+        "saturation": (drawn.saturation[jittered], 0.6, 1.4),
+        "hue": (drawn.hue[jittered], -0.1, 0.1),
+        "sigma": (drawn.sigma[drawn.sigma > 0], 0.5, 1.5),
+    }
+    for name, (values, low, high) in ranges.items():
+        assert low <= values.min() < low + 0.01 * (high - low), name
+        assert high >= values.max() > high - 0.01 * (high - low), name
+        assert abs(float(values.mean()) - (low + high) / 2) < 0.01 * (high - low), name
+    assert (drawn.brightness[~jittered] == 1).all()
+    assert (drawn.hue[~jittered] == 0).all()
+
+
+def test_parameters_are_independent_of_each_other():
+    count = 20_000
+    uniform = torch.rand(count, UNIFORMS, generator=generator(), dtype=torch.float64)
+    view = View(**{**EVERYTHING, "jitter": 1.0, "blur": 1.0})
+    drawn = parameters(view, uniform, height=32, width=32)._asdict()
+    names = ("height", "flip", "brightness", "contrast", "saturation", "hue", "color", "sigma", "solarize")
+    correlation = torch.corrcoef(torch.stack([drawn[name].double() for name in names])) - torch.eye(len(names))
+    assert correlation.abs().max() < 4.5 / math.sqrt(count)
+
+
+def test_a_setting_does_not_shift_the_draws_of_the_others():
+    uniform = torch.rand(50, UNIFORMS, generator=generator(), dtype=torch.float64)
+    with_flip = parameters(View(**EVERYTHING), uniform, height=16, width=16)._asdict()
+    without = parameters(View(**{**EVERYTHING, "flip": 0.0}), uniform, height=16, width=16)._asdict()
+    assert with_flip.pop("flip").any()
+    assert not without.pop("flip").any()
+    assert all(torch.equal(with_flip[name], without[name]) for name in without)

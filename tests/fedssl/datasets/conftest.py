@@ -1,0 +1,17 @@
+"""What tests that read data sets have in common."""
+
+import socket
+
+import pytest
+
+from fedssl.datasets import base
+
+
+@pytest.fixture
+def no_network_and_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    base._read.cache_clear()

@@ -1,0 +1,52 @@
+"""Data sets that tests make, and their settings."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+
+from fedssl.config import read_data
+from fedssl.settings import DataSettings
+
+CONF = Path(__file__).parents[3] / "conf" / "dataset"
+NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder"]
+
+
+def node_of(name: str, **changes: object) -> DictConfig:
+    settings = OmegaConf.load(CONF / f"{name}.yaml")
+    settings.pop("defaults", None)  # Hydra's own key
+    return OmegaConf.merge(settings, changes)
+
+
+def settings_of(name: str, **changes: object) -> DataSettings:
+    return read_data(node_of(name, **changes))
+
+
+def picture(value: int, *, size: tuple[int, int] = (4, 4), mode: str = "RGB") -> Image.Image:
+    """A picture whose pixels are ``value``, ``value + 1``, ... in every channel."""
+    pixels = np.arange(value, value + size[0] * size[1], dtype=np.uint8).reshape(size[1], size[0])
+    return Image.fromarray(pixels).convert(mode)
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def table(values: list[int], labels: list[int | None], *, image: str = "img", label: str = "label") -> pa.Table:
+    """A table as the Hub stores one: a picture is a struct of bytes and path, the class names are in the metadata."""
+    pictures = [{"bytes": png(picture(value)), "path": None} for value in values]
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    features = {image: {"_type": "Image"}, label: {"names": ["ant", "bee", "cow"], "_type": "ClassLabel"}}
+    columns = {image: pa.array(pictures, struct), label: pa.array(labels, pa.int64())}
+    return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def first_pixels(images: torch.Tensor) -> list[int]:
+    return images[:, 0, 0, 0].tolist()

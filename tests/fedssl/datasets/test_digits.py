@@ -1,0 +1,57 @@
+"""The digits that come with scikit-learn."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.datasets import base, digits
+from fedssl.datasets.base import hold_out, load
+from tests.fedssl.datasets.made import settings_of
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    original = load_digits()
+    train, test = (load(settings_of("digits"), split) for split in ("train", "test"))
+    assert train is load(settings_of("digits"), "federated")
+    assert train.images.shape == (1438, 1, 8, 8)
+    assert test.images.shape == (359, 1, 8, 8)
+    assert train.images.dtype == torch.uint8
+    assert train.labels.dtype == torch.int64
+    kept, held_out = hold_out(original.target, fraction=0.2)
+    for pictures, rows in ((train, kept), (test, held_out)):
+        assert torch.equal(pictures.images[:, 0], torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte())
+        assert torch.equal(pictures.labels, torch.from_numpy(original.target[rows]))
+        assert pictures.classes == tuple("0123456789")
+    # Class sizes 178 182 177 183 181 182 181 179 174 180; a fifth is 35.6 36.4 35.4 36.6 36.2 36.4 36.2 35.8 34.8 36.0:
+    # the floors give 355, and the four largest remainders (7, 8, 0, 3) one more each.
+    assert torch.bincount(test.labels).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
+
+
+def test_digits_without_the_file_come_from_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = load(settings_of("digits"), "test")
+    base._read.cache_clear()
+    monkeypatch.setattr(digits, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=["/nowhere"]))
+    pictures = load(settings_of("digits"), "test")
+    assert torch.equal(pictures.images, expected.images)
+    assert torch.equal(pictures.labels, expected.labels)
+
+
+def test_digits_statistics_are_those_of_the_yaml() -> None:
+    settings = settings_of("digits")
+    values = load(settings, "train").images / 255
+    assert values.mean().item() == pytest.approx(settings.mean[0], abs=1e-3)
+    assert values.std().item() == pytest.approx(settings.std[0], abs=1e-3)
+
+
+def test_digits_in_another_form() -> None:
+    settings = settings_of("digits", channels=3, size=16, mean=[0.3] * 3, std=[0.4] * 3, limit=50, test_limit=7)
+    wide = load(settings, "train")
+    assert wide.images.shape == (50, 3, 16, 16)
+    assert torch.equal(wide.images[:, 0], wide.images[:, 2])
+    assert len(load(settings, "test").images) == 7

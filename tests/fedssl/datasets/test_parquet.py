@@ -1,0 +1,304 @@
+"""Data sets in parquet and arrow files, which the tests write themselves; nothing is fetched."""
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from fedssl import partition
+from fedssl.config import compose
+from fedssl.datasets import base, decoding
+from fedssl.datasets.base import choose, load
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import first_pixels, picture, png, settings_of, table
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two training shards, a test shard and a fold that repeats training pictures, under the Hub's names."""
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(table([1, 2, 3], [0, 1, 2]), data / "train-00000-of-00002.parquet")
+    pq.write_table(table([4, 5], [0, 1]), data / "train-00001-of-00002-1359597a978bc4fa.parquet")
+    pq.write_table(table([1, 2], [0, 1]), data / "train_0-00000-of-00001.parquet")
+    pq.write_table(table([9, 8], [2, 1]), data / "test-00000-of-00001.parquet")
+    return tmp_path
+
+
+def test_parquet_folder(folder: Path) -> None:
+    settings = settings_of("cifar10", path=str(folder), size=4)
+    train = load(settings, "federated")
+    assert train is load(settings, "train")
+    assert train.images.shape == (5, 3, 4, 4)
+    assert first_pixels(train.images) == [1, 2, 3, 4, 5]
+    assert train.images[0, 2].flatten().tolist() == list(range(1, 17))
+    assert train.labels.tolist() == [0, 1, 2, 0, 1]
+    assert train.classes == ("ant", "bee", "cow")
+    test = load(settings, "test")
+    assert (first_pixels(test.images), test.labels.tolist()) == ([9, 8], [2, 1])
+
+
+def test_a_limit_decodes_only_its_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[object] = []
+    original = decoding.read_picture
+    monkeypatch.setattr(
+        decoding, "read_picture", lambda source, **form: decoded.append(source) or original(source, **form)
+    )
+    settings = settings_of("cifar10", path=str(folder), size=4, limit=3, test_limit=1)
+    rows = choose(5, 3)
+    pictures = load(settings, "federated")
+    assert first_pixels(pictures.images) == (rows + 1).tolist()
+    assert pictures.labels.tolist() == (rows % 3).tolist()
+    assert len(load(settings, "test").images) == 1
+    load(settings, "train")
+    load(settings_of("cifar10", path=str(folder), size=4, limit=3, test_limit=1), "federated")
+    assert len(decoded) == 4  # each split once
+
+
+def test_single_file_and_pattern(folder: Path) -> None:
+    one = settings_of("cifar10", path=str(folder / "data" / "train-00000-of-00002.parquet"), size=4)
+    assert first_pixels(load(one, "federated").images) == [1, 2, 3]
+    assert load(one, "test") is None
+    pattern = settings_of("cifar10", path=str(folder / "data" / "t*-of-00002*.parquet"), size=4)
+    assert first_pixels(load(pattern, "federated").images) == [1, 2, 3, 4, 5]
+
+
+def test_names_that_say_no_split_are_training_pictures(tmp_path: Path) -> None:
+    pq.write_table(table([1, 2, 3], [0, 1, 2]), tmp_path / "mine.parquet")
+    settings = settings_of("cifar10", path=str(tmp_path), size=4)
+    assert first_pixels(load(settings, "federated").images) == [1, 2, 3]
+    assert load(settings, "test") is None
+
+
+def test_splits_as_folders_and_unlabelled_pictures(tmp_path: Path) -> None:
+    """The layout of the Hub's conversion; STL-10 marks unlabelled pictures with -1."""
+    parts = {"unlabeled": ([1, 2, 3], [-1, -1, -1]), "train": ([4, 5], [0, 1]), "test": ([6], [2])}
+    for name, (values, labels) in parts.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(table(values, labels, image="image"), tmp_path / name / "0000.parquet")
+    settings = settings_of("stl10", path=str(tmp_path), size=4)
+    shared = load(settings, "federated")
+    assert first_pixels(shared.images) == [1, 2, 3]
+    assert shared.labels is None
+    assert load(settings, "train").labels.tolist() == [0, 1]
+    assert load(settings, "test").labels.tolist() == [2]
+
+
+def test_valid_and_validation_are_the_same_word(tmp_path: Path) -> None:
+    pq.write_table(table([1, 2], [0, 1], image="image"), tmp_path / "tiny-imagenet-train-0.parquet")
+    pq.write_table(table([3], [1], image="image"), tmp_path / "validation.parquet")
+    settings = settings_of("tiny_imagenet", path=str(tmp_path), size=4)
+    assert first_pixels(load(settings, "test").images) == [3]
+    assert first_pixels(load(settings, "train").images) == [1, 2]
+
+
+def test_folder_of_save_to_disk(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee"])})
+    splits = {
+        name: datasets.Dataset.from_dict({"img": [picture(v) for v in values], "label": labels}, features=features)
+        for name, values, labels in (("train", [1, 2, 3], [0, 1, 0]), ("test", [7], [1]))
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    settings = settings_of("cifar10", path=str(tmp_path / "saved"), size=4)
+    train, test = load(settings, "federated"), load(settings, "test")
+    assert (first_pixels(train.images), train.labels.tolist()) == ([1, 2, 3], [0, 1, 0])
+    assert (first_pixels(test.images), test.labels.tolist()) == ([7], [1])
+    assert train.classes == ("ant", "bee")
+
+
+def test_arrow_file_format_and_plain_binary_column(tmp_path: Path) -> None:
+    contents = pa.table({"img": pa.array([png(picture(3)), png(picture(4))], pa.binary()), "label": [1, 0]})
+    with pa.ipc.new_file(str(tmp_path / "train.arrow"), contents.schema) as writer:
+        writer.write_table(contents)
+    pictures = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
+    assert (first_pixels(pictures.images), pictures.labels.tolist(), pictures.classes) == ([3, 4], [1, 0], ())
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
+    writers = [["w9", "w10"], ["w9", "w1", "w10"]]
+    for number, (values, labels) in enumerate([([1, 2], [0, 1]), ([3, 4, 5], [2, 0, 1])]):
+        contents = table(values, labels).append_column("writer_id", pa.array(writers[number]).cast(kind))
+        pq.write_table(contents, tmp_path / f"train-{number}.parquet")
+    settings = settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id")
+    pictures = load(settings, "federated")
+    assert pictures.owner_names == ("w1", "w10", "w9")  # in the order of words
+    assert pictures.owners.tolist() == [2, 1, 2, 0, 1]
+    assert pictures.owners.dtype == torch.int64
+    assert pictures.labels.tolist() == [0, 1, 2, 0, 1]
+    limited = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id", limit=3), "federated")
+    assert limited.owners.tolist() == pictures.owners[torch.from_numpy(choose(5, 3))].tolist()
+    assert limited.owner_names == pictures.owner_names
+    unknown = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
+    assert (unknown.owners, unknown.owner_names) == (None, ())
+
+
+def test_owners_may_be_numbers_and_divide_the_pictures(tmp_path: Path) -> None:
+    contents = table([1, 2, 3, 4, 5, 6], [0] * 6).append_column("hospital", pa.array([70, 8, 70, 8, 8, 70], pa.int16()))
+    pq.write_table(contents, tmp_path / "train.parquet")
+    pictures = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="hospital"), "federated")
+    assert (pictures.owner_names, pictures.owners.tolist()) == (("8", "70"), [1, 0, 1, 0, 0, 1])
+    rule = compose(["seed=1", "num_clients=2", "partition=natural"]).partition
+    parts = partition.split(rule, pictures)
+    assert sorted(part.tolist() for part in parts) == [[0, 2, 5], [1, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (None, r"no column 'who' \(it has \['img', 'label'\]\).*dataset\.owner=null"),
+        (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; whole numbers or words are needed"),
+        (
+            pa.array(["ann", None]),
+            r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every picture",
+        ),
+    ],
+)
+def test_owners_that_cannot_be_used_are_one_sentence(tmp_path: Path, column: pa.Array | None, message: str) -> None:
+    contents = table([1, 2], [0, 1])
+    pq.write_table(contents if column is None else contents.append_column("who", column), tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=message) as caught:
+        load(settings_of("cifar10", path=str(tmp_path), size=4, owner="who"), "federated")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_share_of_local_files_without_a_test_is_held_out(tmp_path: Path) -> None:
+    values, labels = list(range(0, 200, 10)), [0] * 10 + [1] * 10
+    pq.write_table(table(values, labels), tmp_path / "mine.parquet")
+    data = settings_of("cifar10", path=str(tmp_path), size=4)
+    assert load(data, "test") is None
+    assert len(load(data, "train").images) == 20
+    data = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2)
+    train, test = (load(data, split) for split in ("train", "test"))
+    assert train is load(data, "federated")  # clients do not train on what they are tested by
+    assert sorted(first_pixels(train.images) + first_pixels(test.images)) == values
+    assert torch.bincount(test.labels).tolist() == [2, 2]
+    assert [value >= 100 for value in first_pixels(test.images)] == test.labels.bool().tolist()
+    # Tiny ImageNet calls its test "valid".
+    other = settings_of("tiny_imagenet", path=str(tmp_path), size=4, test_fraction=0.2, image="img")
+    assert first_pixels(load(other, "test").images) == first_pixels(test.images)
+    limited = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2, limit=5, test_limit=3)
+    assert not {*first_pixels(load(limited, "train").images)} & {*first_pixels(test.images)}
+    assert (len(load(limited, "train").images), len(load(limited, "test").images)) == (5, 3)
+    # A file for the test is taken as it is.
+    pq.write_table(table(values, labels), tmp_path / "mine-train.parquet")
+    pq.write_table(table([7], [1]), tmp_path / "mine-test.parquet")
+    (tmp_path / "mine.parquet").unlink()
+    base._read.cache_clear()
+    assert first_pixels(load(data, "test").images) == [7]
+    assert len(load(data, "train").images) == 20
+
+
+def test_a_share_that_cannot_be_held_out(tmp_path: Path) -> None:
+    pq.write_table(table([0, 10], [None, None]), tmp_path / "mine.parquet")
+    data = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.5)
+    assert load(data, "test") is None
+    assert len(load(data, "federated").images) == 2
+    for changes, message in (
+        ({"test_fraction": 1.0, "path": str(tmp_path)}, r"dataset\.test_fraction=1\.0 must be at least 0 and below 1"),
+        ({"test_fraction": 0.2}, r"dataset\.test_fraction=0\.2 is for local files, but dataset\.path is null"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load(settings_of("cifar10", **changes), "federated")
+
+
+def test_hidden_files_are_no_match_of_a_pattern(folder: Path) -> None:
+    (folder / "data" / "._train-00000-of-00002.parquet").write_bytes(b"a hidden file of another system")
+    settings = settings_of("cifar10", path=str(folder / "data" / "*train-*-of-00002*.parquet"), size=4)
+    assert len(load(settings, "federated").images) == 5
+    for pattern in ("nothing*.parquet", "***"):
+        with pytest.raises(InputError, match=r"holds no \.parquet or \.arrow file"):
+            load(settings_of("cifar10", path=str(folder / pattern), size=4), "federated")
+
+
+def test_missing_label_column_is_said_and_means_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pq.write_table(table([1, 2], [0, 1], label="target"), tmp_path / "train.parquet")
+    settings = settings_of("cifar10", path=str(tmp_path), size=4)
+    with caplog.at_level(logging.WARNING):
+        assert load(settings, "federated").labels is None
+    assert "no column 'label'" in caplog.text
+    assert load(settings, "train") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "changes", "message"),
+    [
+        ("train.parquet", b"rubbish", {}, r"train\.parquet cannot be read"),
+        ("train.arrow", b"rubbish", {}, r"train\.arrow cannot be read"),
+        ("train.txt", b"", {}, r"holds no \.parquet or \.arrow file"),
+        ("test.parquet", table([1], [0]), {}, r"dataset\.splits\.federated=train names no pictures"),
+        ("train.parquet", table([1], [0], image="image"), {}, r"no column 'img' \(it has \['image', 'label'\]\)"),
+        ("train.parquet", table([1, 2], [0, 2]), {"num_classes": 2}, r"dataset\.num_classes=2 but a label is 2"),
+        (
+            "train.parquet",
+            pa.table({"img": [b"", b"x"], "label": [0, 1]}),
+            {},
+            r"none of the 2 pictures can be read: row 0 of the split 'train' in .* \(it is no picture of JPEG",
+        ),
+        (
+            "train.parquet",
+            pa.table({"img": [png(picture(1))], "label": ["cat"]}),
+            {},
+            r"dataset\.label=label is of type string",
+        ),
+    ],
+)
+def test_bad_files_are_one_sentence(
+    tmp_path: Path, name: str, contents: bytes | pa.Table, changes: dict, message: str
+) -> None:
+    if isinstance(contents, bytes):
+        (tmp_path / name).write_bytes(contents)
+    else:
+        pq.write_table(contents, tmp_path / name)
+    with pytest.raises(InputError, match=message):
+        load(settings_of("cifar10", path=str(tmp_path), size=4, **changes), "federated")
+
+
+def test_hub_is_read_from_the_arrow_files_of_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = table([5, 6], [1, 0])
+    with pa.ipc.new_stream(str(tmp_path / "cache.arrow"), contents.schema) as writer:
+        writer.write_table(contents)
+    asked = []
+
+    class FederatedDataset:
+        def __init__(self, *, dataset: str, partitioners: dict, shuffle: bool) -> None:
+            asked.append((dataset, partitioners, shuffle))
+
+        def load_split(self, split: str) -> SimpleNamespace:
+            asked.append(split)
+            return SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.arrow")}])
+
+    monkeypatch.setitem(sys.modules, "flwr_datasets", ModuleType("flwr_datasets"))
+    monkeypatch.setattr(sys.modules["flwr_datasets"], "FederatedDataset", FederatedDataset, raising=False)
+    pictures = load(settings_of("cifar10", size=4), "federated")
+    assert asked == [("uoft-cs/cifar10", {}, False), "train"]
+    assert (first_pixels(pictures.images), pictures.labels.tolist()) == ([5, 6], [1, 0])
+
+
+def test_unreachable_hub_says_how_to_use_local_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(**_: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nlong story")
+
+    monkeypatch.setitem(sys.modules, "flwr_datasets", ModuleType("flwr_datasets"))
+    monkeypatch.setattr(sys.modules["flwr_datasets"], "FederatedDataset", unreachable, raising=False)
+    with pytest.raises(InputError, match=r"uoft-cs/cifar100 .*Couldn't reach the Hub\).*dataset\.path=FILE_OR_FOLDER$"):
+        load(settings_of("cifar100"), "federated")
+
+
+def test_real_cifar10_has_the_statistics_of_the_yaml(cifar10: str) -> None:
+    settings = settings_of("cifar10", path=cifar10)
+    pictures = load(settings, "test")
+    assert pictures.images.shape == (10000, 3, 32, 32)
+    assert torch.bincount(pictures.labels).tolist() == [1000] * 10
+    assert pictures.classes[0] == "airplane"
+    mean = pictures.images.float().mean(dim=(0, 2, 3)) / 255
+    assert torch.allclose(mean, torch.tensor(list(settings.mean)), atol=0.01)

@@ -1,0 +1,61 @@
+"""The settings of data sets, and which pictures are taken."""
+
+import inspect
+
+import numpy as np
+import pytest
+from hydra.utils import get_method
+
+from fedssl.datasets.base import check, choose, hold_out
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import NAMES, node_of, settings_of
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_yaml_has_the_static_keys_and_the_reader_takes_the_others(name: str) -> None:
+    settings = settings_of(name)
+    check(settings)
+    assert settings.num_classes is None or settings.num_classes > 1
+    assert set(node_of(name).splits) == {"federated", "train", "test"}
+    own = set(settings.reader.values) - {"_target_"}
+    assert own | {"split", "limit"} == set(inspect.signature(get_method(settings.reader.target)).parameters)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"channels": 4}, r"dataset\.channels=4 gives wrong channels; allowed are 1 \(grey\) and 3 \(RGB\)"),
+        ({"channels": 1}, r"dataset\.channels=1; .* dataset\.mean=\[0\.473\] dataset\.std=\[0\.251\]"),
+        ({"std": [1.0, 0.0, 1.0]}, r"dataset\.std=.* must be above 0"),
+        ({"size": 0}, r"dataset\.size=0"),
+        ({"limit": 0}, r"dataset\.limit=0 must be a whole number of pictures, at least 1"),
+        ({"test_limit": -1}, r"dataset\.test_limit=-1"),
+    ],
+)
+def test_contradicting_settings_are_refused(changes: dict, message: str) -> None:
+    # The means of CIFAR-10's channels 0.4914, 0.4822, 0.4465 are 0.4734 on average, 0.2470, 0.2435, 0.2616 are 0.2507.
+    with pytest.raises(InputError, match=message):
+        check(settings_of("cifar10", **changes))
+
+
+def test_choose_is_fixed_sorted_and_without_repetition() -> None:
+    assert choose(5, None).tolist() == choose(5, 9).tolist() == [0, 1, 2, 3, 4]
+    some = choose(1000, 100)
+    assert np.array_equal(some, choose(1000, 100))
+    assert (np.diff(some) > 0).all()
+    assert abs(some.mean() - 500) < 100  # from everywhere: the mean of 100 draws has standard deviation 27
+
+
+def test_hold_out_by_hand() -> None:
+    # A quarter of 5, 3 and 2 pictures is 1.25, 0.75 and 0.5: the floors are 1, 0, 0, and as round(10 / 4) = 2 the class
+    # with the largest remainder, the second, gives one more.
+    labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
+    train, test = hold_out(labels, fraction=0.25)
+    assert np.bincount(labels[test], minlength=3).tolist() == [1, 1, 0]
+    assert sorted([*train, *test]) == list(range(10))
+    assert np.array_equal(test, hold_out(labels, fraction=0.25)[1])
+    everything, nothing = hold_out(labels, fraction=0)
+    assert everything.tolist() == list(range(10))
+    assert nothing.tolist() == []

@@ -1,0 +1,132 @@
+"""The command `fedssl-evaluate`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedssl.config import compose
+from fedssl.encoders import conv_small
+from fedssl.evaluation import cli
+from fedssl.export import save_encoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def finished_run(tmp_path: Path) -> Path:
+    """A run folder as far as the command needs it: settings and encoder of a run on the digits."""
+    settings = compose(["seed=7", "dataset=digits", "dataset.limit=300", "encoder=conv_small", "encoder.width=4"])
+    (tmp_path / "config.yaml").write_text(settings.recording.text)
+    write_encoder(tmp_path / "encoder.pt")
+    return tmp_path
+
+
+def write_encoder(file: Path, *, channels: int = 1, size: int = 8) -> None:
+    torch.manual_seed(0)
+    settings = {"_target_": "fedssl.encoders.conv_small", "channels": channels, "size": size, "width": 4}
+    encoder = conv_small(channels=channels, size=size, width=4)
+    save_encoder(file, encoder, settings=settings, mean=[0.3] * channels, std=[0.4] * channels, metadata={})
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["fedssl-evaluate", *words])
+    monkeypatch.setattr(cli.torch, "set_num_threads", lambda threads: None)
+    return cli.main()
+
+
+def test_command_evaluates_a_run_on_its_own_data(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert command(monkeypatch, f"run={finished_run}", "evaluation.k=20") == 0
+    report = json.loads((finished_run / "evaluation" / "knn-digits.json").read_text())
+    assert report["pictures"]["train"] == 300
+    assert report["seed"] == 7
+    assert report["evaluation"]["k"] == 20
+    assert report["units"] == {"knn": "accuracy"}
+    assert 0.3 < report["results"]["knn"] < 1  # an untrained encoder is far from chance
+    output = capsys.readouterr().out
+    assert f"{100 * report['results']['knn']:.1f}" in output
+    assert str(finished_run / "evaluation" / "knn-digits.json") in output
+
+
+def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
+    words = [f"run={finished_run}", "evaluation=probes", "evaluation.protocols.few_labels.draws=2", "seed=1"]
+    assert command(monkeypatch, *words, "dataset.limit=200", "dataset.test_limit=50") == 0
+    report = json.loads((finished_run / "evaluation" / "probes-digits.json").read_text())
+    assert report["pictures"] == {"train": 200, "test": 50}
+    assert report["seed"] == 1
+    assert {"knn", "linear", "linear_2_per_class", "linear_5_per_class_std"} <= set(report["results"])
+
+
+def test_command_writes_a_paper_s_probe_beside_the_others(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
+    words = [f"run={finished_run}", "evaluation=fedu/linear", "evaluation.epochs=2", "dataset.test_limit=50"]
+    assert command(monkeypatch, *words) == 0
+    report = json.loads((finished_run / "evaluation" / "fedu_linear-digits.json").read_text())
+    assert list(report["results"]) == ["linear_fedu"]
+
+
+def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
+    words = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]
+    assert command(monkeypatch, *words, "dataset.channels=3") == 0
+    report = json.loads((tmp_path / "evaluation" / "knn-digits.json").read_text())
+    assert report["dataset"]["size"] == 16
+    assert report["dataset"]["mean"] == [0.3] * 3
+    assert report["dataset"]["std"] == [0.4] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give either run=DIR"),
+        (["run={run}", "encoder={run}/encoder.pt"], "give either run=DIR"),
+        (["run={run}/nowhere"], "there is no .*encoder.pt; give the folder"),
+        (["encoder={run}/encoder.pt"], "add dataset=NAME"),
+        (["run={run}", "dataset.pth=x"], "dataset.pth=x does not fit the data set"),
+        (["run={run}", "evaluation=kn"], "did you mean knn"),
+        (["run={run}", "evaluation.k=0"], "k=0"),
+        (["run={run}", "dataset=digits", "dataset.channels=3"], r"pictures with 1 channel\(s\) but dataset.channels=3"),
+        (["run={run}", "dataset.splits={{federated: train, train: train, test: null}}"], "no labelled test pictures"),
+        (["run={run}", "evaluation=few_labels", "dataset.limit=12"], "labels_per_class=2 but class"),
+    ],
+)
+def test_command_answers_bad_input_with_one_sentence(
+    words: list[str],
+    message: str,
+    finished_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    status = command(monkeypatch, *(word.format(run=finished_run) for word in words or ["evaluation=knn"]))
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert re.search(message, captured.err)
+
+
+def test_command_tells_an_unfinished_run_from_a_wrong_folder(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (finished_run / "encoder.pt").unlink()
+    assert command(monkeypatch, f"run={finished_run}") == 2
+    assert f"fedssl resume={finished_run}" in capsys.readouterr().err
+
+
+def test_command_names_the_encoders_of_a_run_that_has_several(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for client in (0, 1):
+        (finished_run / f"encoder-{client}.pt").write_bytes((finished_run / "encoder.pt").read_bytes())
+    (finished_run / "encoder.pt").unlink()
+    assert command(monkeypatch, f"run={finished_run}") == 2
+    assert f"has 2 encoders; give one of them: encoder={finished_run}/encoder-0.pt" in capsys.readouterr().err
+
+
+def test_command_without_words_shows_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    assert command(monkeypatch) == 2
+    assert command(monkeypatch, "--help") == 0
+    assert capsys.readouterr().out.count("usage:") == 2

@@ -1,0 +1,96 @@
+"""What an encoder makes of pictures, and the pictures themselves as features."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedssl.errors import InputError
+from fedssl.evaluation.features import Features, extract, pixels
+from tests.fedssl.evaluation.made import blobs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Statistics(nn.Module):
+    """Flattens and normalises by batch norm, with a second module to tell modes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(2), nn.Dropout(0.5)
+        self.norm.running_mean.fill_(1.0)
+        self.norm.running_var.fill_(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.norm(x.flatten(1)))
+
+
+def test_extract_normalises_and_uses_running_statistics():
+    # Pixel 255 -> 1 -> (1 - 0.5) / 0.1 = 5 -> (5 - 1) / sqrt(4) = 2; pixel 0 -> -5 -> -3.
+    images = torch.tensor([[255, 0], [0, 255]], dtype=torch.uint8).view(2, 1, 1, 2)
+    features = extract(Statistics(), images, mean=[0.5], std=[0.1], device="cpu")
+    torch.testing.assert_close(features, torch.tensor([[2.0, -3.0], [-3.0, 2.0]]), rtol=1e-5, atol=1e-5)
+
+
+def test_extract_leaves_modes_and_statistics_as_they_were():
+    encoder = Statistics().train()
+    encoder.norm.eval()  # a layer that is kept frozen during training
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    features = extract(encoder, torch.zeros(3, 1, 1, 2, dtype=torch.uint8), mean=[0.5], std=[0.1], device="cpu")
+    assert (encoder.training, encoder.norm.training, encoder.dropout.training) == (True, False, True)
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    assert not features.is_inference()
+    assert not features.requires_grad
+
+
+def test_extract_restores_modes_after_an_error():
+    encoder = Statistics().train()
+    with pytest.raises(RuntimeError):
+        extract(encoder, torch.zeros(3, 1, 2, 2, dtype=torch.uint8), mean=[0.5], std=[0.1], device="cpu")
+    assert encoder.training
+
+
+def test_extract_normalises_each_channel_and_does_not_depend_on_the_batch_size():
+    images = torch.randint(0, 256, (7, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
+    expected = (images.double() / 255 - torch.tensor(mean).double().view(3, 1, 1)) / torch.tensor(std).double().view(
+        3, 1, 1
+    )
+    for batch_size in (2, 7, 100):
+        found = extract(nn.Flatten(), images, mean=mean, std=std, device="cpu", batch_size=batch_size)
+        torch.testing.assert_close(found.double(), expected.flatten(1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((1, 8, 8), 64),
+        ((3, 32, 32), 3072),
+        ((3, 64, 64), 3072),
+        ((3, 96, 96), 3072),
+        ((1, 64, 64), 1024),
+        ((3, 33, 33), 867),  # squares of 2, cut at the border: 17 x 17 of them
+    ],
+)
+def test_pixels_have_at_most_3072_values(shape: tuple[int, int, int], dim: int):
+    assert pixels(torch.zeros(2, *shape, dtype=torch.uint8)).shape == (2, dim)
+
+
+def test_pixels_are_averaged_over_squares():
+    image = torch.zeros(1, 1, 57, 57, dtype=torch.uint8)  # 57 * 57 > 3072: squares of 2, the last of width 1
+    image[0, 0, :2, :2] = torch.tensor([[255, 0], [0, 51]])
+    image[0, 0, 56, 56] = 255
+    found = pixels(image).view(29, 29)
+    assert found[0, 0].item() == pytest.approx((1 + 0.2) / 4)
+    assert found[28, 28].item() == pytest.approx(1.0)
+    assert found.sum().item() == pytest.approx(1.3)
+    small = torch.tensor([[0, 51], [102, 255]], dtype=torch.uint8).view(1, 1, 2, 2)
+    torch.testing.assert_close(pixels(small), torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
+
+
+def test_features_that_are_not_finite_are_refused():
+    data = blobs()
+    data.test[3, 1] = math.nan
+    with pytest.raises(InputError, match="diverged"):
+        Features(data.train, data.train_labels, data.test, data.test_labels, data.num_classes)

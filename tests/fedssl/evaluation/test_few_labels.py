@@ -1,0 +1,89 @@
+"""The protocol of few labels: what is drawn, and its accuracy by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from fedssl.evaluation.features import Features
+from fedssl.evaluation.few_labels import FewLabels, center_and_scale, draw_few
+from fedssl.evaluation.knn import KNN
+from fedssl.evaluation.linear import Linear
+from fedssl.seeding import numpy_generator
+from tests.fedssl.evaluation.made import blobs, results
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_draw_few_takes_the_same_number_of_every_class():
+    labels = torch.tensor([2, 0, 1, 0, 2, 1, 0, 0, 1, 2])
+    drawn = draw_few(labels, per_class=3, num_classes=3, generator=np.random.default_rng(0))
+    assert labels[drawn].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len(set(drawn.tolist())) == 9
+
+
+def test_draw_few_reaches_every_picture():
+    labels = torch.tensor([0, 0, 0, 1])
+    generator = np.random.default_rng(0)
+    drawn = [draw_few(labels, per_class=1, num_classes=2, generator=generator).tolist() for _ in range(100)]
+    assert {first for first, _ in drawn} == {0, 1, 2}
+    assert {second for _, second in drawn} == {3}
+
+
+def test_draw_few_names_the_class_that_is_too_small():
+    with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labelled training pictures"):
+        draw_few(torch.tensor([0, 0, 1]), per_class=2, num_classes=2, generator=np.random.default_rng(0))
+    with pytest.raises(InputError, match=r"class 2 has 0"):
+        draw_few(torch.tensor([0, 0, 1]), per_class=1, num_classes=3, generator=np.random.default_rng(0))
+
+
+def test_center_and_scale_by_hand():
+    # Centre (1, 2); squared distances 1 + 4 = 5 each, so the scale is sqrt(5).
+    train, test = center_and_scale(torch.tensor([[0.0, 0.0], [2.0, 4.0]]), torch.tensor([[1.0, 7.0]]))
+    torch.testing.assert_close(train, torch.tensor([[-1.0, -2.0], [1.0, 2.0]]) / math.sqrt(5))
+    torch.testing.assert_close(test, torch.tensor([[0.0, 5.0]]) / math.sqrt(5))
+
+
+def test_few_labels_by_hand():
+    # One feature; class 0 is at 0 and 10, class 1 at 4. With one picture per class the boundary is half-way:
+    # at 2 if the picture at 0 is drawn (the test pictures 0, 1, 4 are right, 10 is not: 3/4),
+    # at 7 if the picture at 10 is drawn (4 and 10 are right: 2/4).
+    train, labels = torch.tensor([[0.0], [10.0], [4.0]]), torch.tensor([0, 0, 1])
+    test, test_labels = torch.tensor([[0.0], [1.0], [4.0], [10.0]]), torch.tensor([0, 0, 1, 0])
+    data = Features(train, labels, test, test_labels, num_classes=2)
+    expected = []
+    for draw in range(6):
+        generator = numpy_generator(5, "few labels", 1, draw)
+        first = draw_few(labels, per_class=1, num_classes=2, generator=generator)[0].item()
+        expected.append(0.75 if first == 0 else 0.5)
+    assert len(set(expected)) == 2
+    assert results(FewLabels(labels_per_class=[1], draws=6), data, seed=5) == {
+        "linear_1_per_class": pytest.approx(np.mean(expected)),
+        "linear_1_per_class_std": pytest.approx(np.std(expected, ddof=1)),
+    }
+    assert results(FewLabels(labels_per_class=[1], draws=1), data, seed=5) == {"linear_1_per_class": expected[0]}
+
+
+def test_few_labels_draws_the_same_pictures_for_every_representation():
+    # The probe does not change when features are rotated and scaled, so two representations that differ by that
+    # give the same accuracies, in the mean and in the spread, if and only if the draws are the same.
+    data = blobs(n=400)
+    rotation = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]
+    rotated = Features(
+        data.train @ rotation * 50, data.train_labels, data.test @ rotation * 50, data.test_labels, data.num_classes
+    )
+    protocol = FewLabels(draws=4)
+    found = results(protocol, data, seed=3)
+    assert found == results(protocol, data, seed=3)
+    assert results(protocol, rotated, seed=3) == pytest.approx(found, abs=0.004)
+    assert abs(results(protocol, rotated, seed=4)["linear_2_per_class"] - found["linear_2_per_class"]) > 0.004
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("protocol", [KNN(), Linear(), FewLabels(draws=2)])
+def test_features_may_be_on_the_gpu(protocol: KNN | Linear | FewLabels):
+    data = blobs()
+    on_gpu = Features(data.train.cuda(), data.train_labels, data.test.cuda(), data.test_labels, data.num_classes)
+    assert results(protocol, on_gpu, seed=0) == pytest.approx(results(protocol, data, seed=0), abs=0.01)

@@ -1,0 +1,86 @@
+"""The linear probe by hand and against scikit-learn."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+from fedssl.evaluation.features import Features
+from fedssl.evaluation.few_labels import FewLabels
+from fedssl.evaluation.knn import KNN
+from fedssl.evaluation.linear import Linear, linear_probe, softmax_regression, standardise
+from tests.fedssl.evaluation.made import Given, blobs, results
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_softmax_regression_by_hand():
+    # x = -1 (class 0) and x = 1 (class 1). By symmetry the weight is (-a, a) and the bias 0, and the loss is
+    # log(1 + e^(-2a)) + l2 a^2, whose derivative is 0 where l2 a = 1 / (1 + e^(2a)): a = 1 for l2 = 1 / (1 + e^2).
+    x, labels = torch.tensor([[-1.0], [1.0]]), torch.tensor([0, 1])
+    weight, bias = softmax_regression(x, labels, num_classes=2, l2=1 / (1 + math.exp(2)))
+    torch.testing.assert_close(weight, torch.tensor([[-1.0, 1.0]]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(bias, torch.zeros(2), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("n", [200, 8, 6], ids=["more pictures than features", "as many", "fewer"])
+@pytest.mark.parametrize("l2", [1e-1, 1e-3])
+def test_softmax_regression_equals_scikit_learn(n: int, l2: float):
+    data = blobs(n=n)
+    x, x_test = standardise(data.train, data.test)
+    weight, bias = softmax_regression(x, data.train_labels, num_classes=4, l2=l2)
+    # scikit-learn minimises C * sum of losses + ||weight||^2 / 2.
+    reference = LogisticRegression(C=1 / (n * l2), tol=1e-10, max_iter=20_000).fit(
+        x.double().numpy(), data.train_labels.numpy()
+    )
+    found = torch.addmm(bias, x_test, weight).softmax(1).double().numpy()
+    np.testing.assert_allclose(found, reference.predict_proba(x_test.double().numpy()), atol=5e-3)
+
+
+def test_linear_probe_equals_scikit_learn():
+    data = blobs()
+    scaler = StandardScaler().fit(data.train.double().numpy())
+    reference = LogisticRegression(C=1 / (200 * 1e-2), tol=1e-10, max_iter=20_000)
+    reference.fit(scaler.transform(data.train.double().numpy()), data.train_labels.numpy())
+    found = linear_probe(data.train, data.train_labels, data.test, num_classes=4, l2=1e-2)
+    expected = reference.predict(scaler.transform(data.test.double().numpy()))
+    assert (found.numpy() == expected).mean() >= 0.99  # a test picture on a boundary may fall to either side
+
+
+def test_linear_separates_what_can_be_separated():
+    data = blobs(spread=0.01)
+    assert results(Linear(), data, seed=0) == {"linear": 1.0}
+    assert results(Linear(l2=0.0), data, seed=0) == {"linear": 1.0}
+
+
+def test_linear_gives_the_same_number_every_time_whatever_the_seed():
+    data = blobs()
+    assert results(Linear(), data, seed=0) == results(Linear(), data, seed=1)
+
+
+def test_linear_ignores_shift_and_scale_of_features():
+    data = blobs()
+    scale = torch.logspace(-3, 3, 8)
+    other = Features(data.train * scale - 5, data.train_labels, data.test * scale - 5, data.test_labels, 4)
+    found = results(Linear(), other, seed=0)["linear"]
+    assert found == pytest.approx(results(Linear(), data, seed=0)["linear"], abs=0.01)
+
+
+def test_standardise_leaves_a_constant_feature_at_zero():
+    train = torch.tensor([[0.1, 1.0], [0.1, 3.0], [0.1, 5.0]])
+    x, x_test = standardise(train, torch.tensor([[0.4, 3.0]]))
+    # Deviation of 1, 3, 5 with divisor n: sqrt(8 / 3).
+    torch.testing.assert_close(x[:, 1], torch.tensor([-1.0, 0.0, 1.0]) * 2 / math.sqrt(8 / 3))
+    torch.testing.assert_close(x[:, 0], torch.zeros(3), rtol=0, atol=1e-6)
+    torch.testing.assert_close(x_test, torch.tensor([[0.3, 0.0]]))
+
+
+@pytest.mark.parametrize("protocol", [KNN(), Linear(), Linear(l2=0.0), FewLabels(draws=2)])
+def test_a_collapsed_encoder_is_at_chance(protocol: KNN | Linear | FewLabels):
+    labels = torch.arange(40) % 4
+    data = Features(torch.full((40, 8), 0.3), labels, torch.full((40, 8), 0.3), labels, num_classes=4)
+    found = protocol(Given(data), seed=0)
+    assert [score.value for score in found.values()] == [0.25] * (2 if isinstance(protocol, FewLabels) else 1)

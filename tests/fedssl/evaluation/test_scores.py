@@ -1,0 +1,45 @@
+"""Results as files and people have them."""
+
+import json
+import math
+
+import pytest
+
+from fedssl.evaluation.scores import Score, as_numbers, as_scores, heading, over_models, units_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_scores_come_back_from_files_as_they_were():
+    scores = {
+        "knn": Score(0.5),
+        "few": Score(0.25, spread=0.1),
+        "loss": Score(2.5, "nats", 0.5),
+        "epochs": Score(3, ""),
+    }
+    numbers, units = as_numbers(scores), units_of(scores)
+    assert numbers == {"knn": 0.5, "few": 0.25, "few_std": 0.1, "loss": 2.5, "loss_std": 0.5, "epochs": 3}
+    assert units == {"knn": "accuracy", "few": "accuracy", "loss": "nats", "epochs": ""}
+    assert as_scores(json.loads(json.dumps(numbers)), units) == scores
+    assert as_scores(scores) == scores
+
+
+def test_plain_numbers_are_accuracies():
+    found = as_scores({"mine": 0.5, "mine_std": 0.1, "low_std": 0.2, "loss": Score(1.0, "nats")})
+    assert found == {"mine": Score(0.5, "accuracy", 0.1), "low_std": Score(0.2), "loss": Score(1.0, "nats")}
+
+
+def test_scores_for_people():
+    assert [Score(0.6134).text, Score(0.5, spread=0.05).text] == ["61.3%", "50.0 ± 5.0%"]
+    assert [Score(2.34567, "nats").text, Score(12345.678, "", 1.5).text] == ["2.346 nats", "1.235e+04 ± 1.5"]
+    assert [heading("knn", "accuracy"), heading("loss", "nats"), heading("k", "")] == ["knn (%)", "loss (nats)", "k"]
+
+
+def test_results_over_models_are_means_and_deviations():
+    found = over_models([{"few": Score(0.2, spread=0.01), "l": Score(1, "m")}, {"few": Score(0.6), "l": Score(3, "m")}])
+    # Deviations from the means 0.4 and 2 are 0.2 and 1; with divisor 2 - 1 they give 0.2 * sqrt 2 and sqrt 2.
+    few, length = found["few"], found["l"]
+    assert (few.value, few.spread, few.unit) == (pytest.approx(0.4), pytest.approx(0.2 * math.sqrt(2)), "accuracy")
+    assert (length.value, length.spread, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
+    assert over_models([{"few": Score(0.2, spread=0.01)}]) == {"few": Score(0.2, spread=0.01)}
+    assert over_models([{}, {}]) == {}

@@ -1,0 +1,207 @@
+"""FedAvg, Loss, L-DAWA, M-DAWA against a slow transcription of Eqs. 1-6 of L-DAWA, and their properties."""
+
+from functools import partial
+from math import exp, sqrt
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from fedssl.layers import GlobalLayers
+from strategies.fedavg import fedavg
+from strategies.l_dawa import LDAWA, l_dawa
+from strategies.loss import loss_weighted
+from strategies.m_dawa import m_dawa
+from strategies.weighted_sum import WeightedSum
+from tests.strategies.made import CLIENTS, GLOBAL, all_layers, clients_of, every_rule, layers, model, same, update
+
+
+def slowly(start, updates, *, beta, scale, buffers, normalize):
+    """The equations as they stand, in float64."""
+    statistics = [name for name in start if "running" in name]
+    weights = [name for name, array in start.items() if array.dtype.kind == "f" and name not in statistics]
+
+    def delta(client, names):
+        g = np.concatenate([start[name].astype(float).ravel() for name in names])
+        w = np.concatenate([client.layers[name].astype(float).ravel() for name in names])
+        if not g.any() or not w.any():
+            return 1.0
+        return min(1.0, np.sum(g * w) / (sqrt(np.sum(g * g)) * sqrt(np.sum(w * w))))
+
+    result = {}
+    for name, array in start.items():
+        total, divisor = np.zeros(array.shape), 0.0
+        for client, share in zip(updates, np.array(beta) / np.sum(beta), strict=True):
+            scaled = name in weights or (name in statistics and buffers == "scale")
+            s = 1.0 if scale == "none" or not scaled else delta(client, weights if scale == "model" else [name])
+            total += share * s * client.layers[name].astype(float)
+            divisor += share * abs(s)
+        if normalize:
+            total /= divisor
+        result[name] = np.rint(total) if array.dtype.kind == "i" else total
+    return result
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rules_equal_the_equations(rule, dtype):
+    start = model(0, dtype)
+    updates = clients_of(start, dtype=dtype)
+    options = rule.keywords if isinstance(rule, partial) else {}
+    function = rule.func if isinstance(rule, partial) else rule
+    beta = {
+        "uniform": [1.0] * 5,
+        "examples": [u.num_examples for u in updates],
+        "loss": [exp(-u.train_loss) for u in updates],
+    }[options.get("weighting", {fedavg: "examples", loss_weighted: "loss"}.get(function, "uniform"))]
+    expected = slowly(
+        start,
+        updates,
+        beta=beta,
+        scale={fedavg: "none", loss_weighted: "none", l_dawa: "layer", m_dawa: "model"}[function],
+        buffers=options.get("buffers", "average"),
+        normalize=options.get("normalize", False),
+    )
+    result = rule(start, updates)
+    tolerance = {np.float16: 1e-3, np.float32: 2e-6, np.float64: 1e-12}[dtype]
+    for name, array in expected.items():
+        np.testing.assert_allclose(result[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_names_order_shapes_and_dtypes_survive(rule, dtype):
+    start = model(0, dtype)
+    result = rule(start, clients_of(start, dtype=dtype))
+    assert list(result) == list(start)
+    for name, array in start.items():
+        assert type(result[name]) is np.ndarray
+        assert (result[name].shape, result[name].dtype) == (array.shape, array.dtype), name
+
+
+@every_rule
+def test_order_of_updates_changes_nothing(rule):
+    start = model(0)
+    updates = clients_of(start)
+    expected = rule(start, updates)
+    for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
+        assert same(rule(start, [updates[position] for position in order]), expected)
+
+
+@every_rule
+def test_clients_equal_to_the_global_model_change_nothing(rule):
+    start = model(3)
+    for number in (1, 3):
+        result = rule(start, [update(client, start, 7 + client, 2.5) for client in range(number)])
+        for name, array in start.items():
+            np.testing.assert_allclose(result[name], array, rtol=3e-7)
+
+
+@every_rule
+def test_inputs_are_not_changed_and_may_be_read_only(rule):
+    start = model(0)
+    updates = clients_of(start)
+    before = [{name: array.copy() for name, array in arrays.items()} for arrays in (start, *all_layers(updates))]
+    for arrays in (start, *all_layers(updates)):
+        for array in arrays.values():
+            array.flags.writeable = False
+    result = rule(start, updates)
+    assert all(same(one, other) for one, other in zip((start, *all_layers(updates)), before, strict=True))
+    assert not any(np.shares_memory(result[name], arrays[name]) for arrays in all_layers(updates) for name in result)
+
+
+@every_rule
+def test_memory_layout_does_not_matter(rule):
+    start = model(0)
+    updates = clients_of(start)
+    strided = [
+        update(u.partition_id, {n: a.copy(order="F") for n, a in u.layers.items()}, u.num_examples, u.train_loss)
+        for u in updates
+    ]
+    assert same(rule(start, strided), rule(start, updates))
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples", "loss"])
+@pytest.mark.parametrize("scale", ["none", "layer", "model"])
+def test_one_by_one_equals_all_at_once_bit_for_bit(weighting, scale):
+    start = model(0)
+    updates = clients_of(start)  # the losses fall and rise: the sum is rescaled on the way
+    rule = WeightedSum(weighting=weighting, scale=scale)
+    reference = GlobalLayers(start)
+    rule.start(reference)
+    rule.add_all(updates)
+    at_once = rule.finish()
+    rule.start(reference)
+    for one in updates:
+        rule.add(one, reference.compare(one.layers))
+    assert same(rule.finish(), at_once)
+
+
+def test_the_number_of_threads_changes_nothing():
+    random = np.random.default_rng(0)
+    start = {f"fc{i}.weight": random.standard_normal((600, 1000), np.float32) for i in range(6)}  # 3.6 M: 4 threads
+    updates = [
+        update(client, {name: array + random.standard_normal(array.shape, np.float32) for name, array in start.items()})
+        for client in range(3)
+    ]
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(l_dawa(start, updates))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@pytest.mark.parametrize("shift", [1000, 1e6, -1000])
+def test_only_differences_of_losses_matter(shift):
+    shifted = [update(c.partition_id, c.layers, train_loss=c.train_loss + shift) for c in CLIENTS]
+    expected = l_dawa(GLOBAL, CLIENTS, weighting="loss")
+    for name, array in l_dawa(GLOBAL, shifted, weighting="loss").items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_hopeless_loss_gets_no_weight(order):
+    losses = [0.5, 2000.0]
+    clients = [update(k, CLIENTS[k].layers, train_loss=losses[order[k]]) for k in (0, 1)]
+    best = clients[order.index(0)]
+    assert same(l_dawa(GLOBAL, clients, weighting="loss"), l_dawa(GLOBAL, [best]))
+
+
+@pytest.mark.parametrize("rule", [l_dawa, m_dawa])
+def test_an_opposite_client_is_turned_round(rule):
+    start = layers(a=[3, 4], b=[12, 0])
+    opposite = update(0, {name: -array for name, array in start.items()})
+    assert same(rule(start, [opposite]), start)
+
+
+def test_normalized_clients_that_turn_away_do_not_blow_a_layer_up():
+    # Cosines 1/2 and -1/2: divided by their sum the layer would be infinite; by that of their sizes it is
+    # (w_0 / 2 - w_1 / 2) / 1.
+    start = layers(a=[1, 0])
+    first, second = layers(a=[1, sqrt(3)]), layers(a=[-1, sqrt(3)])
+    result = l_dawa(start, [update(0, first), update(1, second)], normalize=True)
+    np.testing.assert_allclose(result["a"], [1, 0], atol=1e-7)
+    at_right_angles = l_dawa(start, [update(0, layers(a=[0, 1]))], normalize=True)
+    np.testing.assert_array_equal(at_right_angles["a"], [0, 0])
+
+
+def test_a_client_that_scales_leaves_no_cosines_to_normalize_by():
+    with pytest.raises(InputError, match=r"strategy.normalize=true .* strategy.scale_at=client"):
+        LDAWA(normalize=True, scale_at="client")
+
+
+@pytest.mark.parametrize("rule", [l_dawa, m_dawa])
+@pytest.mark.parametrize("zero", ["global", "client", "both"])
+def test_zero_layers_are_averaged(rule, zero):
+    # A fresh bias: the mean of the clients' biases, because the cosine with zero counts as 1.
+    start = layers(bias=[3, 4]) if zero == "client" else layers(bias=[0, 0])
+    first = layers(bias=[1, 2]) if zero == "global" else layers(bias=[0, 0])
+    result = rule(start, [update(0, first), update(1, first)])
+    np.testing.assert_array_equal(result["bias"], first["bias"])

@@ -1,0 +1,100 @@
+"""The strategies around FedAvg, Loss, L-DAWA and M-DAWA."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from fedssl.layers import GlobalLayers
+from fedssl.messages import TrainPlan
+from server_app.round import Round
+from strategies.base import Travels
+from strategies.fedavg import FedAvg, fedavg
+from strategies.l_dawa import LDAWA, l_dawa, scale_layers
+from strategies.loss import Loss, loss_weighted
+from strategies.m_dawa import MDAWA, m_dawa
+from tests.federation import Federation
+from tests.strategies.made import (
+    CLIENTS,
+    GLOBAL,
+    clients_of,
+    model,
+    same,
+)
+
+
+def ever_needed(strategy):
+    """Metrics that the rule needs in some round, as people are told."""
+    return strategy.server.travels(Travels(down="", up="", needs=("nothing of this",), stays="")).needs
+
+
+def run(strategy, round):
+    reference = GlobalLayers(GLOBAL)
+    rule = strategy.server.rule(round)
+    rule.start(reference)
+    for client in CLIENTS:
+        rule.add(client, reference.compare(client.layers))
+    return rule.finish()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected", "needs"),
+    [
+        (FedAvg(), fedavg, ("num-examples",)),
+        (FedAvg(weighting="uniform"), partial(fedavg, weighting="uniform"), ()),
+        (Loss(), loss_weighted, ("train-loss",)),
+        (LDAWA(), l_dawa, ()),
+        (LDAWA(weighting="examples"), partial(l_dawa, weighting="examples"), ("num-examples",)),
+        (LDAWA(weighting="loss"), partial(l_dawa, weighting="loss"), ("train-loss",)),
+        (MDAWA(), m_dawa, ()),
+    ],
+)
+def test_strategies_apply_their_rule_and_ask_for_no_more_than_it_needs(strategy, expected, needs):
+    assert ever_needed(strategy) == needs
+    for round in (1, 2):  # nothing is left over from a round
+        assert strategy.server.rule(round).needs == needs
+        assert same(run(strategy, round), expected(GLOBAL, CLIENTS))
+
+
+def test_warm_up():
+    strategy = LDAWA(weighting="loss", warmup_rounds=2)
+    assert ever_needed(strategy) == ("num-examples", "train-loss")
+    by_loss = partial(l_dawa, weighting="loss")
+    for round, expected in ((1, fedavg), (2, fedavg), (3, by_loss)):
+        assert strategy.server.rule(round).needs == (("train-loss",) if round == 3 else ("num-examples",))
+        assert same(run(strategy, round), expected(GLOBAL, CLIENTS))
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples", "loss"])
+@pytest.mark.parametrize("buffers", ["average", "scale"])
+def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
+    start = model(0)
+    updates = clients_of(start)
+    scaled = [replace(one, layers=scale_layers(start, one.layers, buffers=buffers)) for one in updates]
+    strategy = LDAWA(weighting=weighting, buffers=buffers, scale_at="client")
+    rule, reference = strategy.server.rule(1), GlobalLayers(start)
+    rule.start(reference)
+    for one in scaled:
+        rule.add(one, reference.compare(one.layers))
+    result = rule.finish()
+    for name, array in l_dawa(start, updates, weighting=weighting, buffers=buffers).items():
+        assert result[name].dtype == array.dtype
+        np.testing.assert_allclose(result[name], array, rtol=1e-6, atol=1e-6)
+    assert same(updates[0].layers, clients_of(start)[0].layers)  # new arrays
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "metrics"),
+    [
+        ("fedavg", FedAvg, ("num-examples", "train-loss", "seconds")),
+        ("loss", Loss, ("train-loss", "seconds")),
+        ("l_dawa", LDAWA, ("seconds",)),
+        ("m_dawa", MDAWA, ("seconds",)),
+    ],
+)
+def test_settings_build_the_strategy(tmp_path, name, kind, metrics):
+    federation = Federation(tmp_path, f"strategy={name}")
+    assert type(federation.strategy) is kind
+    first = Round(federation.prepared.federation, federation.state)
+    assert {TrainPlan.from_content(message.content).metrics for message in first.messages} == {metrics}
