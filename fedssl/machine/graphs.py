@@ -51,7 +51,7 @@ class Graphs:
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
             if "capturable" in group:
-                group["capturable"] = True  # torch before 2.15 asks for it, though a fused step needs nothing for it
+                group["capturable"] = True  # else torch refuses to record the step
 
     def restart(self, lrs: Sequence[float]) -> None:
         """Let the optimiser forget what it was used for before, and set the learning rates of its groups."""

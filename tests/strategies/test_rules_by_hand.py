@@ -1,4 +1,4 @@
-"""FedAvg, Loss, L-DAWA, M-DAWA: Eqs. 1-6 of L-DAWA by hand."""
+"""FedAvg, Loss, L-DAWA, M-DAWA: Eqs. 1-6 of L-DAWA by hand, for the two clients in `tests.strategies.made`."""
 
 from functools import partial
 
