@@ -4,10 +4,7 @@ The run config has the words of the command line, see `server_app.run_config`.
 """
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -16,10 +13,8 @@ from fedssl.config import load_run
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
 from fedssl.evaluation.subject import lacking
-from fedssl.files import new_run_folder, numbered_files
-from fedssl.layers import Layers
+from fedssl.files import new_run_folder
 from fedssl.machine.devices import pick_device
-from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.records import record_bytes, to_message
@@ -27,12 +22,9 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.saying import OUTPUT_IN
 from fedssl.schedule.stages import at_stage
 from fedssl.settings import Settings
-from fedssl.stopping import reason_to_stop
 from fedssl.words import parse, quote
-from server_app.attempts import run_round
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
-from server_app.federation import Federation
 from server_app.log import logging_to, writing
 from server_app.nodes import federation_size
 from server_app.own_models import own_models
@@ -40,7 +32,7 @@ from server_app.post import Post
 from server_app.prepare import Prepared, prepare
 from server_app.proven import Expected
 from server_app.recorder import Recorder
-from server_app.round import Observe
+from server_app.rounds import CLIENT_CORES, in_turn, layers_of, may_overlap, rounds
 from server_app.run_config import words_of
 from server_app.screen import TERMINAL, make_screen
 from strategies.state import ServerState
@@ -67,11 +59,13 @@ def main(grid: Grid, context: Context) -> None:
     if settings.recording.folder is None:
         settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
     screen = make_screen(terminal=context.node_config.get(TERMINAL) is True)
+    cores = context.node_config.get(CLIENT_CORES)
+    client_cores = cores if isinstance(cores, int) else None
     recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
     with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder, screen), closing(screen):
         screen.open(settings.rounds)
         try:
-            results, models, unjudged = run(grid, settings, recorder)
+            results, models, unjudged = run(grid, settings, recorder, client_cores=client_cores)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
@@ -85,7 +79,9 @@ def main(grid: Grid, context: Context) -> None:
         log.info("%s\nresults are in %s", table, recorder.folder)
 
 
-def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged, str | None]:
+def run(
+    grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None
+) -> tuple[Judged, Judged, str | None]:
     """All rounds from the last checkpoint on; returns what `finish` does, and why nothing is evaluated, if so."""
     prepared = prepare(grid, settings, known=recorder.devices())
     settings = prepared.settings
@@ -125,79 +121,14 @@ def run(grid: Grid, settings: Settings, recorder: Recorder) -> tuple[Judged, Jud
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
     post = Post(grid, keep=settings.updates.buffered)
-    state = rounds(post, prepared, state, recorder, last=settings.rounds)
+    overlap = may_overlap(prepared, client_cores)
+    state = rounds(post, prepared, state, recorder, last=settings.rounds, overlap=overlap)
     judged = finish(prepared, state, settings, recorder)
     if settings.evaluation.clients:
         trained, epochs = recorder.trained(), settings.evaluation.adapt_epochs
         with at_stage(prepared.method, depth=prepared.federation.phases[-1].depth):
             recorder.own_models(own_models(post, prepared, state, trained=trained, epochs=epochs))
     return (*judged, problem)
-
-
-def rounds(post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int) -> ServerState:
-    """All rounds after ``state`` up to the last one, recorded; returns the state after it.
-
-    Whatever ends them early, the rounds that are done are in a checkpoint.
-    """
-    try:
-        for after in one_by_one(post, prepared, state, recorder, last=last):
-            state = after
-    except BaseException:
-        with suppress(OSError):  # the disk may be full
-            recorder.checkpoint(state, ends=True)
-        raise
-    if state.round < last:
-        recorder.stopped(state, reason_to_stop(recorder.evaluations, prepared.settings.evaluation.stop) or "")
-    return state
-
-
-def one_by_one(
-    post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int
-) -> Iterator[ServerState]:
-    """The state after each of the rounds up to the last one, when the round is recorded."""
-    method, evaluator, monitor = prepared.method, prepared.evaluator, prepared.monitor
-
-    def present() -> Federation:
-        clients = prepared.roll.call(prepared.federation.updates.min_updates)
-        recorder.register(clients.numbers)
-        return replace(prepared.federation, nodes=clients.nodes)
-
-    while state.round < last and not reason_to_stop(recorder.evaluations, prepared.settings.evaluation.stop):
-        start, number = time.monotonic(), state.round + 1
-        phase, due = prepared.lr_schedule.phase(number), evaluator.due(number)
-        keeper = recorder.keeper(number)
-        observers = [one.observe for one in (monitor if due else None, keeper) if one is not None]
-        with at_stage(method, depth=phase.depth):
-            state, report = run_round(
-                post,
-                present,
-                state,
-                keep_from=min(numbered_files(recorder.folder / "checkpoints"), default=0),
-                observe=to_all(observers) if observers else None,
-            )
-            seconds = time.monotonic() - start
-            evaluation, health = {}, None
-            models = layers_of(prepared.federation, state) if due or keeper else {}
-            if keeper:
-                keeper.finish(models, used=[row.client for row in report.clients])
-            if due:
-                health = monitor.finish(models) if monitor else None
-                evaluation = evaluator.evaluate(in_turn(method, models))
-        cost = prepared.costs(phase, [row.client for row in report.clients]) if prepared.costs else None
-        # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
-        recorder.round(report, seconds=seconds, evaluation=evaluation, health=health, cost=cost)
-        recorder.checkpoint(state)
-        yield state
-
-
-def to_all(observers: Sequence[Observe]) -> Observe:
-    """One that lets all of them see."""
-
-    def observe(client: int, layers: Layers) -> None:
-        for one in observers:
-            one(client, layers)
-
-    return observe
 
 
 def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:
@@ -216,15 +147,3 @@ def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder:
         return {}, {}
     federated = over_models(list(judged.values()))
     return {"untrained": baselines["untrained"], "federated": federated, "pixels": baselines["pixels"]}, judged
-
-
-def layers_of(federation: Federation, state: ServerState) -> dict[str, Layers]:
-    """The layers of every model, by name and in order, in the phase that the state has come to."""
-    return {name: federation.in_phase(state.models[name], state.round).layers for name in state.names()}
-
-
-def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:
-    """The method with each of the models in it, one after the other, under its name."""
-    for name, layers in models.items():
-        load_layers(method, layers)
-        yield name, method

@@ -63,6 +63,8 @@ class Prepared:
         None: health is not looked at.
     costs : Costs or None
         None: they are not measured.
+    frozen_only : bool
+        Whether rounds are judged by what frozen encoders make of pictures alone, and no network is trained for it.
     """
 
     settings: Settings
@@ -73,6 +75,7 @@ class Prepared:
     evaluator: Evaluator
     monitor: Monitor | None
     costs: Costs | None
+    frozen_only: bool
 
     @property
     def method(self) -> SSLMethod:
@@ -148,6 +151,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
         costs=make_costs(settings, method, training, held, device, trainings=strategy.client.trainings),
+        frozen_only=results is not None,
     )
 
 

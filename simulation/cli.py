@@ -156,7 +156,7 @@ def _run_here(settings: Settings, folder: Path) -> None:
     else:
         from simulation.local_grid import run_local
 
-        run_local(overrides, num_clients=settings.num_clients)
+        run_local(overrides, num_clients=settings.num_clients, machine=settings.machine)
 
 
 def _elsewhere(words: Sequence[str]) -> bool:

@@ -103,20 +103,32 @@ def own_client_app() -> ClientApp:
     return app
 
 
-def run_server(grid: Grid, overrides: Sequence[str], *, terminal: bool = False) -> None:
+def run_server(
+    grid: Grid, overrides: Sequence[str], *, terminal: bool = False, client_cores: int | None = None
+) -> None:
     """Run the ServerApp to its end in this process; what it raises is raised.
 
-    ``terminal``: it may draw on standard output, for nobody else writes there.
+    Parameters
+    ----------
+    grid : Grid
+    overrides : sequence of str
+        The words of the command line.
+    terminal : bool
+        Whether it may draw on standard output, because nobody else writes there.
+    client_cores : int or None
+        How many cores of this machine clients occupy; None: nobody knows.
     """
     from server_app.app import app as server_app
+    from server_app.rounds import CLIENT_CORES
     from server_app.screen import TERMINAL
 
+    known = {} if client_cores is None else {CLIENT_CORES: client_cores}
     server_app(
         grid,
         Context(
             run_id=RUN_ID,
             node_id=SERVER_NODE,
-            node_config={TERMINAL: terminal},
+            node_config={TERMINAL: terminal, **known},
             state=RecordDict(),
             run_config={"overrides": shlex.join(overrides)},
         ),

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
+from fedssl.machine.devices import pick_device
+from fedssl.settings import MachineSettings
 from simulation.grid import SimulatedGrid, answer, context_of, number, own_client_app, run_server
 
 
@@ -34,6 +36,11 @@ class LocalGrid(SimulatedGrid):
         return []
 
 
-def run_local(overrides: Sequence[str], *, num_clients: int) -> None:
-    """Run the app to its end in this process; what it raises is raised."""
-    run_server(LocalGrid(own_client_app(), num_clients=num_clients), overrides, terminal=True)
+def run_local(overrides: Sequence[str], *, num_clients: int, machine: MachineSettings) -> None:
+    """Run the app to its end in this process; what it raises is raised.
+
+    ``machine`` are the clients' device and threads.
+    """
+    grid = LocalGrid(own_client_app(), num_clients=num_clients)
+    on_gpu = pick_device(machine.device).type != "cpu"  # which one process had better not ask for two things at once
+    run_server(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)

@@ -252,7 +252,8 @@ def run_ray(
         if engine.address is not None:
             check_hosts(folder)
         client, actors = allot(hosts, engine=engine, machine=machine, at_most=clients_at_a_time)
-        run_server(RayGrid(num_clients=num_clients, actors=actors, client=client), overrides)
+        grid = RayGrid(num_clients=num_clients, actors=actors, client=client)
+        run_server(grid, overrides, client_cores=actors * client.cpus)  # as if all were on this host
 
 
 def _reason(error: RayError) -> str:

@@ -11,12 +11,12 @@ from client_app.state import read_state
 from fedssl.export import load_encoder
 from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.records import from_record
-from server_app.app import layers_of
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.post import Post
 from server_app.replies import receive
 from server_app.round import Round
+from server_app.rounds import layers_of
 from simulation.cli import run
 from strategies.eua import eua
 from strategies.state import GLOBAL, ServerState

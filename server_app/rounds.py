@@ -1,0 +1,243 @@
+"""The rounds of a run, one after the other, each of them evaluated and recorded.
+
+A round is evaluated while the next one runs, where that changes no number and cores are free (`may_overlap`).
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import TracebackType
+
+import torch
+
+from fedssl.files import numbered_files
+from fedssl.layers import Layers
+from fedssl.machine.threads import available_cores
+from fedssl.methods.base import SSLMethod
+from fedssl.model_layers import load_layers
+from fedssl.schedule.stages import at_stage
+from fedssl.stopping import reason_to_stop
+from server_app.attempts import run_round
+from server_app.evaluator import Judged
+from server_app.federation import Federation
+from server_app.monitor import Measurement
+from server_app.post import Post
+from server_app.prepare import Prepared
+from server_app.recorder import Recorder
+from server_app.report import RoundReport
+from server_app.round import Observe
+from strategies.state import ServerState
+
+log = logging.getLogger("fedssl")
+
+CLIENT_CORES = "client-cores"  # in the ServerApp's node configuration: cores of this machine that clients occupy
+
+
+def may_overlap(prepared: Prepared, client_cores: int | None) -> bool:
+    """Whether rounds may be evaluated while the next one runs.
+
+    Parameters
+    ----------
+    prepared : Prepared
+    client_cores : int or None
+        Cores of this machine that clients occupy; None: nobody knows.
+    """
+    settings = prepared.settings
+    if prepared.held is None:  # clients are devices
+        client_cores = 0
+    return (
+        client_cores is not None
+        and available_cores() - client_cores >= settings.machine.threads
+        and settings.evaluation.stop.metric is None  # whether there is a next round depends on the evaluation
+        # What else trains or draws here shares a random generator, and the GPU's memory, with nobody.
+        and prepared.frozen_only
+        and settings.calibration is None
+    )
+
+
+def rounds(
+    post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int, overlap: bool
+) -> ServerState:
+    """All rounds after ``state`` up to the last one, recorded; returns the state after it.
+
+    Whatever ends them early, the rounds that are done and evaluated are in a checkpoint.
+    """
+    recording = Recording(prepared, recorder, state, overlap=overlap)
+    rule = prepared.settings.evaluation.stop
+    try:
+        with recording:
+            while state.round < last and not reason_to_stop(recorder.evaluations, rule):
+                state = one_round(post, prepared, state, recorder, recording)
+    except BaseException:
+        with suppress(OSError):  # the disk may be full
+            recorder.checkpoint(recording.state, ends=True)
+        raise
+    if state.round < last:
+        recorder.stopped(state, reason_to_stop(recorder.evaluations, rule) or "")
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A round that is over.
+
+    Attributes
+    ----------
+    state : ServerState
+        After it.
+    report : RoundReport
+    models : mapping of str to Layers
+        By name; empty unless they are to be evaluated.
+    depth : int or None
+        How many stages of the encoder ran.
+    seconds : float
+    health : Measurement or None
+    cost : mapping of str to float, or None
+    """
+
+    state: ServerState
+    report: RoundReport
+    models: Mapping[str, Layers]
+    depth: int | None
+    seconds: float
+    health: Measurement | None
+    cost: Mapping[str, float] | None
+
+
+class Recording:
+    """Evaluates rounds and writes them down, in their order; as a context manager, which ends when that is done.
+
+    Parameters
+    ----------
+    prepared : Prepared
+    recorder : Recorder
+    state : ServerState
+        That the rounds begin with.
+    overlap : bool
+        Whether this is done in a thread of its own, with a copy of the method of its own.
+
+    Attributes
+    ----------
+    state : ServerState
+        After the last round that is recorded.
+    """
+
+    def __init__(self, prepared: Prepared, recorder: Recorder, state: ServerState, *, overlap: bool) -> None:
+        self._prepared, self._recorder, self._overlap = prepared, recorder, overlap
+        self.state = state
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> "Recording":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pending is not None and not self._pending.done():
+            log.info("the last round is still being evaluated")
+        self._executor.shutdown()
+        if error is None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when all rounds so far are recorded; raises what prevented that."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def add(self, done: Done) -> None:
+        """Evaluate and record one round more, now or beside the next."""
+        self.wait()
+        if self._overlap and done.models:
+            self._pending = self._executor.submit(self._record, done, beside=True)
+        else:
+            self._record(done)
+
+    def _record(self, done: Done, *, beside: bool = False) -> None:
+        evaluation: Judged = {}
+        if beside:
+            torch.set_num_threads(self._prepared.settings.machine.threads)
+        if done.models:
+            method = self._copy if beside else self._prepared.method
+            with at_stage(method, depth=done.depth):
+                evaluation = self._prepared.evaluator.evaluate(in_turn(method, done.models))
+        # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
+        self._recorder.round(
+            done.report, seconds=done.seconds, evaluation=evaluation, health=done.health, cost=done.cost
+        )
+        self._recorder.checkpoint(done.state)
+        self.state = done.state
+
+    @cached_property
+    def _copy(self) -> SSLMethod:
+        return copy.deepcopy(self._prepared.method)
+
+
+def one_round(
+    post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, recording: Recording
+) -> ServerState:
+    """The state after one round more, which is handed to the recording."""
+
+    def present() -> Federation:
+        clients = prepared.roll.call(prepared.federation.updates.min_updates)
+        recorder.register(clients.numbers)
+        return replace(prepared.federation, nodes=clients.nodes)
+
+    start, number = time.monotonic(), state.round + 1
+    phase, due = prepared.lr_schedule.phase(number), prepared.evaluator.due(number)
+    monitor, keeper = prepared.monitor if due else None, recorder.keeper(number)
+    observers = [one.observe for one in (monitor, keeper) if one is not None]
+    with at_stage(prepared.method, depth=phase.depth):
+        state, report = run_round(
+            post,
+            present,
+            state,
+            keep_from=min(numbered_files(recorder.folder / "checkpoints"), default=0),
+            observe=to_all(observers) if observers else None,
+        )
+        seconds = time.monotonic() - start
+        recording.wait()
+        clients = [row.client for row in report.clients]
+        models = layers_of(prepared.federation, state) if due or keeper else {}
+        if keeper:
+            keeper.finish(models, used=clients)
+        health = monitor.finish(models) if monitor else None
+    cost = prepared.costs(phase, clients) if prepared.costs else None
+    recording.add(
+        Done(
+            state=state,
+            report=report,
+            models=models if due else {},
+            depth=phase.depth,
+            seconds=seconds,
+            health=health,
+            cost=cost,
+        )
+    )
+    return state
+
+
+def to_all(observers: Sequence[Observe]) -> Observe:
+    """One that lets all of them see."""
+
+    def observe(client: int, layers: Layers) -> None:
+        for one in observers:
+            one(client, layers)
+
+    return observe
+
+
+def layers_of(federation: Federation, state: ServerState) -> dict[str, Layers]:
+    """The layers of every model, by name and in order, in the phase that the state has come to."""
+    return {name: federation.in_phase(state.models[name], state.round).layers for name in state.names()}
+
+
+def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:
+    """The method with each of the models in it, one after the other, under its name."""
+    for name, layers in models.items():
+        load_layers(method, layers)
+        yield name, method

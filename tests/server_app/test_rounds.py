@@ -1,0 +1,200 @@
+"""A round that is evaluated while the next one runs: the same numbers, on record in order, whatever ends the run."""
+
+import json
+import threading
+
+import pytest
+
+from fedssl.config import compose
+from fedssl.errors import InputError, RunFailed
+from server_app import app, rounds
+from server_app.checkpoint import latest_checkpoint
+from server_app.evaluator import Evaluator
+from server_app.recorder import Recorder
+from simulation.cli import run
+from simulation.local_grid import run_local
+
+TINY = ["num_clients=3", "rounds=3", "local_epochs=1", "dataset.limit=90", "dataset.test_limit=30", "encoder.width=4"]
+TINY += ["threads=1", "evaluate_every=1", "final_evaluation=knn", "batch_size=16", "engine=local"]
+WAIT = 60  # seconds after which something is never to come
+
+may_overlap = rounds.may_overlap
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Sets how many cores the server believes to have."""
+
+    def have(number):
+        monkeypatch.setattr(rounds, "available_cores", lambda: number)
+
+    have(8)
+    return have
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Names of the threads in which rounds are evaluated."""
+    names = []
+    evaluate = Evaluator.evaluate
+
+    def noted(self, models, *, final=False):
+        if not final:
+            names.append(threading.current_thread().name.partition("_")[0])
+        return evaluate(self, models, final=final)
+
+    monkeypatch.setattr(Evaluator, "evaluate", noted)
+    return names
+
+
+def contents(folder):
+    """What is on record of a run, without times."""
+    state = latest_checkpoint(folder / "checkpoints")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["seconds"], line["client_seconds"]
+    layers = {
+        (model, name): array.tobytes() for model in state.names() for name, array in state.models[model].layers.items()
+    }
+    return state.round, layers, lines
+
+
+# A schedule of stages changes what of the encoder runs from round to round.
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["evaluation=probes", "method=byol", "strategy=fedu"],
+        ["evaluate_every=2", "strategy=featarc"],
+        [
+            "encoder=vit_tiny",
+            "encoder.depth=2",
+            "encoder.width=12",
+            "encoder.patch=4",
+            "schedule=layer_wise",
+            "augmentation=none",
+        ],
+    ],
+    ids=["knn", "probes", "clusters", "stages"],
+)
+def test_the_numbers_are_those_of_one_thing_after_the_other(tmp_path, cores, threads, words):
+    run([*TINY, *words, f"output_dir={tmp_path / 'one'}"])
+    assert set(threads) == {"evaluation"}
+    threads.clear()
+    cores(1)
+    run([*TINY, *words, f"output_dir={tmp_path / 'two'}"])
+    assert set(threads) == {"MainThread"}
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["stop_when.metric=knn", "stop_when.patience=5"],  # decides whether there is a next round
+        ["evaluation=fedu/linear", "evaluation.epochs=1"],  # trains a classifier with torch's own chance
+        ["calibration=auxiliary"],  # the server trains
+    ],
+)
+def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, words):
+    run([*TINY, "rounds=2", *words, f"output_dir={tmp_path / 'run'}"])
+    assert set(threads) == {"MainThread"}
+
+
+@pytest.mark.parametrize(
+    ("there", "threads_each", "overlaps"), [(1, 1, False), (2, 1, True), (4, 2, True), (3, 2, False)]
+)
+def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps):
+    """In one process clients take as many cores as they have threads, and the evaluation as many more."""
+    found = []
+    monkeypatch.setattr(rounds, "available_cores", lambda: there)
+    monkeypatch.setattr(app, "may_overlap", lambda *given: found.append(may_overlap(*given)) or False)
+    words = [*TINY, "rounds=1", "evaluate_every=0", f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
+    run_local(words, num_clients=3, machine=compose(words).machine)
+    assert found == [overlaps]
+
+
+def test_nothing_overlaps_where_nobody_knows_what_clients_occupy(tmp_path, monkeypatch, cores):
+    found = []
+    monkeypatch.setattr(app, "may_overlap", lambda prepared, client_cores: found.append(client_cores) or False)
+    monkeypatch.setattr("simulation.local_grid.pick_device", lambda name: type("Device", (), {"type": "cuda"}))
+    run([*TINY, "rounds=1", "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
+    assert found == [None]
+
+
+class Held:
+    """Evaluations that wait until a round later than theirs has begun."""
+
+    def __init__(self, monkeypatch):
+        self.begun = [threading.Event() for _ in range(9)]
+        evaluate, one_round = Evaluator.evaluate, rounds.one_round
+        self.evaluated = 0
+
+        def waits(evaluator, models, *, final=False):
+            if not final:
+                self.evaluated += 1
+                assert self.evaluated == 3 or self.begun[self.evaluated + 1].wait(WAIT), "no round has begun beside it"
+            return evaluate(evaluator, models, final=final)
+
+        def begins(post, prepared, state, recorder, recording):
+            self.begun[state.round + 1].set()
+            return self.next(state, lambda: one_round(post, prepared, state, recorder, recording))
+
+        monkeypatch.setattr(Evaluator, "evaluate", waits)
+        monkeypatch.setattr(rounds, "one_round", begins)
+
+    def next(self, state, round):
+        return round()
+
+
+def test_the_next_round_runs_meanwhile(tmp_path, monkeypatch, cores):
+    held = Held(monkeypatch)
+    run([*TINY, f"output_dir={tmp_path / 'run'}"])
+    assert held.evaluated == 3
+    assert [line["round"] for line in contents(tmp_path / "run")[2]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RunFailed("too few"), InputError("cannot be")])
+def test_what_ends_the_next_round_leaves_the_one_that_is_evaluated(tmp_path, monkeypatch, cores, error):
+    """The third round fails while the second is evaluated, whose checkpoint is not even due."""
+    words = [*TINY, "checkpoint_every=3"]
+    run([*words, f"output_dir={tmp_path / 'all'}"])
+    with monkeypatch.context() as patch:
+        held = Held(patch)
+
+        def fails(state, round):
+            if state.round == 2:
+                raise error
+            return round()
+
+        held.next = fails
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            run([*words, f"output_dir={tmp_path / 'run'}"])
+        assert held.evaluated == 2
+    rounds_done, _, lines = contents(tmp_path / "run")
+    assert (rounds_done, [line["round"] for line in lines]) == (2, [1, 2])
+    assert all("knn" in line["evaluation"] for line in lines)
+    run([f"resume={tmp_path / 'run'}"])
+    assert contents(tmp_path / "run") == contents(tmp_path / "all")
+
+
+def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monkeypatch, cores):
+    """The second round's line cannot be written: the run goes back to the first."""
+    write = Recorder.round
+
+    def full(self, report, **rest):
+        if report.round == 2:
+            raise OSError(28, "No space left on device")
+        write(self, report, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "round", full)
+        with pytest.raises(RunFailed, match="No space left"):
+            run([*TINY, f"output_dir={tmp_path / 'run'}"])
+    rounds_done, _, lines = contents(tmp_path / "run")
+    assert (rounds_done, [line["round"] for line in lines]) == (1, [1])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
