@@ -56,7 +56,8 @@ def own(message: Message, context: Context) -> Message:
             raise Refused("what a device uses itself stays on it")
         plan, ask = TrainPlan.from_content(message.content), Ask.from_content(message.content)
         settings = read_client(plan.settings)
-        shown = resident(settings).show(plan, client.number, settings.states / client.name, ask=ask)
+        folder = settings.states / client.name
+        shown = resident(settings).show(plan, client.number, folder, ask=ask, store=client.store)
         return Message(shown.to_content(replace(plan, transport=EXACT)), reply_to=message)
     except Exception as error:  # as for a failure of training
         return _failed(message, context, error)
@@ -85,7 +86,8 @@ def _trained(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdat
         settings, clock = client.settings(plan.settings), client.limits.clock()
     else:
         settings, clock = read_client(plan.settings), _no_end
-    return plan, resident(settings).train(plan, client.number, settings.states / client.name, before_step=clock)
+    folder = settings.states / client.name
+    return plan, resident(settings).train(plan, client.number, folder, store=client.store, before_step=clock)
 
 
 def _client(context: Context) -> Device | Simulated:

@@ -25,8 +25,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from client_app.limits import Limits, check_settings, read_limits
+from client_app.store import FILES, Store
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError, Refused
 from fedssl.files import write_text
@@ -86,6 +88,7 @@ class Device:
     device: str = "auto"
     sums_only: bool = False
     limits: Limits = field(default_factory=Limits)
+    store: ClassVar[Store] = FILES  # what a device keeps is on its disk before its reply is sent
 
     @classmethod
     def read(cls, node_config: Mapping[str, Value]) -> "Device":

@@ -12,6 +12,7 @@ import torch
 
 from client_app.sample import Sample
 from client_app.state import load_state, save_state
+from client_app.store import FILES, Store
 from fedssl.datasets.base import load_federated
 from fedssl.errors import Refused
 from fedssl.machine.devices import settled
@@ -53,6 +54,7 @@ class Resident:
         client: int,
         state_folder: Path,
         *,
+        store: Store = FILES,
         before_step: Callable[[], None] = lambda: None,
     ) -> ClientUpdate:
         """One client's part in a round.
@@ -64,6 +66,8 @@ class Resident:
             Its partition, or another number that stands for it in the seeds if it has all pictures.
         state_folder : Path
             For what it keeps.
+        store : Store
+            That has it.
         before_step : callable
             See `fedssl.training.train`.
         """
@@ -73,7 +77,7 @@ class Resident:
             if private:
                 raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
             arrived, rows = {*plan.layers, *plan.shared}, self._rows(client)
-            plan, state = self._received(plan, state_folder)
+            plan, state = self._received(plan, state_folder, store)
             chosen, plan = self._choose(plan, client, rows, state, before_step)
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive(*place), self.device)
@@ -84,7 +88,7 @@ class Resident:
             own = self.half.train_own(self.method, plan, state, train=again)
             kept = self.half.keep(self.method, plan, start=begun_with, state=state) | own
             if kept:
-                save_state(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
+                store.save(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
             frozen = frozen_names(self.method) if plan.hold else []
             constant = layers_of(self.method, self.method.constant)
             for folder, names, source in (("frozen", frozen, plan.layers), ("constant", constant, plan.shared)):
@@ -101,7 +105,7 @@ class Resident:
                 seconds=time.perf_counter() - start,
             )
 
-    def show(self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask) -> ClientUpdate:
+    def show(self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask, store: Store = FILES) -> ClientUpdate:
         """The encoder that the client would use itself, with parts that never travel; nothing is kept.
 
         A client that never trained may have nothing to tell models apart by: before it chooses between several, it
@@ -109,7 +113,7 @@ class Resident:
         """
         with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
             training, rows = replace(self.training, epochs=ask.epochs), self._rows(client)
-            plan, state = self._received(plan, state_folder)
+            plan, state = self._received(plan, state_folder, store)
             offered, place = plan, (self.settings.seed, OWN, plan.round, client)
             chosen, plan = self._choose(offered, client, rows, state, _nothing)
             if plan.others and ask.epochs:
@@ -126,9 +130,9 @@ class Resident:
             ]
             return ClientUpdate(layers=copied_layers(self.method, names), partition_id=client, chosen=chosen)
 
-    def _received(self, plan: TrainPlan, state_folder: Path) -> tuple[TrainPlan, State | None]:
+    def _received(self, plan: TrainPlan, state_folder: Path, store: Store) -> tuple[TrainPlan, State | None]:
         """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
-        state = load_state(state_folder, before=plan.round, like=self.method.tensors)
+        state = store.load(state_folder, before=plan.round, like=self.method.tensors)
         plan = self._with_held(plan, state, state_folder / "frozen")
         plan = self._with_constant(plan, state_folder / "constant")
         load_layers(self.method, plan.shared)

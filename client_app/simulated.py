@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from client_app.store import FILES, Store
 from fedssl.messages import Who
 
 MARK = "simulation"  # key of the node's configuration
@@ -17,7 +18,15 @@ MARK = "simulation"  # key of the node's configuration
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the engines of this project put into the configuration of a node, under `MARK`."""
+    """What the engines of this project put into the configuration of a node, under `MARK`.
+
+    Attributes
+    ----------
+    store : Store
+        Where clients have what they keep.
+    """
+
+    store: Store = FILES
 
 
 def is_simulated(node_config: Mapping[str, Any]) -> bool:
@@ -42,15 +51,19 @@ class Simulated:
         Its partition.
     partitions : int
         How many there are.
+    store : Store
+        Where it has what it keeps.
     """
 
     number: int
     partitions: int
+    store: Store = FILES
 
     @classmethod
     def read(cls, node_config: Mapping[str, Any]) -> "Simulated":
         """The client that the node's configuration names."""
-        return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]))
+        mark = node_config.get(MARK, Simulation())  # under Flower's own runtime there is none
+        return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]), mark.store)
 
     @property
     def name(self) -> str:

@@ -48,7 +48,7 @@ def load_state(folder: Path, *, before: int, like: Mapping[str, torch.Tensor] | 
             file = numbered_file(folder, round, KIND)
             try:
                 state = read_state(file, most=TENSORS if like is None else _most(like))
-                _check(state, like or {})
+                check(state, like or {})
                 return state
             except Exception as error:  # there is no end to how reading a damaged file can fail
                 log.warning("%s is damaged (%s); trying the one before", file, error)
@@ -104,18 +104,19 @@ def read_state(file: Path, *, most: int = TENSORS) -> State:
     return state
 
 
-def _most(like: Mapping[str, torch.Tensor]) -> int:
-    """Bytes that a file may have: an algorithm may keep a few models."""
-    return 2**24 + 8 * sum(value.nbytes for value in like.values())
-
-
-def _check(state: State, like: Mapping[str, torch.Tensor]) -> None:
+def check(state: State, like: Mapping[str, torch.Tensor]) -> None:
+    """Raise a `ValueError` if a tensor is not like the one of its name in ``like``, or is not finite."""
     for name in state.keys() & like.keys():
         value, wanted = state[name], like[name]
         if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(f"{name} does not fit the model")
         if not value.isfinite().all():
             raise ValueError(f"{name} has values that are not finite")
+
+
+def _most(like: Mapping[str, torch.Tensor]) -> int:
+    """Bytes that a file may have: an algorithm may keep a few models."""
+    return 2**24 + 8 * sum(value.nbytes for value in like.values())
 
 
 def _padded(piece: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
 from fedssl.evaluation.subject import lacking
 from fedssl.files import new_run_folder
-from fedssl.machine.devices import pick_device
 from fedssl.methods.build import build
 from fedssl.model_layers import load_layers, travelling_layers
 from fedssl.records import record_bytes, to_message
@@ -136,7 +135,7 @@ def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder:
     method = prepared.method
     with at_stage(method, depth=prepared.federation.phases[-1].depth):
         models = layers_of(prepared.federation, state)
-        untrained = build(settings.model).to(pick_device(settings.machine.device))
+        untrained = build(settings.model).to(prepared.device)
         baselines = prepared.evaluator.baselines(untrained)
         judged = prepared.evaluator.evaluate(in_turn(method, models), final=True)
         for name, layers in models.items():

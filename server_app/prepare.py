@@ -63,6 +63,8 @@ class Prepared:
         None: health is not looked at.
     costs : Costs or None
         None: they are not measured.
+    device : torch.device
+        Where the method is.
     frozen_only : bool
         Whether rounds are judged by what frozen encoders make of pictures alone, and no network is trained for it.
     """
@@ -75,6 +77,7 @@ class Prepared:
     evaluator: Evaluator
     monitor: Monitor | None
     costs: Costs | None
+    device: torch.device
     frozen_only: bool
 
     @property
@@ -151,6 +154,7 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
         costs=make_costs(settings, method, training, held, device, trainings=strategy.client.trainings),
+        device=device,
         frozen_only=results is not None,
     )
 

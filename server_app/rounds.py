@@ -3,14 +3,12 @@
 A round is evaluated while the next one runs, where that changes no number and cores are free (`may_overlap`).
 """
 
-import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import TracebackType
 
 import torch
@@ -19,6 +17,7 @@ from fedssl.files import numbered_files
 from fedssl.layers import Layers
 from fedssl.machine.threads import available_cores
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
 from fedssl.model_layers import load_layers
 from fedssl.schedule.stages import at_stage
 from fedssl.stopping import reason_to_stop
@@ -119,7 +118,7 @@ class Recording:
     state : ServerState
         That the rounds begin with.
     overlap : bool
-        Whether this is done in a thread of its own, with a copy of the method of its own.
+        Whether this is done in a thread of its own, with a model of its own.
 
     Attributes
     ----------
@@ -132,6 +131,9 @@ class Recording:
         self.state = state
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
         self._pending: Future[None] | None = None
+        # No copy, which would share with the method what stages run.
+        own = overlap and prepared.settings.evaluation.every > 0
+        self._own = build(prepared.settings.model).to(prepared.device) if own else prepared.method
 
     def __enter__(self) -> "Recording":
         return self
@@ -162,19 +164,14 @@ class Recording:
         if beside:
             torch.set_num_threads(self._prepared.settings.machine.threads)
         if done.models:
-            method = self._copy if beside else self._prepared.method
-            with at_stage(method, depth=done.depth):
-                evaluation = self._prepared.evaluator.evaluate(in_turn(method, done.models))
+            with at_stage(self._own, depth=done.depth):
+                evaluation = self._prepared.evaluator.evaluate(in_turn(self._own, done.models))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         self._recorder.round(
             done.report, seconds=done.seconds, evaluation=evaluation, health=done.health, cost=done.cost
         )
         self._recorder.checkpoint(done.state)
         self.state = done.state
-
-    @cached_property
-    def _copy(self) -> SSLMethod:
-        return copy.deepcopy(self._prepared.method)
 
 
 def one_round(
@@ -199,6 +196,7 @@ def one_round(
             keep_from=min(numbered_files(recorder.folder / "checkpoints"), default=0),
             observe=to_all(observers) if observers else None,
         )
+        post.settle()  # whoever resumes from this round's checkpoint finds it
         seconds = time.monotonic() - start
         recording.wait()
         clients = [row.client for row in report.clients]

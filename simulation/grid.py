@@ -69,14 +69,14 @@ def number(message: Message) -> str:
     return message.metadata.message_id
 
 
-def context_of(node: int, *, num_clients: int) -> Context:
-    """What the ClientApp is told of the node it runs on."""
+def context_of(node: int, *, num_clients: int, mark: Simulation | None = None) -> Context:
+    """What the ClientApp is told of the node it runs on; ``mark`` has more of it than usual."""
     partition = node - SERVER_NODE - 1
     return Context(
         run_id=RUN_ID,
         node_id=node,
         # Flower's type of a value leaves out what no command line can write, which is what the mark is.
-        node_config={"partition-id": partition, "num-partitions": num_clients, MARK: Simulation()},  # type: ignore[dict-item]
+        node_config={"partition-id": partition, "num-partitions": num_clients, MARK: mark or Simulation()},  # type: ignore[dict-item]
         state=RecordDict(),
         run_config={},
     )

@@ -8,18 +8,30 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
+from client_app.simulated import Simulation
+from client_app.store import WriteBehind
 from fedssl.machine.devices import pick_device
 from fedssl.settings import MachineSettings
 from simulation.grid import SimulatedGrid, answer, context_of, number, own_client_app, run_server
 
 
 class LocalGrid(SimulatedGrid):
-    """Nodes whose clients run one after the other in this process."""
+    """Nodes whose clients run one after the other in this process.
 
-    def __init__(self, client_app: ClientApp, *, num_clients: int) -> None:
+    Parameters
+    ----------
+    client_app : ClientApp
+    num_clients : int
+    store : WriteBehind, optional
+        Where clients have what they keep; None: in their files alone.
+    """
+
+    def __init__(self, client_app: ClientApp, *, num_clients: int, store: WriteBehind | None = None) -> None:
         super().__init__(num_clients=num_clients)
-        self._client_app = client_app
-        self._contexts = {node: context_of(node, num_clients=num_clients) for node in self.get_node_ids()}
+        self._client_app, self._store = client_app, store
+        mark = Simulation(store) if store else None
+        nodes = self.get_node_ids()
+        self._contexts = {node: context_of(node, num_clients=num_clients, mark=mark) for node in nodes}
         self._queue: dict[str, Message] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -35,12 +47,18 @@ class LocalGrid(SimulatedGrid):
                 return [answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
         return []
 
+    def settle(self) -> None:
+        """Return when what clients keep is in their files; raises what prevented that."""
+        if self._store:
+            self._store.settle()
+
 
 def run_local(overrides: Sequence[str], *, num_clients: int, machine: MachineSettings) -> None:
     """Run the app to its end in this process; what it raises is raised.
 
     ``machine`` are the clients' device and threads.
     """
-    grid = LocalGrid(own_client_app(), num_clients=num_clients)
     on_gpu = pick_device(machine.device).type != "cpu"  # which one process had better not ask for two things at once
-    run_server(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)
+    with WriteBehind() as store:
+        grid = LocalGrid(own_client_app(), num_clients=num_clients, store=store)
+        run_server(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)

@@ -282,6 +282,7 @@ class ClientHalf:
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         """What the client keeps until its next participation; called after training, before `send`.
 
+        Its memory is not the method's, which other clients train next.
         ``start`` is what `load` returned, and ``state`` what it was given. What is empty changes nothing: the client
         goes on with ``state``.
         """

@@ -1,0 +1,192 @@
+"""What clients of one process keep: in memory, and in files that are written behind."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from client_app import store as module
+from client_app.state import load_state, save_state
+from client_app.store import FILES, WriteBehind
+from fedssl.errors import RunFailed
+from server_app.checkpoint import latest_checkpoint
+from server_app.recorder import Recorder
+from simulation.cli import run
+from simulation.local_grid import LocalGrid
+
+LIKE = {"target.weight": torch.zeros(2)}
+SIZE = 8  # bytes of such a state
+WAIT = 60
+
+
+def state(value):
+    return {"target.weight": torch.full((2,), float(value))}
+
+
+def value(found):
+    return None if found is None else float(found["target.weight"][0])
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
+
+
+def contents(folder):
+    """Of all files of states."""
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.state")}
+
+
+def layers(folder):
+    """Bits of the newest global model of a run."""
+    found = latest_checkpoint(folder / "checkpoints").models["global"].layers
+    return {name: array.tobytes() for name, array in found.items()}
+
+
+@pytest.fixture
+def store():
+    with WriteBehind() as store:
+        yield store
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Writing waits for this event."""
+    event = threading.Event()
+
+    def waits(*given, **named):
+        assert event.wait(WAIT)
+        save_state(*given, **named)
+
+    monkeypatch.setattr(module, "save_state", waits)
+    yield event
+    event.set()
+
+
+def test_what_is_saved_is_there_before_it_is_written(tmp_path, store, slow):
+    held = state(3)
+    store.save(tmp_path / "0", held, round=3, keep_from=0)
+    assert store.load(tmp_path / "0", before=4, like=LIKE) is held
+    assert not (tmp_path / "0").exists()
+    slow.set()
+    store.settle()
+    assert value(load_state(tmp_path / "0", before=4)) == 3
+
+
+def test_it_answers_as_files_do(tmp_path, store):
+    """Any order of rounds: new ones, one that is run again, one before which nothing was kept, another client."""
+    saved = [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 5, 2), (0, 5, 2), (1, 6, 5)]
+    for step, (client, round, keep_from) in enumerate(saved):
+        for kind, folder in ((store, tmp_path / "memory"), (FILES, tmp_path / "files")):
+            kind.save(folder / str(client), state(step), round=round, keep_from=keep_from)
+        for before in range(8):
+            for asked in "012":
+                found = store.load(tmp_path / "memory" / asked, before=before, like=LIKE)
+                assert value(found) == value(FILES.load(tmp_path / "files" / asked, before=before, like=LIKE))
+    store.settle()
+    assert contents(tmp_path / "memory") == contents(tmp_path / "files") != {}
+
+
+def test_what_is_not_finite_is_no_state(tmp_path, store):
+    store.save(tmp_path, state(1), round=1, keep_from=0)
+    store.save(tmp_path, state(float("nan")), round=2, keep_from=0)
+    assert value(store.load(tmp_path, before=3, like=LIKE)) == 1
+
+
+def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkeypatch):
+    read = []
+
+    def noted(folder, **given):
+        read.append(folder.name)
+        return load_state(folder, **given)
+
+    monkeypatch.setattr(module, "load_state", noted)
+    with WriteBehind(most=2 * SIZE) as store:
+        for client in range(4):
+            store.save(tmp_path / str(client), state(client), round=1, keep_from=0)
+        assert [value(store.load(tmp_path / str(client), before=2, like=LIKE)) for client in range(4)] == [0, 1, 2, 3]
+        assert read == ["0", "1"]
+        store.save(tmp_path / "2", state(9), round=2, keep_from=0)  # takes the place of its own, and no other's
+        store.load(tmp_path / "3", before=2, like=LIKE)
+        assert read == ["0", "1"]
+
+
+def test_one_that_is_larger_than_the_memory_is_in_its_file(tmp_path):
+    with WriteBehind(most=SIZE - 1) as store:
+        store.save(tmp_path, state(1), round=1, keep_from=0)
+        assert (tmp_path / "round-000001.state").exists()
+        assert value(store.load(tmp_path, before=2, like=LIKE)) == 1
+
+
+def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeypatch):
+    def full(*given, **named):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_state", full)
+    store.save(tmp_path, state(1), round=1, keep_from=0)
+    with pytest.raises(OSError, match="No space left"):
+        store.settle()
+
+
+def test_the_end_waits_for_the_files(tmp_path, slow):
+    with WriteBehind() as store:
+        store.save(tmp_path, state(1), round=1, keep_from=0)
+        threading.Timer(0.1, slow.set).start()
+    assert value(load_state(tmp_path, before=2)) == 1
+
+
+RUN = ["method=byol", "strategy=fedu", "num_clients=3", "rounds=3", "local_epochs=1", "dataset.limit=60", "threads=1"]
+RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "engine=local"]
+
+
+def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
+    """However slow the disk is, what a run that goes on from the checkpoint needs is on it."""
+    clients, checkpoint, found = tmp_path / "run" / "clients", Recorder.checkpoint, []
+
+    def slow(folder, state, **given):
+        time.sleep(0.1)
+        save_state(folder, state, **given)
+
+    def looks(self, state, **given):
+        found.append([(clients / client / f"round-{state.round:06d}.state").exists() for client in "012"])
+        checkpoint(self, state, **given)
+
+    monkeypatch.setattr(module, "save_state", slow)
+    monkeypatch.setattr(Recorder, "checkpoint", looks)
+    run([*RUN, f"output_dir={tmp_path / 'run'}"])
+    assert found == [[True] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["strategy=fedema"], ["strategy=fedbn"], ["strategy=per_ssl"], ["method=orchestra", "strategy=fedavg"]],
+)
+def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, words):
+    """States in memory are what was kept, although the next client trains in the same model."""
+    run([*RUN, *words, f"output_dir={tmp_path / 'one'}"])
+    init = LocalGrid.__init__
+
+    def files_alone(self, client_app, *, num_clients, store):
+        init(self, client_app, num_clients=num_clients)
+
+    monkeypatch.setattr(LocalGrid, "__init__", files_alone)
+    run([*RUN, *words, f"output_dir={tmp_path / 'two'}"])
+    assert layers(tmp_path / "one") == layers(tmp_path / "two")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") != {}
+
+
+def test_a_disk_that_is_full_ends_the_run_which_goes_on(tmp_path, monkeypatch):
+    def full(folder, state, *, round, keep_from):
+        if round == 2:
+            raise OSError(28, "No space left on device")
+        save_state(folder, state, round=round, keep_from=keep_from)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_state", full)
+        with pytest.raises(RunFailed, match="No space left on device.*make room there and go on with fedssl resume="):
+            run([*RUN, f"output_dir={tmp_path / 'cut'}"])
+    assert latest_checkpoint(tmp_path / "cut" / "checkpoints").round == 1
+    run([f"resume={tmp_path / 'cut'}"])
+    run([*RUN, f"output_dir={tmp_path / 'all'}"])
+    assert layers(tmp_path / "cut") == layers(tmp_path / "all")
