@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -35,6 +36,7 @@ GROUPS = {  # what a choice is called, in the order of the site
 }
 _ONCE = "skip_local_inventory: true"  # what has a page among the modules already
 _SETTING = re.compile(r"^( *)([a-z]\w*):(?: +(.*?))?(?: +# (.*))?$")
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", flags=re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -98,11 +100,14 @@ def setting_pages() -> Iterator[tuple[str, str]]:
 
 
 def choice(group: str, name: str, text: str) -> str:
-    """The page of a choice: what its file says of it, its settings, and the docstring of what it makes."""
+    """The page of a choice: what its file says of it, equations, settings, and the docstring of what it makes."""
     lines = [f"# `{group}={name}`", "", *head_lines(text), "", "```", f"fedssl {group}={name}", "```", ""]
+    file = equations(group, name)
+    if file is not None:
+        lines += ["## Equations", "", with_mathml(file.read_text())]
     found = list(settings(text))
     if found:
-        lines += ["| setting | default | |", "|---|---|---|"]
+        lines += ["## Settings", "", "| setting | default | |", "|---|---|---|"]
         lines += [f"| `{one.key}` | {_code(one.default)} | {_cell(one.comment)} |" for one in found]
         lines.append("")
     target = re.search(r"^_target_: ([\w.]+)$", text, flags=re.MULTILINE)
@@ -116,6 +121,25 @@ def choice(group: str, name: str, text: str) -> str:
             ]
         lines += [f"::: {target[1]}", "    options: {skip_local_inventory: true}", ""]
     return "\n".join(lines)
+
+
+def equations(group: str, name: str) -> Path | None:
+    """The equations of a choice: its own, or those of another whose name the end of its own begins with."""
+    folder, last = Path(__file__).parent / "equations" / group, name.rpartition("/")[2]
+    names = [name, *("_".join(last.split("_")[:count]) for count in range(last.count("_") + 1, 0, -1))]
+    return next((file for one in names if (file := folder / f"{one}.md").is_file()), None)
+
+
+def with_mathml(text: str) -> str:
+    """The text with its formulas, LaTeX between dollars, as browsers show them without any script."""
+
+    def shown(found: re.Match[str]) -> str:
+        block = found[1] is not None
+        formula = convert(found[1] or found[2], display="block" if block else "inline").replace("|", "&#124;")
+        return f"\n<div>{formula}</div>\n" if block else formula
+
+    pieces = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.DOTALL)  # code has dollars of its own
+    return "".join(piece if piece.startswith("`") else _FORMULA.sub(shown, piece) for piece in pieces)
 
 
 def head_lines(text: str) -> list[str]:
