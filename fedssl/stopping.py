@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import ACCURACY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,15 @@ def reason_to_stop(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule:
 def check_metric(rule: StopSettings, names: Collection[str]) -> None:
     """Refuse, by an `InputError`, a rule over a result that no evaluation has."""
     if rule.metric is not None and rule.metric not in names:
-        raise InputError(
-            f"stop_when.metric={rule.metric} is no result of evaluation, which gives {', '.join(names) or 'none'}; "
-            "choose one of these, or another evaluation"
-        )
+        given = f"gives {', '.join(names)}; choose one of these, or" if names else "gives none; choose"
+        raise InputError(f"stop_when.metric={rule.metric} is no result of evaluation, which {given} another evaluation")
+
+
+def check_size(rule: StopSettings, unit: str) -> None:
+    """Refuse, by an `InputError`, a rule that asks for more than a result of this unit can be."""
+    for name, value in (("reach", rule.reach), ("least", rule.least)):
+        if unit == ACCURACY and value is not None and value > 1:
+            raise InputError(
+                f"stop_when.{name}={value:g} but {rule.metric} is a share in [0, 1]; for {value:g}% set "
+                f"stop_when.{name}={value / 100:g}"
+            )

@@ -140,7 +140,7 @@ def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder:
         judged = prepared.evaluator.evaluate(in_turn(method, models), final=True)
         for name, layers in models.items():
             load_layers(method, layers)
-            recorder.encoder(name, method, settings)
+            recorder.encoder(name, method, settings, rounds=state.round)
     recorder.figures(prepared.held)
     if not baselines:  # there are no labelled pictures
         return {}, {}

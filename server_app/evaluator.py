@@ -13,7 +13,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy, pixels
 from fedssl.evaluation.probes import EndOfRehearsal, Evaluation, evaluate
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.scores import Score, units_of
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.methods.base import SSLMethod
@@ -36,7 +36,7 @@ class Evaluator:
         self._protocol: Evaluation = settings.protocol.make()
         self._final_protocol: Evaluation = settings.final_protocol.make()
 
-    def check(self, encoder: Encoder) -> list[str] | None:
+    def check(self, encoder: Encoder) -> dict[str, str] | None:
         """Find before any training a protocol that the labels do not allow, by a rehearsal.
 
         Protocols are run on features that say nothing, each one of several no further than to where a network computes,
@@ -44,12 +44,12 @@ class Evaluator:
 
         Returns
         -------
-        list of str or None
-            Names of the results that rounds will have; None: only an evaluation tells.
+        dict of str to str, or None
+            Names and units of the results that rounds will have; None: only an evaluation tells.
         """
         subject = make_subject(encoder, self._data, device=self._device)
         if subject is None:
-            return []
+            return {}
         few = Labelled(subject.test.images[:2], subject.test.labels[:2])
         # At the end raw pixels are judged, too.
         longest = max(encoder.feature_dim, pixels(few.images).shape[1])
@@ -62,8 +62,8 @@ class Evaluator:
         end = register_module_forward_pre_hook(end_rehearsal)
         try:
             rehearsal = _Rehearsal(**{**vars(subject), "test": few}, length=encoder.feature_dim)
-            names = list(evaluate(self._protocol, rehearsal, seed=self._seed))
-            told = None if ends else names
+            units = units_of(evaluate(self._protocol, rehearsal, seed=self._seed))
+            told = None if ends else units
             evaluate(self._final_protocol, replace(rehearsal, length=longest), seed=self._seed)
         finally:
             end.remove()

@@ -281,8 +281,8 @@ class Recorder:
         every = self._settings.keep_models
         return Keeper(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
 
-    def encoder(self, name: str, method: SSLMethod, settings: Settings) -> None:
-        """Write the encoder of the model of this name, for use elsewhere."""
+    def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> None:
+        """Write the encoder of the model of this name after so many rounds, for use elsewhere."""
         save_encoder(
             self.folder / f"encoder{suffix(name)}.pt",
             method.encoder,
@@ -293,7 +293,7 @@ class Recorder:
                 "method": settings.model.method.name,
                 "strategy": settings.algorithm.strategy.name,
                 "dataset": settings.data.name,
-                "rounds": settings.rounds,
+                "rounds": rounds,
                 "seed": settings.seed,
             },
         )

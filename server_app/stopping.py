@@ -1,19 +1,20 @@
 """Whether a run can end early as its settings say, found out before any round."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import ACCURACY
 from fedssl.evaluation.subject import lacking
 from fedssl.methods.base import SSLMethod
 from fedssl.settings import Settings
-from fedssl.stopping import check_metric
+from fedssl.stopping import check_metric, check_size
 
 
-def check_stopping(settings: Settings, method: SSLMethod, *, results: Sequence[str] | None, phases: int) -> None:
+def check_stopping(settings: Settings, method: SSLMethod, *, results: Mapping[str, str] | None, phases: int) -> None:
     """Refuse, by an `InputError`, to end a run by what no round will have, or before all stages are trained.
 
-    ``results`` are the names of what rounds are judged by, and None where only an evaluation tells them: then the first
-    one does.
+    ``results`` are names and units of what rounds are judged by, and None where only an evaluation tells them: then the
+    first one does.
     """
     rule = settings.evaluation.stop
     if rule.metric is None:
@@ -27,4 +28,6 @@ def check_stopping(settings: Settings, method: SSLMethod, *, results: Sequence[s
     if problem:
         raise InputError(f"stop_when.metric={rule.metric} needs evaluations; {problem}")
     if results is not None:
-        check_metric(rule, [*results, *(["classifier"] if method.uses_labels else [])])
+        found = {**results, **({"classifier": ACCURACY} if method.uses_labels else {})}
+        check_metric(rule, found)
+        check_size(rule, found[rule.metric])

@@ -80,6 +80,8 @@ def run(words: Sequence[str]) -> str:
         return _told(export_int8(source, target, _pictures(source, own, others)), target)
     found = export(source, form, target)
     lines = [f"written to {target}", f"largest difference of representations: {found:.1e} (allowed: {TOLERANCE:.0e})"]
+    if source.run is not None and source.run.summary is None:
+        lines.append(f"{source.run.folder / 'summary.json'} is missing or damaged: nothing tells of the run's results")
     return "\n".join([*lines, *([timm_model(source).code(target)] if form == "timm" else [])])
 
 
@@ -133,8 +135,8 @@ def _told(found: Quantised, target: Path) -> str:
             f"written to {target}",
             f"largest difference of representations in fp32: {found.difference:.1e} (allowed: {TOLERANCE:.0e})",
             f"size: {small:.2f} MB, in fp32 {exact:.2f} MB ({exact / small:.2f} times as large)",
-            f"time of {BATCH} pictures on one thread: {1e3 * fast:.1f} ms, in fp32 {1e3 * slow:.1f} ms "
-            f"({slow / fast:.2f} times as long)",
+            f"time of {BATCH} pictures on one thread: {1e3 * fast:.3g} ms, in fp32 {1e3 * slow:.3g} ms "
+            f"({slow / fast:.2f} times that of int8)",
             f"cosine of representations, less their mean, with those in fp32: mean {found.mean_cosine:.4f}, "
             f"least {found.least_cosine:.4f}",
         ]

@@ -5,12 +5,14 @@ import shlex
 from fedssl.evaluation.scores import as_scores
 from fedssl.exporting.source import Source
 from fedssl.report.accuracy_table import format_table
+from fedssl.report.partition import read_table
 from fedssl.report.runs import Run
 from fedssl.untrusted import printable
 
 # Settings of a run that the card has a row for.
 _ROWS = {
     "data set": "dataset",
+    "pictures of all clients": "dataset.limit",
     "clients": "num_clients",
     "clients in a round": "clients_per_round",
     "division of the pictures": "partition",
@@ -72,6 +74,11 @@ def _training(source: Source) -> dict[str, str]:
     if source.run is None:
         return {printable(key): printable(value) for key, value in source.content["metadata"].items()}
     rows = {name: source.run.value(key) for name, key in _ROWS.items()}
+    if source.run.ended_early:
+        rows["rounds"] = f"{source.run.progress}, ended by stop_when"
+    held = read_table(source.run.folder / "partition.csv")
+    if held is not None:
+        rows["pictures of all clients"] = str(int(held[0].sum()))
     return {name: value for name, value in rows.items() if value}
 
 

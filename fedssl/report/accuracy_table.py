@@ -74,6 +74,8 @@ class Table(TextTable):
     repeats : list of str
         A line for each run that has the settings and the seed of another one: it is not counted, for it says nothing
         of how results vary.
+    early : list of str
+        A line for each run that finished before its last round.
     units : dict
         Protocol to the unit of its values, in the order in which protocols ran.
     always : tuple of str
@@ -84,6 +86,7 @@ class Table(TextTable):
     failures: list[str]
     running: list[str] = field(default_factory=list)
     repeats: list[str] = field(default_factory=list)
+    early: list[str] = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)
     always: tuple[str, ...] = ()
 
@@ -119,6 +122,7 @@ class Table(TextTable):
         notes = {
             "runs that go on:": self.running,
             "runs that did not finish:": self.failures,
+            "runs that stop_when ended:": self.early,
             "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
         }
         notes = {title: lines for title, lines in notes.items() if lines}
@@ -184,6 +188,7 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
     failures: list[str] = []
     running: list[str] = []
     repeats: list[str] = []
+    early: list[str] = []
     for run in runs:
         if not run.finished:
             words = f" ({' '.join(f'{key}={value}' for key, value in run.words.items())})" if run.words else ""
@@ -198,6 +203,8 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
             differs = "" if run.results == other.results else ", with other results"
             repeats.append(f"{run.folder} repeats {other.folder}{differs}")
             continue
+        if run.ended_early:
+            early.append(f"{run.folder}: after {run.progress}")
         row = rows.setdefault(same, Row(settings))
         row.runs += run.finished
         row.failed += not (run.finished or run.running)
@@ -206,7 +213,7 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
                 name = f"{name}, {score.unit}"
                 units.setdefault(name, score.unit)
             row.metrics.setdefault(name, []).append(score.value)
-    return Table(list(rows.values()), failures, running, repeats, units, always)
+    return Table(list(rows.values()), failures, running, repeats, early, units, always)
 
 
 def _cell(score: Score | None) -> str:

@@ -40,6 +40,8 @@ def main() -> int:
             raise InputError("--pictures is called --figures now; write fedssl-report DIR... --figures")
         if not options.folders:
             raise InputError("no folder is given; write fedssl-report DIR... and --figures behind the folders")
+        if options.into and options.figures is None:
+            raise InputError(f"--into {options.into} is for --figures NAME...; add it, or leave --into out")
         if options.figures is not None:
             figures(options.folders, options.figures, into=options.into, settings=options.config_dir)
         report(options.folders, out=options.out, paper=options.paper, watch=options.watch)
@@ -107,6 +109,8 @@ def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = Non
         read_table(paper)  # is there one?
     if out is not None and out.suffix not in FORMATS:
         raise InputError(f"--out {out} ends in none of {', '.join(FORMATS)}; choose one, e.g. --out results.md")
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"--out {out} lies in no folder; make {out.parent} first, or name another place")
     printed = ""
 
     def show(runs: Sequence[Run], on: bool) -> None:

@@ -75,7 +75,7 @@ class Run:
         if self.running:
             return f"{self.progress} done"
         if self.summary is None:
-            return "no readable summary.json, so it still runs or was ended from outside"
+            return "no readable summary.json: it was ended from outside, unless it runs on another machine"
         return " ".join(printable(self.summary["reason"] or self.summary["status"]).split())
 
     @property
@@ -99,6 +99,11 @@ class Run:
         """How many rounds are done, and of how many, if its settings tell."""
         whole = self.value("rounds")
         return f"{self.rounds_done} of {whole} rounds" if whole else f"{self.rounds_done} rounds"
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it finished before its last round, by ``stop_when``, which is the only reason that it can have."""
+        return self.summary is not None and self.finished and bool(self.summary["reason"])
 
     @property
     def command(self) -> str:
@@ -230,9 +235,10 @@ def _words(value: Any) -> bool:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Run folders at or below ``folder``, in the order of their names; there are none within a run."""
+    """Run folders at or below ``folder``, in the order of their names; none within a run or a hidden folder."""
     found = []
     for place, inner, files in os.walk(folder):
+        inner[:] = [name for name in inner if not name.startswith(".")]
         if set(MARKS) & set(files):
             inner.clear()
             found.append(Path(place))

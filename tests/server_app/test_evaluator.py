@@ -85,7 +85,7 @@ class Guesses:
 
 def test_features_and_labels_of_a_rehearsal_fit():
     made, method, _ = evaluator(protocol="Guesses")
-    assert made.check(method.encoder) == ["nearest"]
+    assert made.check(method.encoder) == {"nearest": "accuracy"}
     assert 0.2 < judge(made, method)["nearest"].value <= 1
 
 

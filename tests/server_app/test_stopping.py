@@ -5,6 +5,9 @@ import json
 import pytest
 
 from fedssl.errors import InputError
+from fedssl.export import read_content
+from fedssl.report.accuracy_table import run_table
+from fedssl.report.runs import find_runs
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 
@@ -46,6 +49,8 @@ def test_a_run_ends_early_and_goes_on(folders):
     assert told(early) == ("finished", 2, reason)
     assert last(early)[0] == 2  # although a checkpoint was due in round 3
     assert f"stop_when: {reason}; the run ends after round 2 of 3" in (early / "run.log").read_text()
+    assert read_content(early / "encoder.pt")["metadata"]["rounds"] == 2  # that the encoder has seen
+    assert f"runs that stop_when ended:\n\n  {early}: after 2 of 3 rounds" in run_table(find_runs([folders])).text()
     final = json.loads((early / "summary.json").read_text())["final"]["federated"]
     rounds = [json.loads(line) for line in (early / "metrics.jsonl").read_text().splitlines()]
     assert final == rounds[1]["evaluation"]  # of the last round, whichever was the best
@@ -67,7 +72,12 @@ def test_the_rule_may_come_with_the_resumption(folders):
     ("words", "sentence"),
     [
         (["evaluation=linear"], "stop_when.metric=knn is no result of evaluation, which gives linear; choose"),
-        (["evaluation=none"], "which gives none"),
+        (["evaluation=none"], "which gives none; choose another evaluation"),
+        (
+            ["stop_when.reach=92", "stop_when.least=0"],
+            r"stop_when.reach=92 but knn is a share in \[0, 1\]; for 92% set stop_when.reach=0.92",
+        ),
+        (["stop_when.least=1.5"], r"stop_when.least=1.5 but knn is a share in \[0, 1\]"),
         (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
         (["dataset.splits.test=null"], "stop_when.metric=knn needs evaluations; the data set has no labelled test"),
     ],

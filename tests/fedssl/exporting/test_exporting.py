@@ -260,6 +260,24 @@ def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_tel
     assert "license: unknown" in card
 
 
+def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run: Path, tmp_path, monkeypatch, capsys):
+    summary = json.loads((run / "summary.json").read_text())
+    text = json.dumps({**summary, "rounds": 3, "reason": "knn reached 0.5 in round 3"})
+    for name in ("encoder.pt", "config.yaml", "choices.yaml"):
+        shutil.copy(run / name, tmp_path)
+    (tmp_path / "summary.json").write_text(text)
+    (tmp_path / "partition.csv").write_text("client,examples,0,1\n0,30,10,20\n1,12,12,0\n")
+    assert command(monkeypatch, f"run={tmp_path}", "format=huggingface") == 0
+    card = (tmp_path / "encoder-huggingface" / "README.md").read_text()
+    assert "| rounds | 3 of 7 rounds, ended by stop_when |" in card
+    assert "| pictures of all clients | 42 |" in card
+    damaged = f"{tmp_path / 'summary.json'} is missing or damaged: nothing tells of the run's results"
+    assert damaged not in capsys.readouterr().out
+    (tmp_path / "summary.json").write_text(text[:25])
+    assert command(monkeypatch, f"run={tmp_path}", "format=huggingface", f"output={tmp_path / 'other'}") == 0
+    assert damaged in capsys.readouterr().out
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("form", ["onnx", "torchscript", "torch_export", "safetensors"])
 @pytest.mark.parametrize("settings", [VIT, {**VIT, "pool": "mean"}, RESNET], ids=["token", "mean", "resnet18"])
@@ -319,7 +337,7 @@ def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeyp
     told = capsys.readouterr().out
     assert "in fp32: 2.0e-06 (allowed: 1e-05)" in told
     assert re.search(r"size: .* MB, in fp32 .* MB \(.* times as large\)", told)
-    assert re.search(r"time of 32 pictures on one thread: .* \(.* times as long\)", told)
+    assert re.search(r"time of 32 pictures on one thread: .* \(.* times that of int8\)", told)
     assert re.search(r"mean 0\.9\d+, least 0\.\d+", told)
     assert (run / "encoder-int8.onnx").is_file()
 

@@ -103,7 +103,7 @@ def test_sweep_text(sweep: list[Path], tmp_path: Path):
         "",
         f"  {tmp_path / '3'} (strategy=l_dawa partition.alpha=0.1 rounds=5 seed=1): loss is NaN | stop",
         f"  {tmp_path / '4'} (strategy=m_dawa partition.alpha=0.1 rounds=5 seed=0): interrupted",
-        f"  {tmp_path / '5'}: no readable summary.json, so it still runs or was ended from outside",
+        f"  {tmp_path / '5'}: no readable summary.json: it was ended from outside, unless it runs on another machine",
     ]
 
 
@@ -341,7 +341,7 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
     (nothing / "run.log").touch()
     table = run_table([read_run(folder) for folder in (finished, killed, refused, nothing)])
     assert [(row.runs, row.failed) for row in table.rows] == [(1, 1), (0, 1)]
-    ended = "no readable summary.json, so it still runs or was ended from outside"
+    ended = "no readable summary.json: it was ended from outside, unless it runs on another machine"
     assert table.failures == [
         f"{killed} (rounds=20): {ended}",
         f"{refused} (rounds=0): rounds=0 but it must be 1",
@@ -350,6 +350,13 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
 
 
 # --- run folders ---
+
+
+def test_hidden_folders_hold_no_runs(tmp_path: Path):
+    for place in ("runs", ".venv"):
+        (tmp_path / place).mkdir()
+        job(tmp_path / place / "a", "strategy=eua", knn=0.5)
+    assert [run.folder for run in find_runs([tmp_path])] == [tmp_path / "runs" / "a"]
 
 
 def test_a_run_of_which_nothing_is_known_has_no_row(tmp_path: Path):

@@ -136,7 +136,7 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     assert out.startswith(
         f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png, cka.png\n{other}: nothing to draw\n\nstrategy"
     )
-    assert "still runs" in out
+    assert "was ended from outside" in out
     assert error == ""
     names = {f"{name}.{end}" for name in ("metrics", "tsne", "sphere", "cka") for end in ("png", "pdf", "csv")}
     assert {file.name for file in (folder / "figures").iterdir()} == names
@@ -156,8 +156,9 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
         (["sweep", "--out", "table.txt"], "--out table.txt ends in none of .md, .csv, .tex, .html; choose one"),
         (
             ["sweep", "--out", "nowhere/table.md"],
-            "--out nowhere/table.md cannot be written (No such file or directory)",
+            "--out nowhere/table.md lies in no folder; make nowhere first, or name another place",
         ),
+        (["sweep", "--into", "sweep"], "--into sweep is for --figures NAME...; add it, or leave --into out"),
         (["sweep/2"], "no run has finished, so there are no results (sweep/2: no GPU)"),
     ],
 )
