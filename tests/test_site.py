@@ -39,6 +39,22 @@ def test_every_choice_has_a_page_with_its_settings_its_equations_and_an_example(
     assert "projector.hidden 512" in text(site / "settings/method/simclr.html")  # a setting in a setting
 
 
+def test_pages_link_to_the_texts_that_comments_name(site: Path) -> None:
+    assert 'href="../../l_dawa.html"' in (site / "settings/strategy/l_dawa.html").read_text()
+
+
+def test_parameters_that_share_a_text_have_their_own_defaults(site: Path) -> None:
+    page = text(site / "settings/regularizer/fur.html")
+    assert "tau_a ( float , default: 0.8 )" in page  # not that of cost_scale, the first of those that share a text
+
+
+def test_diagrams_are_lists(site: Path) -> None:
+    page = text(site / "architecture.html")
+    assert "app, prepare, rounds: prepare, rounds, finish" in page
+    assert "simulation: how the apps are run → server_app: the rounds" in page
+    assert "flowchart" not in page
+
+
 def test_modules_have_pages_and_the_readme_is_the_first(site: Path) -> None:
     assert "load_encoder" in text(site / "modules/fedssl.export.html")
     first = (site / "index.html").read_text()

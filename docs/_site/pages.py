@@ -101,14 +101,24 @@ def setting_pages() -> Iterator[tuple[str, str]]:
 
 def choice(group: str, name: str, text: str) -> str:
     """The page of a choice: what its file says of it, equations, settings, and the docstring of what it makes."""
-    lines = [f"# `{group}={name}`", "", *head_lines(text), "", "```", f"fedssl {group}={name}", "```", ""]
+    up = "../" * (2 + name.count("/"))  # from this page to those of docs/
+    lines = [
+        f"# `{group}={name}`",
+        "",
+        *(_linked(line, up) for line in head_lines(text)),
+        "",
+        "```",
+        f"fedssl {group}={name}",
+        "```",
+        "",
+    ]
     file = equations(group, name)
     if file is not None:
         lines += ["## Equations", "", with_mathml(file.read_text())]
     found = list(settings(text))
     if found:
         lines += ["## Settings", "", "| setting | default | |", "|---|---|---|"]
-        lines += [f"| `{one.key}` | {_code(one.default)} | {_cell(one.comment)} |" for one in found]
+        lines += [f"| `{one.key}` | {_code(one.default)} | {_linked(_cell(one.comment), up)} |" for one in found]
         lines.append("")
     target = re.search(r"^_target_: ([\w.]+)$", text, flags=re.MULTILINE)
     if target and target[1].split(".")[0] in PACKAGES:
@@ -196,6 +206,11 @@ def _stays(link: str) -> bool:
 def _plain(text: str) -> str:
     """Text of a comment, in which Markdown has no meaning."""
     return re.sub(r"([*_<>|\[\]`])", r"\\\1", text)
+
+
+def _linked(text: str, up: str) -> str:
+    """Text in which Markdown has no meaning, with links to the pages of docs/ that it names."""
+    return re.sub(r"\bdocs/((?:\w|\\_)+\.md)\b", lambda page: f"[{page[1]}]({up}{page[1].replace(chr(92), '')})", text)
 
 
 def _cell(text: str) -> str:
