@@ -18,7 +18,7 @@ from fedssl.report.runs import Run
 from fedssl.untrusted import printable
 
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-WORDS = 2  # columns of words before the numbers, for which a page is opened; the others stand behind them
+WORDS = (2, 4)  # least and most columns of words before the numbers, for which a page is opened; others stand behind
 LONG = 40  # signs of a text from which on it may be broken
 
 
@@ -86,13 +86,30 @@ def _section(grid: Grid, same: Mapping[str, str] | None = None) -> str:
 
 def _table(grid: Grid) -> str:
     kinds = ["" if column < grid.left else ' class="number"' for column in range(len(grid.header))]
-    order = sorted(range(len(kinds)), key=lambda column: WORDS <= column < grid.left)
+    first = _telling_apart(grid)
+    order = sorted(range(len(kinds)), key=lambda column: column < grid.left and column not in first)
     header = "".join(f'<th scope="col"{kinds[column]}>{text(grid.header[column])}</th>' for column in order)
     rows = "".join(f"<tr>{''.join(_cell(row[column], kinds[column]) for column in order)}</tr>\n" for row in grid.rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(grid.title)}">\n'
         f"<table>\n<thead><tr>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>"
     )
+
+
+def _telling_apart(grid: Grid) -> set[int]:
+    """Columns of words that tell most rows apart together: the leftmost of those that tell most, one by one."""
+    least, most = WORDS
+    chosen: list[int] = []
+
+    def told(column: int) -> int:
+        return len({tuple(row[one].text for one in [*chosen, column]) for row in grid.rows})
+
+    while len(chosen) < min(most, grid.left):
+        best = max((column for column in range(grid.left) if column not in chosen), key=told)
+        if len(chosen) >= least and chosen and told(best) == told(chosen[0]):
+            break  # no other tells more rows apart
+        chosen.append(best)
+    return set(chosen)
 
 
 def _cell(one: Entry, kind: str) -> str:

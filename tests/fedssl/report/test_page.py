@@ -207,7 +207,7 @@ def test_a_figure_is_the_same_text_every_time():
     assert 'href="#a-' in first
 
 
-def test_numbers_stand_behind_the_first_two_columns_of_words(tmp_path: Path):
+def test_numbers_stand_behind_two_columns_of_words(tmp_path: Path):
     for number, words in enumerate([("strategy=eua", "lr=1", "wd=0"), ("strategy=fedavg", "lr=2", "wd=1")]):
         job(tmp_path / str(number), *words)
     heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page_of(tmp_path).partition("</thead>")[0])
@@ -215,6 +215,15 @@ def test_numbers_stand_behind_the_first_two_columns_of_words(tmp_path: Path):
     assert heads[-1] == "wd"
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page_of(tmp_path).partition("<tbody>")[2].partition("</tr>")[0])
     assert (cells[0], cells[-1]) == ("eua", "0")
+
+
+def test_what_tells_rows_apart_stands_before_the_numbers(tmp_path: Path):
+    """Of five columns that differ the three that tell all rows apart, in their own order; a and b tell few apart."""
+    for number, values in enumerate(("11111", "11211", "11221", "22322", "12321")):
+        words = (f"{key}={value}" for key, value in zip("abcde", values, strict=True))
+        job(tmp_path / str(number), "strategy=eua", *words)
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page_of(tmp_path).partition("</thead>")[0])
+    assert heads[:4] == ["a", "c", "d", "knn (%)"]
 
 
 def test_a_run_of_which_only_words_are_known_differs_in_these_alone(tmp_path: Path):
