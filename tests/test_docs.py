@@ -81,5 +81,20 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
+def test_equations_name_settings_that_there_are_and_have_a_command_that_is_accepted():
+    """Of every file: its command takes its choice, and so do the settings that its symbols are tied to."""
+    folder = ROOT / "docs" / "_site" / "equations"
+    for file in folder.rglob("*.md"):
+        group, _, name = file.relative_to(folder).with_suffix("").as_posix().partition("/")
+        (command,) = commands(file)
+        words = shlex.split(command)[1:]
+        names = {word.removeprefix("final_") for word in words}
+        assert f"{group}={name}" in names, file
+        check_names(words)
+        keys = (re.fullmatch(r"(\w+)((?:\.\w+)+)(?:=.*)?", span) for span in inline_code(file))
+        own = [key[2] for key in keys if key and key[1] == group and "json" not in key[2]]
+        check_names([f"{group}={name}", *(f"{group}{key}=0" for key in own)])
+
+
 def test_the_first_page_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200

@@ -39,6 +39,20 @@ def test_every_choice_has_a_page_with_its_settings_its_equations_and_an_example(
     assert "projector.hidden 512" in text(site / "settings/method/simclr.html")  # a setting in a setting
 
 
+@pytest.mark.parametrize("group", ["strategy", "method", "regularizer", "partition", "evaluation"])
+def test_choices_have_their_equations_symbols_and_an_example(site: Path, group: str) -> None:
+    for file in (ROOT / "conf" / group).rglob("*.yaml"):
+        name = file.relative_to(ROOT / "conf" / group).with_suffix("").as_posix()
+        page = (site / "settings" / group / f"{name}.html").read_text()
+        if name != "none":
+            assert '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">' in page, name
+            shown = text(site / "settings" / group / f"{name}.html")
+            assert "symbol meaning here" in shown, name
+            assert "$" not in re.sub(r"<pre.*?</pre>|<code.*?</code>|<script.*?</script>", "", page, flags=re.DOTALL), (
+                name
+            )
+
+
 def test_pages_link_to_the_texts_that_comments_name(site: Path) -> None:
     assert 'href="../../l_dawa.html"' in (site / "settings/strategy/l_dawa.html").read_text()
 

@@ -146,7 +146,8 @@ def with_mathml(text: str) -> str:
     def shown(found: re.Match[str]) -> str:
         block = found[1] is not None
         formula = convert(found[1] or found[2], display="block" if block else "inline").replace("|", "&#124;")
-        return f"\n<div>{formula}</div>\n" if block else formula
+        # Markdown takes a line that begins with <math for a block.
+        return f"\n<div>{formula}</div>\n" if block else f"<span>{formula}</span>"
 
     pieces = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.DOTALL)  # code has dollars of its own
     return "".join(piece if piece.startswith("`") else _FORMULA.sub(shown, piece) for piece in pieces)
