@@ -206,7 +206,7 @@ def _stays(link: str) -> bool:
 
 def _plain(text: str) -> str:
     """Text of a comment, in which Markdown has no meaning."""
-    return re.sub(r"([*_<>|\[\]`])", r"\\\1", text)
+    return re.sub(r"([*_|\[\]`])", r"\\\1", text.replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def _linked(text: str, up: str) -> str:
