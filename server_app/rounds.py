@@ -139,7 +139,7 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._pending is not None and not self._pending.done():
+        if error is not None and self._pending is not None and not self._pending.done():
             log.info("the last round is still being evaluated")
         self._executor.shutdown()
         if error is None:
