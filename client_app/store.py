@@ -66,6 +66,7 @@ class WriteBehind:
         self._most = (available_memory() or 2**33) // 8 if most is None else most
         self._saved: OrderedDict[Path, _Saved] = OrderedDict()
         self._size = 0
+        self._failed: BaseException | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="states")
 
     def __enter__(self) -> "WriteBehind":
@@ -84,7 +85,7 @@ class WriteBehind:
             except ValueError:
                 pass  # as with a damaged file: what was saved before it
         if saved is not None:
-            saved.written.result()
+            saved.written.exception()  # waits
         return load_state(folder, before=before, like=like)
 
     def save(self, folder: Path, state: State, *, round: int, keep_from: int) -> None:
@@ -100,9 +101,11 @@ class WriteBehind:
         """Return when all is written; raises what prevented that."""
         for saved in self._saved.values():
             saved.written.result()
+        if self._failed is not None:
+            raise self._failed
 
     def _forget(self, folder: Path) -> None:
         saved = self._saved.pop(folder, None)
         if saved is not None:
             self._size -= saved.size
-            saved.written.result()
+            self._failed = self._failed or saved.written.exception()

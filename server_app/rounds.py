@@ -198,12 +198,12 @@ def one_round(
         )
         post.settle()  # whoever resumes from this round's checkpoint finds it
         seconds = time.monotonic() - start
-        recording.wait()
         clients = [row.client for row in report.clients]
         models = layers_of(prepared.federation, state) if due or keeper else {}
         if keeper:
             keeper.finish(models, used=clients)
         health = monitor.finish(models) if monitor else None
+    recording.wait()  # what a step needs of a GPU's memory is measured while nothing else needs it
     cost = prepared.costs(phase, clients) if prepared.costs else None
     recording.add(
         Done(

@@ -129,6 +129,21 @@ def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeyp
         store.settle()
 
 
+def test_what_prevented_an_older_file_is_told_although_others_took_its_place(tmp_path, monkeypatch):
+    def fails_once(folder, state, **given):
+        if folder.name == "0":
+            raise PermissionError(13, "Permission denied")
+        save_state(folder, state, **given)
+
+    monkeypatch.setattr(module, "save_state", fails_once)
+    with WriteBehind(most=SIZE) as store:
+        for client in range(3):
+            store.save(tmp_path / str(client), state(client), round=1, keep_from=0)
+        assert store.load(tmp_path / "0", before=2, like=LIKE) is None
+        with pytest.raises(PermissionError):
+            store.settle()
+
+
 def test_the_end_waits_for_the_files(tmp_path, slow):
     with WriteBehind() as store:
         store.save(tmp_path, state(1), round=1, keep_from=0)
