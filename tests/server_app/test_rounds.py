@@ -16,6 +16,14 @@ from simulation.local_grid import run_local
 
 TINY = ["num_clients=3", "rounds=3", "local_epochs=1", "dataset.limit=90", "dataset.test_limit=30", "encoder.width=4"]
 TINY += ["threads=1", "evaluate_every=1", "final_evaluation=knn", "batch_size=16", "engine=local"]
+STAGES = [
+    "encoder=vit_tiny",
+    "encoder.depth=2",
+    "encoder.width=12",
+    "encoder.patch=4",
+    "schedule=layer_wise",
+    "augmentation=none",
+]
 WAIT = 60  # seconds after which something is never to come
 
 may_overlap = rounds.may_overlap
@@ -71,14 +79,7 @@ def contents(folder):
         [],
         ["evaluation=probes", "method=byol", "strategy=fedu"],
         ["evaluate_every=2", "strategy=featarc"],
-        [
-            "encoder=vit_tiny",
-            "encoder.depth=2",
-            "encoder.width=12",
-            "encoder.patch=4",
-            "schedule=layer_wise",
-            "augmentation=none",
-        ],
+        STAGES,
     ],
     ids=["knn", "probes", "clusters", "stages"],
 )
@@ -90,6 +91,21 @@ def test_the_numbers_are_those_of_one_thing_after_the_other(tmp_path, cores, thr
     run([*TINY, *words, f"output_dir={tmp_path / 'two'}"])
     assert set(threads) == {"MainThread"}
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_a_round_is_evaluated_with_the_stages_that_ran_in_it(tmp_path, monkeypatch, cores, number):
+    cores(number)
+    evaluate, depths = Evaluator.evaluate, []
+
+    def noted(self, models, *, final=False):
+        (model,) = models
+        depths.append(model[1].encoder.span.depth)
+        return evaluate(self, [model], final=final)
+
+    monkeypatch.setattr(Evaluator, "evaluate", noted)
+    run([*TINY, *STAGES, f"output_dir={tmp_path / 'run'}"])
+    assert depths == [1, 1, 2, 2]  # two rounds of the first phase, one of the second, and the final evaluation
 
 
 @pytest.mark.parametrize(
