@@ -12,7 +12,6 @@ from fedssl.untrusted import printable
 # Settings of a run that the card has a row for.
 _ROWS = {
     "data set": "dataset",
-    "pictures of all clients": "dataset.limit",
     "clients": "num_clients",
     "clients in a round": "clients_per_round",
     "division of the pictures": "partition",

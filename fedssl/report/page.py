@@ -106,7 +106,7 @@ def _telling_apart(grid: Grid) -> set[int]:
 
     while len(chosen) < min(most, grid.left):
         best = max((column for column in range(grid.left) if column not in chosen), key=told)
-        if len(chosen) >= least and chosen and told(best) == told(chosen[0]):
+        if len(chosen) >= least and told(best) == told(chosen[0]):
             break  # no other tells more rows apart
         chosen.append(best)
     return set(chosen)
