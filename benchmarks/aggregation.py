@@ -31,8 +31,8 @@ import torch
 
 from fedssl.layers import GlobalLayers, Layers, is_weight
 from fedssl.machine.threads import default_threads, tune_allocator
-from fedssl.messages import ClientUpdate
-from fedssl.records import from_record, to_record
+from fedssl.wire.messages import ClientUpdate
+from fedssl.wire.records import from_record, to_record
 from strategies.eua import EUARule, solve
 from strategies.fedavg import fedavg
 from strategies.gram import deviation_gram

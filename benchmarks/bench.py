@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.fedssl_bench.results import collect, merge, page, read
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import PARTITIONS, SUITES, Suite
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.partition import divide, write_division
 
@@ -65,8 +65,8 @@ def write_divisions(data: str) -> None:
     PARTITIONS.mkdir(exist_ok=True)
     for suite in SUITES.values():
         for seed in suite.seeds:
-            words = [*suite.words, *suite.data(data), f"seed={seed}", f"num_clients={suite.clients}"]
-            settings = compose([*words, "partition=dirichlet", f"partition.alpha={suite.alpha}"])
+            overrides = [*suite.overrides, *suite.data(data), f"seed={seed}", f"num_clients={suite.clients}"]
+            settings = compose([*overrides, "partition=dirichlet", f"partition.alpha={suite.alpha}"])
             pictures = load_federated(settings.data)
             parts = divide(settings.partition, pictures).parts
             suite.division(seed).write_text(write_division(parts, pictures.labels))
@@ -77,12 +77,12 @@ def write_divisions(data: str) -> None:
 def estimate(suite: Suite, data: str) -> float:
     """Minutes of a run of cost 1, from a run of one round beside a run of none."""
     row = next(row for row in suite.rows if row.cost == 1 and row.shared)
-    words = suite.arguments(row, suite.seeds[0], data)
-    rounds = compose(words).rounds
+    overrides = suite.arguments(row, suite.seeds[0], data)
+    rounds = compose(overrides).rounds
     seconds = []
     for number in (1, 2):
         with tempfile.TemporaryDirectory() as place:
-            job = Job(f"dry run of {number} rounds", Path(place) / "run", (*words, f"rounds={number}"), 1.0)
+            job = Job(f"dry run of {number} rounds", Path(place) / "run", (*overrides, f"rounds={number}"), 1.0)
             start = time.monotonic()
             if Runner(beside=1, seconds=3600).run([job]):
                 sys.exit("the dry run failed")

@@ -23,14 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import quote
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.linear import Linear
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.export import load_encoder
 from fedssl.machine.threads import tune_allocator
 from fedssl.training import batches
-from fedssl.words import quote
 
 TIMES, POINTS = 80, 0.2  # targets
 L2 = 1e-4  # of conf/evaluation/linear.yaml
@@ -85,9 +85,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tune_allocator()
-    words = ["dataset=cifar10", f"dataset.path={quote(options.data)}", "dataset.cache=null"]
-    words.append(f"dataset.limit={options.pictures}")
-    everything = make_subject(load_encoder(options.encoder), compose(words).data, device=torch.device("cpu"))
+    overrides = ["dataset=cifar10", f"dataset.path={quote(options.data)}", "dataset.cache=null"]
+    overrides.append(f"dataset.limit={options.pictures}")
+    everything = make_subject(load_encoder(options.encoder), compose(overrides).data, device=torch.device("cpu"))
     few = slice(options.test)
     subject = replace(everything, test=Labelled(everything.test.images[few], everything.test.labels[few]))
     own, usual = Linear(l2=L2), Usual(epochs=options.epochs, batch=128, lr=options.lr)

@@ -14,7 +14,7 @@ copies    from the host.
 waits     for a number that the host needs.
 
 It is a lower bound: some operations launch several kernels (a sort, a factorisation, batch normalisation). With
-``--words cuda_graphs=true optimizer.fused=true`` what a recorded step does is one launch.
+``--overrides cuda_graphs=true optimizer.fused=true`` what a recorded step does is one launch.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.machine import devices, graphs
 from fedssl.methods.build import build
 from fedssl.seeding import torch_generator
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--regularizers", nargs="*", choices=REGULARIZERS, default=REGULARIZERS)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--words", nargs="*", default=[], help="further settings, as on the command line of a run")
+    parser.add_argument("--overrides", nargs="*", default=[], help="further settings, as on the command line of a run")
     parser.add_argument("--operations", action="store_true", help="list a step's operations too")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -210,7 +210,7 @@ def main() -> None:
     cases = [(encoder, method, "none") for encoder in options.encoders for method in options.methods]
     cases += [(options.encoders[0], "simclr", regularizer) for regularizer in options.regularizers]
     for encoder, method, regularizer in cases:
-        chosen = [f"encoder={encoder}", f"method={method}", f"regularizer={regularizer}", *options.words]
+        chosen = [f"encoder={encoder}", f"method={method}", f"regularizer={regularizer}", *options.overrides]
         step, epoch, operations = count(*chosen, f"precision={options.precision}", batch=options.batch)
         print(
             f"{encoder:12s} {method:13s} {regularizer:10s} {step.launches:15d} {step.copies:6d} {step.waits:5d}"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
@@ -77,7 +77,7 @@ class Followed:
     """
 
     def __init__(self, run: Run) -> None:
-        method = build(compose([f"{key}={value}" for key, value in run.words.items() if key != "output_dir"]).model)
+        method = build(compose([f"{key}={value}" for key, value in run.overrides.items() if key != "output_dir"]).model)
         kind = kinds(method)
         history = [norms(travelling_layers(method), kind)]
         history += [norms(layers, kind) for layers in _checkpoints(run.folder / "checkpoints")]

@@ -31,19 +31,19 @@ import torch
 from flwr.clientapp import ClientApp
 
 from benchmarks.paper_costs import paper_bytes, paper_flops
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.settings import Settings
 from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
-from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.records import content_bytes, from_record
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import at_stage
-from fedssl.settings import Settings
 from fedssl.step_cost import step_cost
 from fedssl.training import LocalTraining, train
+from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.wire.records import content_bytes, from_record
 from server_app.federation import Federation
 from server_app.round import Round
 from simulation.local_grid import LocalGrid
@@ -153,8 +153,8 @@ def main() -> None:
     tune_allocator()
     name = torch.cuda.get_device_name() if options.device.type == "cuda" else f"CPU, {options.threads} threads"
     print(f"torch {torch.__version__}, {name}, {options.blocks} blocks, batch {options.batch}, {options.precision}\n")
-    words = ["num_clients=1", f"encoder.depth={options.blocks}", f"rounds={ROUNDS_PER_STAGE * options.blocks}"]
-    settings = {way: compose([f"experiment=lw_fedssl/{way}", *words]) for way in WAYS}
+    overrides = ["num_clients=1", f"encoder.depth={options.blocks}", f"rounds={ROUNDS_PER_STAGE * options.blocks}"]
+    settings = {way: compose([f"experiment=lw_fedssl/{way}", *overrides]) for way in WAYS}
     method = build(settings["fedmoco"].model).to(options.device)
     schedules = {way: make_phases(settings[way].model.schedule, stages=options.blocks) for way in WAYS}
 

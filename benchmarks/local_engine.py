@@ -31,7 +31,7 @@ import torch
 from client_app.app import app as client_app
 from client_app.resident import resident
 from client_app.store import FILES, Store, WriteBehind
-from fedssl.config import compose, read_client
+from fedssl.config.load import compose, read_client
 from fedssl.files import numbered_file, numbered_files, write_whole
 from fedssl.training import batches
 from server_app.app import prepare

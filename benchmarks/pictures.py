@@ -33,7 +33,7 @@ SHARD = 100_000  # pictures in a file
 
 LOAD = """
 import sys
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 def own_memory():
     return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
@@ -126,11 +126,11 @@ def measure(folder: Path) -> None:
     """Print the bytes of part 2 for the pictures in ``folder/data``, in a process that has done nothing else."""
     from simulation.cli import run
 
-    words = [*words_for(folder / "data", str(folder / "cache")), f"output_dir={folder / 'run'}"]
-    words += ["partition=iid", "num_clients=100", "clients_per_round=2", "rounds=1", "local_epochs=1", "threads=1"]
-    words += ["encoder.width=4", "device=cpu", "evaluate_every=1", "evaluation=none", "final_evaluation=none"]
+    overrides = [*words_for(folder / "data", str(folder / "cache")), f"output_dir={folder / 'run'}"]
+    overrides += ["partition=iid", "num_clients=100", "clients_per_round=2", "rounds=1", "local_epochs=1", "threads=1"]
+    overrides += ["encoder.width=4", "device=cpu", "evaluate_every=1", "evaluation=none", "final_evaluation=none"]
     with most_memory() as most:
-        run(words)
+        run(overrides)
     print(most[0])
 
 

@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for what the tests know about Flower's own runtime
 
-from fedssl.settings import EngineSettings, MachineSettings
+from fedssl.config.settings import EngineSettings, MachineSettings
 from simulation.ray_grid import run_ray
 from tests.flower import flwr_run
 
@@ -81,18 +81,18 @@ def cluster(hosts: int, folder: str) -> None:
 def ours(folder: Path, *, address: str | None = None) -> list[float]:
     """Seconds of our rounds."""
     rounds = WARM_UP + ROUNDS
-    words = [f"rounds={rounds}", "encoder=resnet18", "strategy=l_dawa", "local_epochs=0", "threads=1", "device=cpu"]
-    words += [
+    overrides = [f"rounds={rounds}", "encoder=resnet18", "strategy=l_dawa", "local_epochs=0", "threads=1", "device=cpu"]
+    overrides += [
         "partition=iid",
         "evaluation=none",
         "final_evaluation=none",
         "health_pictures=0",
         f"checkpoint_every={rounds}",
     ]
-    words += [f"num_clients={CLIENTS}", f"output_dir={folder}"]
+    overrides += [f"num_clients={CLIENTS}", f"output_dir={folder}"]
     with redirect_stdout(sys.stderr):
         run_ray(
-            words,
+            overrides,
             num_clients=CLIENTS,
             clients_at_a_time=2,
             folder=folder,
@@ -108,10 +108,10 @@ def empty_and_usual(folder: Path) -> tuple[list[float], list[float]]:
     """Seconds of empty rounds and of rounds of the usual client."""
     rounds, pictures = WARM_UP + ROUNDS, folder / "pictures.pt"
     torch.save(torch.rand(5000, 3, 32, 32), pictures)
-    words = f"rounds={rounds} pictures={pictures} num_clients={CLIENTS} output_dir={folder}"
+    overrides = f"rounds={rounds} pictures={pictures} num_clients={CLIENTS} output_dir={folder}"
     federation = f"num-supernodes={CLIENTS} client-resources-num-cpus=1 init-args-num-cpus=2"
     app = ROOT / "benchmarks" / "usual_client"
-    outcome = flwr_run(app, "--run-config", f'overrides="{words}"', "--federation-config", federation)
+    outcome = flwr_run(app, "--run-config", f'overrides="{overrides}"', "--federation-config", federation)
     print(outcome.log, file=sys.stderr)
     assert outcome.status == "finished:completed", outcome.status
     seconds = json.loads((folder / "summary.json").read_text())["seconds"]

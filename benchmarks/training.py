@@ -40,12 +40,12 @@ from augmentation import PilViews, in_turn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.machine.devices import pick_device
-from fedssl.messages import TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
 from fedssl.training import LocalTraining, train
+from fedssl.wire.messages import TrainPlan
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
 ENCODERS = ("conv_small", "resnet18")
@@ -78,8 +78,8 @@ def precisions(device: torch.device) -> list[str]:
 class Client:
     """A client at the start of a round: its pictures, and the method with all that trains it."""
 
-    def __init__(self, words: Sequence[str], *, pictures: int, device: torch.device, seed: int = 0) -> None:
-        self.settings = compose(["dataset=cifar10", *words])
+    def __init__(self, overrides: Sequence[str], *, pictures: int, device: torch.device, seed: int = 0) -> None:
+        self.settings = compose(["dataset=cifar10", *overrides])
         random = torch.Generator().manual_seed(0)
         self.images = torch.randint(0, 256, (pictures, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
         self.labels = torch.randint(0, 10, (pictures,), generator=random).to(device)
@@ -190,8 +190,8 @@ class UsualClients:
         arguments = (theirs, options.device, options.threads, options.tuned_usual)
         multiprocessing.get_context("spawn").Process(target=serve, args=arguments).start()
 
-    def __call__(self, words: Sequence[str], *, pictures: int) -> Epoch:
-        self.connection.send((words, pictures))
+    def __call__(self, overrides: Sequence[str], *, pictures: int) -> Epoch:
+        self.connection.send((overrides, pictures))
 
         def epoch() -> float:
             self.connection.send("epoch")
@@ -213,15 +213,15 @@ def serve(connection: Connection, device: torch.device, threads: int, tuned: boo
         if request == "epoch":
             connection.send(epoch())
         else:
-            words, pictures = request
-            epoch = usual(Client(words, pictures=pictures, device=device), lasting=tuned)
+            overrides, pictures = request
+            epoch = usual(Client(overrides, pictures=pictures, device=device), lasting=tuned)
 
 
 def ratio(above: list[float], below: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def words(encoder: str, method: str, precision: str, batch: int) -> list[str]:
+def overrides(encoder: str, method: str, precision: str, batch: int) -> list[str]:
     """Settings as on the command line of a run."""
     return [f"encoder={encoder}", f"method={method}", f"precision={precision}", f"batch_size={batch}"]
 
@@ -232,11 +232,11 @@ def speed(encoder: str, options: argparse.Namespace) -> None:
     pictures = options.batch * options.steps[encoder]
     with closing(UsualClients(options)) as usual_clients:
         for method in options.methods:
-            ways = {"usual": usual_clients(words(encoder, method, "fp32", options.batch), pictures=pictures)}
+            ways = {"usual": usual_clients(overrides(encoder, method, "fp32", options.batch), pictures=pictures)}
             for precision in options.precisions:
                 for way in (ours, bare, augmentation):
                     # Each has a client of its own, so that none finds the other's weights in the cache.
-                    chosen = words(encoder, method, precision, options.batch)
+                    chosen = overrides(encoder, method, precision, options.batch)
                     client = Client(chosen, pictures=pictures, device=options.device)
                     ways[f"{way.__name__} {precision}"] = way(client)
             report_speed(method, in_turn(ways, turns=options.turns[encoder]), pictures=pictures)
@@ -265,7 +265,7 @@ def losses(encoder: str, options: argparse.Namespace) -> None:
     for method in options.methods:
         found = {}
         for precision in ["usual", *options.precisions]:
-            chosen = words(encoder, method, "fp32" if precision == "usual" else precision, LOSS_BATCH)
+            chosen = overrides(encoder, method, "fp32" if precision == "usual" else precision, LOSS_BATCH)
             last = []
             for seed in range(SEEDS):
                 client = Client(chosen, pictures=pictures, device=options.device, seed=seed)
@@ -284,7 +284,7 @@ def fur(encoder: str, options: argparse.Namespace) -> None:
     for precision in options.precisions:
         ways = {}
         for regularizer in ("none", "fur"):
-            chosen = [*words(encoder, "simclr", precision, options.batch), f"regularizer={regularizer}"]
+            chosen = [*overrides(encoder, "simclr", precision, options.batch), f"regularizer={regularizer}"]
             ways[regularizer] = ours(Client(chosen, pictures=pictures, device=options.device))
         seconds = in_turn(ways, turns=4 * options.turns[encoder])
         none, with_fur = (pictures / statistics.median(seconds[name]) for name in ("none", "fur"))
@@ -298,7 +298,7 @@ def gpu(encoder: str, options: argparse.Namespace) -> None:
         print(f"gpu: {encoder}, batch {options.batch}, {precision}; pictures per second")
         print(f"{'':13s}" + "".join(f" {name:>15s}" for name in GPU_SETTINGS))
         for method in options.methods:
-            chosen, ways = words(encoder, method, precision, options.batch), {}
+            chosen, ways = overrides(encoder, method, precision, options.batch), {}
             for name, added in GPU_SETTINGS.items():
                 ways[name] = ours(Client([*chosen, *added], pictures=pictures, device=options.device))
             seconds = in_turn(ways, turns=options.turns[encoder])

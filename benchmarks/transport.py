@@ -23,13 +23,13 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for what the engines share
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.layers import Layers
 from fedssl.machine.threads import tune_allocator
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.records import to_message, to_record
-from fedssl.transport import TRANSPORTS, pack, unpack
+from fedssl.wire.records import to_message, to_record
+from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from simulation.grid import identify
 
 

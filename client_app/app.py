@@ -18,11 +18,11 @@ from client_app.limits import check_message, check_plan
 from client_app.resident import resident
 from client_app.secure import answer, is_secure
 from client_app.simulated import Simulated, is_simulated
-from fedssl.config import read_client
+from fedssl.config.load import read_client
+from fedssl.config.settings import EXACT
 from fedssl.errors import Refused
 from fedssl.fingerprint import code_fingerprint
-from fedssl.messages import Ask, ClientUpdate, TrainPlan, who_reply
-from fedssl.settings import EXACT
+from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan, who_reply
 
 log = logging.getLogger("fedssl")
 

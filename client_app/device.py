@@ -29,16 +29,16 @@ from typing import ClassVar
 
 from client_app.limits import Limits, check_settings, read_limits
 from client_app.store import FILES, Store
+from fedssl.config.device_task import read_task
+from fedssl.config.settings import ClientSettings, Component
+from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError, Refused
 from fedssl.files import write_text
 from fedssl.machine.threads import default_threads
-from fedssl.messages import Who, check_device_name
-from fedssl.plugins import search_folders, search_word
 from fedssl.saying import printable
-from fedssl.settings import ClientSettings, Component
-from fedssl.task import read_task
 from fedssl.untrusted import read_text
+from fedssl.wire.messages import Who, check_device_name
 
 log = logging.getLogger("fedssl")
 
@@ -113,7 +113,7 @@ class Device:
             states=_path(states) if states else _data_home() / "fedssl",
             name=name,
             partition=partition,
-            folders=tuple(search_folders([search_word([_path(folder)])])) if folder else (),
+            folders=tuple(search_folders([searchpath_override([_path(folder)])])) if folder else (),
             threads=_number(node_config, "threads", least=1),
             device=device,
             sums_only=_flag(node_config, "sums-only"),

@@ -21,13 +21,13 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
+from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, Refused
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.messages import TrainPlan
 from fedssl.methods.build import build
-from fedssl.settings import ClientSettings
-from fedssl.transport import WEIGHTS
 from fedssl.untrusted import read_yaml
+from fedssl.wire.messages import TrainPlan
+from fedssl.wire.wire_format import WEIGHTS
 
 _UNKNOWN_MEMORY = 2.0  # GB, where the system does not tell how much there is
 _SHARE = 0.75  # of what is available

@@ -13,19 +13,19 @@ import torch
 from client_app.sample import Sample
 from client_app.state import load_state, save_state
 from client_app.store import FILES, Store
+from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import Refused
 from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
-from fedssl.messages import OWN, Ask, ClientUpdate, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import copied_layers, layers_of, load_layers, travelling_names
 from fedssl.partition import split
 from fedssl.regularizers.base import Both, Regularizer
 from fedssl.schedule.stages import at_stage, frozen_names
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.settings import ClientSettings
 from fedssl.training import LocalTraining, TrainResult, train
+from fedssl.wire.messages import OWN, Ask, ClientUpdate, TrainPlan
 from strategies.base import ClientHalf, State
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fedssl.config.settings import DataSettings
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.settings import DataSettings
 from fedssl.training import LocalTraining, batches, taken
 
 

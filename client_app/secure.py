@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedssl.errors import Refused
 from fedssl.layers import Layers
-from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.wire.messages import ClientUpdate, TrainPlan
 
 log = logging.getLogger("fedssl")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from client_app.store import FILES, Store
-from fedssl.messages import Who
+from fedssl.wire.messages import Who
 
 MARK = "simulation"  # key of the node's configuration
 

@@ -13,8 +13,8 @@ def derive(seed: int, *path: int | str) -> int:
 
     Words and numbers are hashed by NumPy's ``SeedSequence``; different paths give independent streams.
     """
-    words = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in path]
-    return int(np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)[0] >> 1)
+    overrides = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in path]
+    return int(np.random.SeedSequence([seed, *overrides]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

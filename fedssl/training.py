@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedssl.config.settings import TrainingSettings
 from fedssl.errors import InputError
 from fedssl.machine.compiler import take_step
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.machine.graphs import Graphs, check_fused
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
-from fedssl.settings import TrainingSettings
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 

@@ -9,19 +9,19 @@ from contextlib import closing, suppress
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedssl.config import load_run
+from fedssl.config.load import load_run
+from fedssl.config.overrides import parse, quote
+from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
 from fedssl.evaluation.subject import lacking
 from fedssl.files import new_run_folder
 from fedssl.methods.build import build
 from fedssl.model_layers import load_layers, travelling_layers
-from fedssl.records import record_bytes, to_message
 from fedssl.report.accuracy_table import format_table
 from fedssl.saying import OUTPUT_IN
 from fedssl.schedule.stages import at_stage
-from fedssl.settings import Settings
-from fedssl.words import parse, quote
+from fedssl.wire.records import record_bytes, to_message
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
 from server_app.log import logging_to, writing
@@ -32,7 +32,7 @@ from server_app.prepare import Prepared, prepare
 from server_app.proven import Expected
 from server_app.recorder import Recorder
 from server_app.rounds import CLIENT_CORES, in_turn, layers_of, may_overlap, rounds
-from server_app.run_config import words_of
+from server_app.run_config import overrides_of
 from server_app.screen import TERMINAL, make_screen
 from strategies.state import ServerState
 
@@ -47,16 +47,16 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
-    words = words_of(context.run_config)
-    settings = load_run(words)
-    if not SAYS_HOW_MANY & {word.key_or_group for word in parse(words)}:
+    overrides = overrides_of(context.run_config)
+    settings = load_run(overrides)
+    if not SAYS_HOW_MANY & {word.key_or_group for word in parse(overrides)}:
         size = federation_size(grid, timeout=settings.client_timeout)
         if size not in (None, settings.num_clients):
-            words = [f"num_clients={size}", *words]
-            settings = load_run(words)
+            overrides = [f"num_clients={size}", *overrides]
+            settings = load_run(overrides)
             log.warning("num_clients=%d, as many as the federation has nodes", size)
     if settings.recording.folder is None:
-        settings = load_run([*words, f"output_dir={quote(str(new_run_folder()))}"])
+        settings = load_run([*overrides, f"output_dir={quote(str(new_run_folder()))}"])
     screen = make_screen(terminal=context.node_config.get(TERMINAL) is True)
     cores = context.node_config.get(CLIENT_CORES)
     client_cores = cores if isinstance(cores, int) else None

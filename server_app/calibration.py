@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fedssl.config.settings import CalibrationSettings, DataSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.layers import Layers
@@ -20,7 +21,6 @@ from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import derive, seed_torch, torch_generator
-from fedssl.settings import CalibrationSettings, DataSettings
 from fedssl.training import LocalTraining, train
 
 

@@ -3,10 +3,10 @@
 import logging
 from dataclasses import replace
 
-from fedssl.config import with_clients
+from fedssl.config.load import with_clients
+from fedssl.config.overrides import parse
+from fedssl.config.settings import DataSettings, Settings
 from fedssl.errors import InputError
-from fedssl.settings import DataSettings, Settings
-from fedssl.words import parse
 from server_app.nodes import Clients
 
 log = logging.getLogger("fedssl")
@@ -75,4 +75,4 @@ def say(settings: Settings, clients: Clients) -> None:
 
 def _said(settings: Settings) -> set[str]:
     """Keys that the user's words have."""
-    return {override.key_or_group for override in parse(settings.recording.words)}
+    return {override.key_or_group for override in parse(settings.recording.overrides)}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fedssl.config.settings import DataSettings, EvaluationSettings
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy, pixels
@@ -17,7 +18,6 @@ from fedssl.evaluation.scores import Score, units_of
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.methods.base import SSLMethod
-from fedssl.settings import DataSettings, EvaluationSettings
 
 Judged = dict[str, dict[str, Score]]  # results by the name of what was judged
 

@@ -7,16 +7,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fedssl.config.aggregation_settings import SecureSettings, UpdateSettings
+from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers
-from fedssl.messages import CLIENT_METRICS
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copied_layers, layers_of
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
-from fedssl.settings import EXACT
-from fedssl.update_settings import SecureSettings, UpdateSettings
+from fedssl.wire.messages import CLIENT_METRICS
 from server_app.privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
@@ -71,7 +71,7 @@ class Federation:
     secure : SecureSettings or None
         None: the server sees every update.
     transport : str
-        How layers travel, see `fedssl.transport`.
+        How layers travel, see `fedssl.wire.wire_format`.
     represent : callable
         What a model with these layers makes of pictures of the server's own, for server halves that compare models.
 

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedssl.records import to_record
+from fedssl.wire.records import to_record
 from server_app.federation import Federation
 from server_app.report import RoundReport
 from server_app.round import Round

@@ -14,8 +14,8 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.messages import Who, read_who
 from fedssl.saying import printable, saying
+from fedssl.wire.messages import Who, read_who
 from server_app.replies import receive
 
 log = logging.getLogger("fedssl")

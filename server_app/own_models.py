@@ -18,9 +18,9 @@ from fedssl.evaluation.alike import alike, part_of
 from fedssl.evaluation.scores import Score, over_models
 from fedssl.evaluation.subject import Subject
 from fedssl.layers import Layers
-from fedssl.messages import Ask
 from fedssl.model_layers import load_layers
 from fedssl.seeding import torch_generator
+from fedssl.wire.messages import Ask
 from server_app.plans import Plans
 from server_app.post import Post
 from server_app.prepare import Prepared

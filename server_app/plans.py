@@ -8,10 +8,10 @@ from itertools import chain
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedssl.layers import GlobalLayers, Layers
-from fedssl.messages import TrainPlan
 from fedssl.model_layers import part_of
-from fedssl.records import content_bytes, to_message
 from fedssl.schedule.phases import phase_at
+from fedssl.wire.messages import TrainPlan
+from fedssl.wire.records import content_bytes, to_message
 from server_app.federation import Federation
 from strategies.state import Model, ServerState
 

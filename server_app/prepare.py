@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from flwr.serverapp import Grid
 
-from fedssl.config import partition_without_labels
+from fedssl.config.device_task import task_of
+from fedssl.config.load import partition_without_labels
+from fedssl.config.settings import Settings
 from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.subject import lacking
@@ -23,8 +25,6 @@ from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
 from fedssl.seeding import numpy_generator
-from fedssl.settings import Settings
-from fedssl.task import task_of
 from fedssl.training import LocalTraining
 from server_app.calibration import Calibration
 from server_app.costs import Costs

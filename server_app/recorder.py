@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.config import DEVICES, save_run
+from fedssl.config.load import DEVICES, save_run
+from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
@@ -34,7 +35,6 @@ from fedssl.report.kept_models import forget_after
 from fedssl.report.lines import read_lines
 from fedssl.report.partition import draw, table
 from fedssl.report.runs import LOCK
-from fedssl.settings import RecordingSettings, Settings
 from fedssl.untrusted import LINES as MOST
 from fedssl.untrusted import damaged, read_text, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
@@ -340,7 +340,7 @@ class Recorder:
         lines = read_lines(
             self.folder / "metrics.jsonl", needs=("seconds", "clients", "bytes_down", "bytes_up", "dropped")
         )
-        repeat = [word for word in self._settings.words if word.partition("=")[0] not in ("output_dir", "resume")]
+        repeat = [word for word in self._settings.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
         results: dict[str, Any] = {}
         if final is not None:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
-from fedssl.settings import EXACT
+from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
 from server_app.post import Post
 
 log = logging.getLogger("fedssl")
@@ -91,7 +91,7 @@ def read_update(
 ) -> ClientUpdate:
     """The update in the reply of a client to what was sent to its node; raises `BadUpdate`.
 
-    ``transport`` and ``start`` as in `fedssl.messages.ClientUpdate.from_content`.
+    ``transport`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
     """
     if reply.metadata.src_node_id != sent_to:
         raise BadUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")

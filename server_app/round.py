@@ -14,12 +14,12 @@ from itertools import chain
 from flwr.app import Message
 from torch import Tensor
 
+from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.messages import ARRAYS, ClientUpdate
-from fedssl.records import content_bytes, from_message
 from fedssl.saying import printable
-from fedssl.update_settings import SecureSettings
+from fedssl.wire.messages import ARRAYS, ClientUpdate
+from fedssl.wire.records import content_bytes, from_message
 from server_app.federation import Federation
 from server_app.overdue import brought_up
 from server_app.plans import Plans

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping
 
-from fedssl.words import quote
+from fedssl.config.overrides import quote
 
 # Flower takes only keys that pyproject.toml has with a default; an empty one leaves the setting as it is.
 FLAT = {
@@ -31,7 +31,7 @@ FLAT = {
 }
 
 
-def words_of(run_config: Mapping[str, bool | float | int | str]) -> list[str]:
+def overrides_of(run_config: Mapping[str, bool | float | int | str]) -> list[str]:
     """The words that a run config stands for; those of ``overrides`` come last, so that they win."""
     flat = [
         f"{FLAT[key]}={quote(value) if isinstance(value, str) else value}"

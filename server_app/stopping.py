@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.evaluation.subject import lacking
 from fedssl.methods.base import SSLMethod
-from fedssl.settings import Settings
 from fedssl.stopping import check_metric, check_size
 
 

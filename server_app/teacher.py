@@ -6,10 +6,10 @@ The file is read here and nowhere else. A device learns no path: the weights tra
 import logging
 from pathlib import Path
 
+from fedssl.config.settings import DataSettings
 from fedssl.errors import InputError
 from fedssl.export import load_weights
 from fedssl.methods.base import TEACHER, SSLMethod
-from fedssl.settings import DataSettings
 
 log = logging.getLogger("fedssl")
 

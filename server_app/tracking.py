@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.composition import flatten
-from fedssl.settings import RecordingSettings
+from fedssl.config.compose import flatten
+from fedssl.config.settings import RecordingSettings
 from fedssl.untrusted import printable
 from server_app.trackers.base import Told, Tracker, flat, numbers_of
 

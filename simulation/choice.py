@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fedssl.config.settings import Settings
 from fedssl.datasets.base import load_federated
 from fedssl.machine.memory import available_memory, gigabytes, peak_memory
 from fedssl.machine.process import set_up
 from fedssl.machine.threads import available_cores
 from fedssl.methods.build import build
 from fedssl.seeding import torch_generator
-from fedssl.settings import Settings
 from fedssl.training import LocalTraining, number_of_batches, train
 
 RAY_STARTS_IN = 10.0  # seconds that starting and ending it take, with an actor for each of two cores

@@ -27,15 +27,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from fedssl.composition import check_names
-from fedssl.config import compose, load_run
+from fedssl.config.compose import check_names
+from fedssl.config.load import compose, load_run
+from fedssl.config.overrides import CONF, parse, quote
+from fedssl.config.settings import Settings
+from fedssl.config.targets import SEARCH, from_arguments
 from fedssl.errors import InputError, RunFailed
 from fedssl.files import new_run_folder, write_text
-from fedssl.plugins import SEARCH, from_arguments
 from fedssl.report.runs import held, hold, read_summary
-from fedssl.settings import Settings
 from fedssl.untrusted import printable
-from fedssl.words import CONF, parse, quote
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
 JOBS: list[Path] = []
@@ -73,7 +73,7 @@ def main() -> None:
 def job(hydra_settings: DictConfig) -> None:
     """One run, or one job of a sweep, whose failure must not end the others."""
     chosen = HydraConfig.get().overrides
-    words = [*(word for word in chosen.hydra if word.startswith(f"{SEARCH}=")), *chosen.task]
+    overrides = [*(word for word in chosen.hydra if word.startswith(f"{SEARCH}=")), *chosen.task]
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     if sweep:
@@ -83,23 +83,23 @@ def job(hydra_settings: DictConfig) -> None:
         print(f"\n[job {folder.name}] {' '.join(chosen.task)}", flush=True)
     held_a_run = (folder / "config.yaml").exists()
     try:
-        run([*words, f"output_dir={quote(str(folder))}"] if sweep else words)
+        run([*overrides, f"output_dir={quote(str(folder))}"] if sweep else overrides)
     except Exception as error:  # any failure of one job is listed at the end
         ERRORS.append(error)
         if sweep:
             print(f"[job {folder.name}] failed: {printable(error)}", flush=True)
             if not held_a_run:
                 with suppress(OSError):  # the disk may be full
-                    _note(folder, words, status="failed", reason=str(error))
+                    _note(folder, overrides, status="failed", reason=str(error))
 
 
-def run(words: Sequence[str]) -> None:
+def run(overrides: Sequence[str]) -> None:
     """One run on the engine that the settings name."""
-    settings = compose(words) if _elsewhere(words) else load_run(words)
+    settings = compose(overrides) if _elsewhere(overrides) else load_run(overrides)
     if settings.engine.name == "deployment":
         from simulation.deployment import run_deployment
 
-        run_deployment(words, engine=settings.engine)
+        run_deployment(overrides, engine=settings.engine)
         return
     settings.recording.tracker.make()  # a package that it lacks is told before any work
     given = settings.recording.folder
@@ -126,7 +126,7 @@ def _rounds_done(folder: Path) -> int:
 
 def _run_here(settings: Settings, folder: Path) -> None:
     """One run into this folder, by processes of this machine or a cluster."""
-    overrides = [*settings.recording.words, f"output_dir={quote(str(folder))}"]
+    overrides = [*settings.recording.overrides, f"output_dir={quote(str(folder))}"]
     data = {"dataset": settings.data}
     if settings.calibration is not None and settings.calibration.own:
         data["calibration.dataset"] = settings.calibration.data
@@ -159,20 +159,20 @@ def _run_here(settings: Settings, folder: Path) -> None:
         run_local(overrides, num_clients=settings.num_clients, machine=settings.machine)
 
 
-def _elsewhere(words: Sequence[str]) -> bool:
+def _elsewhere(overrides: Sequence[str]) -> bool:
     """Whether the run to go on with is on the machine of a SuperLink, which alone can read its folder."""
-    said = {override.key_or_group: override.value() for override in parse(words)}
+    said = {override.key_or_group: override.value() for override in parse(overrides)}
     folder = said.get("resume")
     return folder is not None and said.get("engine") == "deployment" and not Path(str(folder)).exists()
 
 
-def print_travels(words: Sequence[str]) -> None:
+def print_travels(overrides: Sequence[str]) -> None:
     """Print what is exchanged with these settings, as comments behind the printed YAML."""
     from fedssl.methods.build import build
     from fedssl.schedule.phases import make_phases
-    from fedssl.transport import travels_as
+    from fedssl.wire.wire_format import travels_as
 
-    settings = compose(words)
+    settings = compose(overrides)
     method = build(settings.model)
     phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
     travels = settings.algorithm.strategy.make().travels(method)
@@ -207,10 +207,10 @@ def _words(arguments: Sequence[str]) -> list[str]:
     return [word for before, word in pairs if not word.startswith("-") and before not in flags_with_value]
 
 
-def _note(folder: Path, words: Sequence[str], *, status: str, reason: str) -> None:
+def _note(folder: Path, overrides: Sequence[str], *, status: str, reason: str) -> None:
     """See to it that the summary tells how the run ended, even if the run itself never began or could not write it."""
     summary = folder / "summary.json"
-    content = read_summary(summary) or {"overrides": list(words), "rounds": 0}
+    content = read_summary(summary) or {"overrides": list(overrides), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)
     write_text(summary, json.dumps({**content, "status": status, "reason": reason}, indent=2) + "\n")
 

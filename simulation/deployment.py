@@ -24,9 +24,9 @@ from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
+from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError, RunFailed
 from fedssl.saying import OUTPUT_IN, printable
-from fedssl.settings import EngineSettings
 
 APP = Path(__file__).resolve().parents[1]
 LOST = 120.0  # seconds in which a SuperLink that has gone may come back
@@ -36,7 +36,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 REFUSED = f"{InputError.__module__}.{InputError.__name__}: "  # what stands before the reason in the ServerApp's log
 
 
-def run_deployment(words: Sequence[str], *, engine: EngineSettings) -> None:
+def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
     """Submit a run with these words, show its log, and say where its results are.
 
     Ctrl-C stops the run.
@@ -52,7 +52,7 @@ def run_deployment(words: Sequence[str], *, engine: EngineSettings) -> None:
         fab = build_fab_from_disk(APP)
         request = StartRunRequest(
             fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
-            override_config=user_config_to_proto({"overrides": shlex.join(words)}),
+            override_config=user_config_to_proto({"overrides": shlex.join(overrides)}),
         )
         run_id = control.StartRun(request).run_id
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)

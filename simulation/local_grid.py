@@ -10,8 +10,8 @@ from flwr.clientapp import ClientApp
 
 from client_app.simulated import Simulation
 from client_app.store import WriteBehind
+from fedssl.config.settings import MachineSettings
 from fedssl.machine.devices import pick_device
-from fedssl.settings import MachineSettings
 from simulation.grid import SimulatedGrid, answer, context_of, number, own_client_app, run_server
 
 

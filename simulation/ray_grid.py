@@ -21,8 +21,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
+from fedssl.config.settings import EngineSettings, MachineSettings
 from fedssl.errors import RunFailed
-from fedssl.settings import EngineSettings, MachineSettings
 from simulation.cluster import check_hosts
 from simulation.grid import SimulatedGrid, answer, context_of, failed, identify, number, own_client_app, run_server
 from simulation.ray_session import ray_session

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fedssl.config.settings import EngineSettings, MachineSettings
 from fedssl.errors import InputError
-from fedssl.settings import EngineSettings, MachineSettings
 
 log = logging.getLogger("fedssl")
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from fedssl.layers import Layers
-from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, load_layers
+from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientHalf, OwnPictures, State, Travels
 
 OWN = "own."  # in a client's state, before the names of its encoder's layers as its last training left them

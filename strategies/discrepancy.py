@@ -6,7 +6,7 @@ The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mea
 import numpy as np
 
 from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.weighted_sum import WeightedSum
 
 

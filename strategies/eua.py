@@ -26,7 +26,7 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.layers import ROW, Cosines, GlobalLayers, Layers, is_weight
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, Rule, ServerHalf
 from strategies.gram import deviation_gram
 from strategies.min_norm import min_norm_weights

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fedssl.layers import Layers
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, one_of, weighted_sum
 

@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, part_of
+from fedssl.wire.messages import TrainPlan
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels
 from strategies.fedavg import mean
 

@@ -27,9 +27,9 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.layers import Layers, is_weight
-from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from
+from fedssl.wire.messages import TrainPlan
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers, sent_names
 from strategies.distance import DISTANCES, compared, moved
 from strategies.fedavg import mean

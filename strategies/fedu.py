@@ -27,9 +27,9 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
+from fedssl.wire.messages import TrainPlan
 from strategies.base import (
     Circumstances,
     ClientHalf,

@@ -22,7 +22,7 @@ import numpy as np
 
 from fedssl.errors import InputError
 from fedssl.layers import Cosines, GlobalLayers, Layers, is_weight
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.base import Circumstances, FedSSLStrategy, Outcome, Rule, ServerHalf, Travels
 from strategies.state import GLOBAL, ServerState
 from strategies.topology import KINDS, make_graph, metropolis_weights

@@ -22,7 +22,7 @@ import numpy as np
 
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers, is_weight
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.base import Circumstances, FedSSLStrategy, Rule, ServerHalf
 from strategies.gram import deviation_gram
 from strategies.robust import Collected, checked

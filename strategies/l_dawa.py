@@ -26,8 +26,8 @@ import numpy as np
 
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, Layers
-from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
+from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, Rule, ServerHalf, State, TrainWith, Travels
 from strategies.state import GLOBAL
 from strategies.weighted_sum import BUFFERS, WeightedSum, one_of, weighted_sum

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from fedssl.layers import Layers
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, weighted_sum
 

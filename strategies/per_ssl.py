@@ -25,11 +25,11 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import copies, kept_names, start_from, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import proximal
+from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientHalf, FedSSLStrategy, ServerHalf, State, TrainWith, Travels
 from strategies.fedavg import mean
 

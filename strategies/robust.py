@@ -19,7 +19,7 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 
 from fedssl.errors import InputError
 from fedssl.layers import TILE, Cosines, GlobalLayers, Layers
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.base import Circumstances, FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import check_all
 

@@ -20,7 +20,7 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
-from fedssl.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
+from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 
 # Layers that came through shared memory are read-only; they are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

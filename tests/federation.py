@@ -5,7 +5,7 @@ from pathlib import Path
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.layers import Layers
 from server_app.attempts import run_round
 from server_app.federation import Federation as Rounds
@@ -24,8 +24,8 @@ TINY += ["final_evaluation=none"]  # two pictures of a class are not enough for 
 class Federation:
     """Rounds of the unchanged apps on the local engine, without a run folder."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.settings = compose([*TINY, f"output_dir={folder}", *words])
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.settings = compose([*TINY, f"output_dir={folder}", *overrides])
         self.plans, self.updates = [], []
         app = ClientApp()
 

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 from flwr.proto.control_pb2 import ListNodesRequest
 
-from fedssl.settings import EngineSettings
+from fedssl.config.settings import EngineSettings
 from simulation.deployment import control_api
 from simulation.processes import Place, private_place
 from tests.flower import ENVIRONMENT, free_port
@@ -81,25 +81,25 @@ class Fleet:
         for name in names:
             self.flwr("supernode", "register", str(self.keys / "nodes" / f"{name}.pub"), "fleet")
 
-    def flwr(self, *words: str) -> str:
+    def flwr(self, *overrides: str) -> str:
         """What Flower's command line says; its connection ``fleet`` is the SuperLink."""
         (self.place.home / "config.toml").write_text(
             f'[superlink.fleet]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{self.keys / "ca.crt"}"\n'
         )
-        process = self._start([program("flwr"), *words], None)
+        process = self._start([program("flwr"), *overrides], None)
         said = process.communicate()[0]
         assert process.returncode == 0, said
         return said
 
-    def submit(self, *words: str) -> subprocess.Popen[str]:
+    def submit(self, *overrides: str) -> subprocess.Popen[str]:
         """``fedssl engine=deployment WORDS``; its output is a pipe."""
         return self._start(
-            [sys.executable, "-c", "from simulation.cli import main; main()", *self.engine, *words], None
+            [sys.executable, "-c", "from simulation.cli import main; main()", *self.engine, *overrides], None
         )
 
-    def run(self, *words: str) -> tuple[int, str]:
+    def run(self, *overrides: str) -> tuple[int, str]:
         """The same to its end: exit status and all that it said."""
-        process = self.submit(*words)
+        process = self.submit(*overrides)
         said = process.communicate()[0]
         return process.returncode, said
 

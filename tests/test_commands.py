@@ -54,7 +54,7 @@ class Block:
     def commands(self) -> list[list[str]]:
         """The words of its commands."""
         lines = (shlex.split(line, comments=True) for line in self.text.replace("\\\n", "").splitlines())
-        return [words for words in lines if words]
+        return [overrides for overrides in lines if overrides]
 
     def __str__(self) -> str:
         return f"{self.page}: {self.text.splitlines()[0]}"
@@ -68,7 +68,7 @@ def blocks() -> Iterator[Block]:
 
 BLOCKS = list(blocks())
 SCRIPTS = [block for block in BLOCKS if block.language == "bash"]
-OWN = [block for block in SCRIPTS if all(words[0] in PROGRAMS for words in block.commands)]
+OWN = [block for block in SCRIPTS if all(overrides[0] in PROGRAMS for overrides in block.commands)]
 
 
 @pytest.fixture(scope="module")
@@ -88,27 +88,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def small(words: list[str], place: Path) -> list[str]:
+def small(overrides: list[str], place: Path) -> list[str]:
     """The command with places in ``place``, and so small that it is quick."""
-    words = [re.sub(r"(?<==)/(?=data/|my/|tmp/)", f"{place}/", word) for word in words]
-    if words[0] != "fedssl":
-        return words
-    more = [word for key, value in SMALLER.items() if key in words for word in value]
-    return [*words, *TINY, *more]
+    overrides = [re.sub(r"(?<==)/(?=data/|my/|tmp/)", f"{place}/", word) for word in overrides]
+    if overrides[0] != "fedssl":
+        return overrides
+    more = [word for key, value in SMALLER.items() if key in overrides for word in value]
+    return [*overrides, *TINY, *more]
 
 
-def call(words: list[str], patch: pytest.MonkeyPatch) -> None:
+def call(overrides: list[str], patch: pytest.MonkeyPatch) -> None:
     """Call a program of ours in this process."""
-    patch.setattr(sys, "argv", words)
+    patch.setattr(sys, "argv", overrides)
     try:
-        status = pkgutil.resolve_name(PROGRAMS[words[0]])()
+        status = pkgutil.resolve_name(PROGRAMS[overrides[0]])()
     except SystemExit as end:
         status = end.code
-    assert not status, words
+    assert not status, overrides
 
 
 def marked(block: Block) -> object:
-    much = any(words in block.text for words in ("engine=ray", "fedssl -m", "encoder=resnet18"))
+    much = any(overrides in block.text for overrides in ("engine=ray", "fedssl -m", "encoder=resnet18"))
     return pytest.param(block, marks=pytest.mark.heavy if much else [], id=str(block))
 
 
@@ -116,22 +116,22 @@ def marked(block: Block) -> object:
 def test_a_block_of_our_programs_runs(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-    for words in block.commands:
-        call(small(words, place), monkeypatch)
+    for overrides in block.commands:
+        call(small(overrides, place), monkeypatch)
 
 
 def test_every_command_is_run_by_a_test_here() -> None:
     others = [block.commands[0] for block in SCRIPTS if block not in OWN]
-    assert [words[:2] for words in others] == [
+    assert [overrides[:2] for overrides in others] == [
         ["pip", "install"],  # sets everything up
         ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", "uv"],  # plain flwr run
         ["export", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1"],  # devices
     ]
     for block in BLOCKS:
         if block.language != "bash":
-            assert not [words for words in block.text.splitlines() if words.startswith((*PROGRAMS, *OTHERS))], str(
-                block
-            )
+            assert not [
+                overrides for overrides in block.text.splitlines() if overrides.startswith((*PROGRAMS, *OTHERS))
+            ], str(block)
 
 
 def test_python_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +163,10 @@ def test_the_first_block_sets_everything_up(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_plain_flwr_run_as_in_the_guide(tmp_path: Path) -> None:
-    (words,) = next(block for block in SCRIPTS if "uv run flwr run" in block.text).commands
-    at = words.index("--stream")
-    assert words[:at] == ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", "uv", "run", "flwr", "run", "."]
-    options = [word.replace("/tmp/fedssl-", f"{tmp_path}/") for word in words[at + 1 :]]
+    (overrides,) = next(block for block in SCRIPTS if "uv run flwr run" in block.text).commands
+    at = overrides.index("--stream")
+    assert overrides[:at] == ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", "uv", "run", "flwr", "run", "."]
+    options = [word.replace("/tmp/fedssl-", f"{tmp_path}/") for word in overrides[at + 1 :]]
     options[-1] += f' overrides="{" ".join(TINY)}"'
     outcome = flwr_run(ROOT, *options)
     assert outcome.status == "finished:completed", outcome.log

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.composition import check_names
-from fedssl.words import CONF, RENAMED
+from fedssl.config.compose import check_names
+from fedssl.config.overrides import CONF, RENAMED
 
 ROOT = CONF.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -31,9 +31,9 @@ ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "opti
 ON_PICTURES = {"orchestra": ["augmentation=orchestra"]}
 
 
-def accuracy(folder: Path, metric: str, *words: str) -> dict[str, float]:
+def accuracy(folder: Path, metric: str, *overrides: str) -> dict[str, float]:
     """Of the global encoder after the last round and of its rivals, in %."""
-    run([*words, f"output_dir={folder}"])
+    run([*overrides, f"output_dir={folder}"])
     final = json.loads((folder / "summary.json").read_text())["final"]
     return {whose: 100 * numbers[metric] for whose, numbers in final.items()}
 
@@ -50,8 +50,8 @@ def unlearned(tmp_path_factory):
 @pytest.mark.heavy
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_digits(method, unlearned, tmp_path):
-    words = [*DIGITS, f"method={method}", *METHODS[method], *ON_DIGITS.get(method, [])]
-    found = accuracy(tmp_path / "run", "linear_2_per_class", *words)
+    overrides = [*DIGITS, f"method={method}", *METHODS[method], *ON_DIGITS.get(method, [])]
+    found = accuracy(tmp_path / "run", "linear_2_per_class", *overrides)
     # The mean over ten draws of labels has a standard error of one point, the difference of two on the same draws less.
     assert found["federated"] > unlearned + 4
     assert found["federated"] > found["pixels"]
@@ -60,22 +60,28 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
 @pytest.mark.heavy
 def test_a_collapse_is_told_while_it_happens(tmp_path):
     """Without normalisation behind its projector SimSiam lets pictures vary along one line only."""
-    words = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]
-    words += ["rounds=8", "evaluate_every=8", "health_pictures=256", "measure_resources=false"]
-    run([*words, "method.projector.last_norm=false", "method.projector.layers=2", f"output_dir={tmp_path / 'run'}"])
+    overrides = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]
+    overrides += ["rounds=8", "evaluate_every=8", "health_pictures=256", "measure_resources=false"]
+    run([*overrides, "method.projector.last_norm=false", "method.projector.layers=2", f"output_dir={tmp_path / 'run'}"])
     assert "the representation has collapsed in the global model" in (tmp_path / "run" / "run.log").read_text()
 
 
 @pytest.fixture(scope="module")
 def unlearned_pictures(cifar10, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures") / "run"
-    words = [*PICTURES, f"dataset.path={cifar10}", *NO_LEARNING, "local_epochs=2"]
-    return accuracy(folder, "knn", *words)["federated"]
+    overrides = [*PICTURES, f"dataset.path={cifar10}", *NO_LEARNING, "local_epochs=2"]
+    return accuracy(folder, "knn", *overrides)["federated"]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_pictures(method, cifar10, unlearned_pictures, tmp_path):
-    words = [*PICTURES, f"dataset.path={cifar10}", f"method={method}", *METHODS[method], *ON_PICTURES.get(method, [])]
-    found = accuracy(tmp_path / "run", "knn", *words)
+    overrides = [
+        *PICTURES,
+        f"dataset.path={cifar10}",
+        f"method={method}",
+        *METHODS[method],
+        *ON_PICTURES.get(method, []),
+    ]
+    found = accuracy(tmp_path / "run", "knn", *overrides)
     assert found["federated"] > found["untrained"] + 5  # 2,000 test pictures: a standard error of one point
     assert found["federated"] > unlearned_pictures + 2

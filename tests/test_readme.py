@@ -2,9 +2,9 @@
 
 import pytest
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import CONF
 from fedssl.methods.build import build
-from fedssl.words import CONF
 
 TABLE = CONF.parent / "docs" / "strategies.md"
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))

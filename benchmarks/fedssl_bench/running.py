@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedssl.config.overrides import quote
 from fedssl.report.runs import read_summary
-from fedssl.words import quote
 
 COMMAND = (str(Path(sys.executable).with_name("fedssl")),)
 _STEP = 0.2  # seconds between two looks at a process
@@ -34,7 +34,7 @@ class Job:
 
     name: str
     folder: Path
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     cost: float
 
     @property
@@ -108,4 +108,4 @@ def _words(job: Job) -> list[str]:
     if any((job.folder / "checkpoints").glob("*")):
         return [f"resume={quote(str(job.folder))}"]
     shutil.rmtree(job.folder, ignore_errors=True)
-    return [*job.words, f"output_dir={quote(str(job.folder))}"]
+    return [*job.overrides, f"output_dir={quote(str(job.folder))}"]

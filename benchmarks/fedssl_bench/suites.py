@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedssl.words import quote
+from fedssl.config.overrides import quote
 
 PARTITIONS = Path(__file__).parent / "partitions"
 
@@ -48,7 +48,7 @@ class Row:
 
     rule: str
     method: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     stage: int
     cost: float
     shared: bool = True
@@ -80,7 +80,7 @@ class Suite:
     """
 
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     pictures: int
@@ -99,7 +99,7 @@ class Suite:
     def arguments(self, row: Row, seed: int, data: str) -> list[str]:
         """Words of the command line for one run, on pictures that ``data`` names (``dataset.path``)."""
         divided = ["partition=file", f"partition.file={quote(str(self.division(seed)))}"] if row.shared else []
-        return [*self.words, *self.data(data), *divided, *row.words, f"seed={seed}"]
+        return [*self.overrides, *self.data(data), *divided, *row.overrides, f"seed={seed}"]
 
 
 def rows(stages: Sequence[Sequence[str]], methods: Mapping[str, Sequence[str]], both: Sequence[str]) -> tuple[Row, ...]:
@@ -116,12 +116,12 @@ def rows(stages: Sequence[Sequence[str]], methods: Mapping[str, Sequence[str]], 
     last = len(stages) - 1
     idle = (*_words("fedavg"), *own, "rounds=1", "local_epochs=2", "optimizer.lr=0")
     made.append(Row(IDLE, "simclr", idle, last, 0.1))
-    for method, words in methods.items():
+    for method, overrides in methods.items():
         cost, stage = _COST.get(method, 1.0), last + int(method != "simclr")
         if method != "simclr":
-            made += [Row(rule, method, (*_words(rule), *words), stage, cost) for rule in both]
+            made += [Row(rule, method, (*_words(rule), *overrides), stage, cost) for rule in both]
         for name, bound in BOUNDS.items():
-            made.append(Row(name, method, (*bound, *words), stage, cost, shared=name != ALL))
+            made.append(Row(name, method, (*bound, *overrides), stage, cost, shared=name != ALL))
     return tuple(made)
 
 
@@ -135,7 +135,7 @@ _BYOL, _SIMSIAM = ("method=byol", "method.projector.last_norm=true"), ("method=s
 SUITES = {
     "cpu": Suite(
         name="cpu",
-        words=("experiment=bench_cpu", "threads=1", "engine=local"),
+        overrides=("experiment=bench_cpu", "threads=1", "engine=local"),
         rows=rows(
             [RULES],
             {
@@ -154,7 +154,7 @@ SUITES = {
     ),
     "gpu": Suite(
         name="gpu",
-        words=("experiment=bench_gpu", "device=cuda", "engine=local"),
+        overrides=("experiment=bench_gpu", "device=cuda", "engine=local"),
         rows=rows(
             [TABLE_1, TABLE_2, [rule for rule in RULES if rule not in (*TABLE_1, *TABLE_2)]],
             {

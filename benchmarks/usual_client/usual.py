@@ -51,14 +51,14 @@ def usual(message: Message, context: Context) -> Message:
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds and write their seconds into ``summary.json``."""
-    words = dict(word.split("=", 1) for word in shlex.split(str(context.run_config["overrides"])))
-    clients = int(words["num_clients"])
+    overrides = dict(word.split("=", 1) for word in shlex.split(str(context.run_config["overrides"])))
+    clients = int(overrides["num_clients"])
     while len(nodes := list(grid.get_node_ids())) < clients:
         time.sleep(0.05)
     strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=clients)
     arrays = ArrayRecord(model().state_dict())
     seconds: dict[str, list[float]] = {"empty": [], "usual": []}
-    rounds = range(1, int(words["rounds"]) + 1)
+    rounds = range(1, int(overrides["rounds"]) + 1)
     for _ in rounds:
         start = time.monotonic()
         messages = [Message(RecordDict(), node, "query") for node in nodes]
@@ -67,11 +67,11 @@ def main(grid: Grid, context: Context) -> None:
     for round in rounds:
         start = time.monotonic()
         # The part of Flower's own `Strategy.start` that trains.
-        config = ConfigRecord({"pictures": words["pictures"]})
+        config = ConfigRecord({"pictures": overrides["pictures"]})
         replies = list(grid.send_and_receive(strategy.configure_train(round, arrays, config, grid), timeout=600))
         assert len(replies) == clients
         assert not any(reply.has_error() for reply in replies)
         arrays, _ = strategy.aggregate_train(round, replies)  # type: ignore[assignment]  # None only if all failed
         seconds["usual"].append(time.monotonic() - start)
     summary = {"status": "finished", "rounds": sum(map(len, seconds.values())), "seconds": seconds}
-    Path(words["output_dir"], "summary.json").write_text(json.dumps(summary))
+    Path(overrides["output_dir"], "summary.json").write_text(json.dumps(summary))

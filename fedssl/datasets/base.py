@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 import torch
 
+from fedssl.config.settings import DataSettings
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
-from fedssl.settings import DataSettings
 from fedssl.untrusted import printable
 
 Split = Literal["federated", "train", "test"]

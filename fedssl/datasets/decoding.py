@@ -266,8 +266,8 @@ class _Work:
         done, count = self.state()[0], len(self._pixels)
         if done > self._start:
             left = (time.monotonic() - self._begun) / (done - self._start) * (count - done)
-            words = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            log.info("decoding %s of %s pictures, %s left", f"{done:,}", f"{count:,}", words)
+            overrides = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+            log.info("decoding %s of %s pictures, %s left", f"{done:,}", f"{count:,}", overrides)
 
     @staticmethod
     def failed(running: Sequence[Future[None]]) -> bool:

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from fedssl.config import compose_evaluation
+from fedssl.config.load import compose_evaluation
+from fedssl.config.settings import DataSettings, Settings
+from fedssl.config.targets import from_arguments, own_encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
@@ -27,9 +29,7 @@ from fedssl.evaluation.subject import Subject, lacking, make_subject
 from fedssl.export import load_encoder, saved_target
 from fedssl.files import inner_folder, write_text
 from fedssl.machine.devices import pick_device
-from fedssl.plugins import from_arguments, own_encoder
 from fedssl.report.accuracy_table import format_table
-from fedssl.settings import DataSettings, Settings
 from fedssl.untrusted import printable
 
 USAGE = (
@@ -53,7 +53,7 @@ def main() -> int:
     return 0
 
 
-def run(words: Sequence[str]) -> str:
+def run(overrides: Sequence[str]) -> str:
     """Evaluate as the command-line words say, write the JSON file, and return the text to print.
 
     Raises
@@ -61,14 +61,14 @@ def run(words: Sequence[str]) -> str:
     InputError
         The encoder, the settings or the data set cannot be used, or do not fit each other.
     """
-    own = {key: value for key, _, value in map(_split, words) if key in ("run", "encoder")}
-    others = [word for word in words if _split(word)[0] not in own]
+    own = {key: value for key, _, value in map(_split, overrides) if key in ("run", "encoder")}
+    others = [word for word in overrides if _split(word)[0] not in own]
     file = encoder_file(own)
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
     protocol = settings.evaluation.protocol.make()
     torch.set_num_threads(settings.machine.threads)
     encoder = load_encoder(file, build=own_encoder(saved_target(file), others))
-    own_size = any(_split(word)[0] == "dataset.size" for word in words)
+    own_size = any(_split(word)[0] == "dataset.size" for word in overrides)
     data = as_in_training(encoder, settings.data, own_size=own_size)
     subject = subject_of(encoder, data, device=settings.machine.device)
     results = evaluate(protocol, subject, seed=settings.seed)

@@ -6,9 +6,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import Split, load, load_any, source_of
 from fedssl.evaluation.features import Features, extract, pixels
-from fedssl.settings import DataSettings
 
 # What is needed to evaluate, and how people are told of it.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}

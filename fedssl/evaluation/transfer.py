@@ -6,12 +6,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedssl.config import read_data
+from fedssl.config.load import read_data
+from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import Evaluation, evaluate
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.subject import Subject, lacking, load_labelled
-from fedssl.settings import Component
 
 
 class Transfer:

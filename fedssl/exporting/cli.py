@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.config import compose_evaluation
+from fedssl.config.load import compose_evaluation
+from fedssl.config.overrides import nearest
+from fedssl.config.targets import SEARCH, from_arguments, own_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError, RunFailed
 from fedssl.evaluation.cli import as_in_training, encoder_file
@@ -25,11 +27,9 @@ from fedssl.exporting.formats import FORMATS, TOLERANCE, check_target, export
 from fedssl.exporting.quantised import BATCH, CALIBRATION, MEASURED, Quantised, check_pictures, export_int8
 from fedssl.exporting.source import Source
 from fedssl.exporting.timm_weights import timm_model
-from fedssl.plugins import SEARCH, from_arguments, own_encoder
 from fedssl.report.runs import read_run
 from fedssl.seeding import torch_generator
 from fedssl.untrusted import printable
-from fedssl.words import nearest
 
 USAGE = (
     f"usage: fedssl-export run=DIR format={'|'.join(FORMATS)} [output=FILE_OR_FOLDER]\n"
@@ -53,7 +53,7 @@ def main() -> int:
     return 0
 
 
-def run(words: Sequence[str]) -> str:
+def run(overrides: Sequence[str]) -> str:
     """Export as the command-line words say, and return the text to print.
 
     Raises
@@ -63,8 +63,8 @@ def run(words: Sequence[str]) -> str:
     RunFailed
         What was written gives other representations.
     """
-    own = {key: value for key, _, value in (word.partition("=") for word in words) if key in _OWN}
-    others = [word for word in words if word.partition("=")[0] not in _OWN]
+    own = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in _OWN}
+    others = [word for word in overrides if word.partition("=")[0] not in _OWN]
     form, int8 = _format(own), _int8(own, others)
     file = encoder_file({key: value for key, value in own.items() if key in ("run", "encoder")})
     build = own_encoder(saved_target(file), others)

@@ -2,10 +2,10 @@
 
 import torch
 
+from fedssl.config.settings import MachineSettings
 from fedssl.machine.compiler import leave_compiler_out
 from fedssl.machine.devices import pick_device
 from fedssl.machine.threads import tune_allocator
-from fedssl.settings import MachineSettings
 
 
 def set_up(machine: MachineSettings) -> torch.device:

@@ -2,10 +2,10 @@
 
 import torch
 
+from fedssl.config.settings import ModelSettings
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive
-from fedssl.settings import ModelSettings
 
 
 def build(model: ModelSettings) -> SSLMethod:

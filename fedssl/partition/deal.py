@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
+from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition.base import Division, Images
 from fedssl.partition.rules import MIN_PICTURES
 from fedssl.seeding import numpy_generator
-from fedssl.settings import PartitionSettings
 
 
 def split(settings: PartitionSettings, pictures: Pictures) -> list[np.ndarray]:

@@ -48,7 +48,7 @@ def main() -> int:
 
 def list_runs(options: argparse.Namespace) -> str:
     """Make the list of the runs that the words keep."""
-    entries, problems = _entries(options.words)
+    entries, problems = _entries(options.overrides)
     if options.json:
         return _json({"runs": [_plain(entry) for entry in entries], "unreadable": problems})
     if not entries:
@@ -59,7 +59,7 @@ def list_runs(options: argparse.Namespace) -> str:
 
 def best_runs(options: argparse.Namespace) -> str:
     """Make the list of finished runs by a result."""
-    entries, problems = _entries(options.words)
+    entries, problems = _entries(options.overrides)
     ranked = best(entries, options.metric, group=(lambda entry: entry.name) if options.seeds else _settings)
     if options.json:
         told = [{**as_numbers({options.metric: one.score}), "runs": [*map(_plain, one.entries)]} for one in ranked]
@@ -107,12 +107,12 @@ def show_run(options: argparse.Namespace) -> str:
 def _entries(arguments: Sequence[str]) -> tuple[list[Entry], list[str]]:
     """The runs that are asked for, by folders and words in any order; what exists is a folder."""
     folders = [Path(one) for one in arguments if "=" not in one or Path(one).exists()]
-    words = [one for one in arguments if "=" in one and not Path(one).exists()]
+    overrides = [one for one in arguments if "=" in one and not Path(one).exists()]
     folders = folders or [folder for folder in DEFAULT if folder.is_dir()]
     if not folders:
         raise InputError("there is neither runs nor multirun here; give folders of runs or of sweeps")
     entries, problems = find_entries(folders)
-    return select(entries, words), problems
+    return select(entries, overrides), problems
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ def _settings(entry: Entry) -> frozenset[tuple[str, str]]:
 def _differing(ranked: Iterable[Ranked]) -> list[str]:
     """Settings that were given to some of them, and that they do not agree in, beside those that are always shown."""
     runs = [one.entries[0].run for one in ranked]
-    given = dict.fromkeys(key for run in runs for key in run.words)
+    given = dict.fromkeys(key for run in runs for key in run.overrides)
     hidden = {*_OWN, *_COLUMNS, "rounds", "experiment"}
     return [
         key for key in given if not {key, key.partition(".")[0]} & hidden and len({run.value(key) for run in runs}) > 1
@@ -176,7 +176,10 @@ def _parser() -> argparse.ArgumentParser:
     ranking.add_argument("--seeds", action="store_true", help="every run for itself, not one row for all seeds")
     for one in (listing, ranking):
         one.add_argument(
-            "words", metavar="DIR|KEY=VALUE", nargs="*", help="folders (runs and multirun), and what runs agree with"
+            "overrides",
+            metavar="DIR|KEY=VALUE",
+            nargs="*",
+            help="folders (runs and multirun), and what runs agree with",
         )
     showing = commands.add_parser("show", help="one run: what was set, what came out, what repeats it")
     showing.add_argument("folder", metavar="DIR", type=Path, help="the folder of a run")

@@ -4,10 +4,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedssl.composition import compose_nodes
+from fedssl.config.compose import compose_nodes
+from fedssl.config.overrides import groups
 from fedssl.machine.threads import default_threads
 from fedssl.report.runs import Run, leaves
-from fedssl.words import groups
 
 _OWN = ("output_dir", "resume", "run_id")  # of every run its own
 _ABSENT = "(none)"

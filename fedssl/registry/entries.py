@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from fedssl.config.overrides import nearest
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.report.lines import read_lines
 from fedssl.report.runs import MARKS, Run, read_run, run_folders
 from fedssl.untrusted import printable
-from fedssl.words import nearest
 
 DEFAULT = (Path("runs"), Path("multirun"))
 STATES = ("finished", "failed", "interrupted", "running", "ended from outside")
@@ -109,7 +109,7 @@ def _date(folder: Path) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times, default=0)))
 
 
-def select(entries: Iterable[Entry], words: Sequence[str]) -> list[Entry]:
+def select(entries: Iterable[Entry], overrides: Sequence[str]) -> list[Entry]:
     """Keep the entries that agree with all words, such as ``strategy=l_dawa,fedavg`` (either) and ``status=finished``.
 
     Raises
@@ -118,12 +118,12 @@ def select(entries: Iterable[Entry], words: Sequence[str]) -> list[Entry]:
         A word is none, no run has such a setting, or there is no such status.
     """
     kept = list(entries)
-    for word in words:
+    for word in overrides:
         key, said, values = word.partition("=")
         if not said:
             raise InputError(f"{word} is neither a folder nor a word such as strategy=l_dawa; correct it")
         if kept and not any(entry.value(key) for entry in kept):
-            known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.words, "status"))
+            known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.overrides, "status"))
             raise InputError(
                 f"no run has a setting {key!r}{nearest(key, known)}; `fedssl-runs show RUN` lists settings"
             )

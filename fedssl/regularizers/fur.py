@@ -2,7 +2,7 @@
 
 Eq. 2 adds the divergence of either view's vectors from random points of the sphere to the local loss. The divergence
 is unbalanced optimal transport (Eqs. 4-6), which leaves unmatched points that are far from all others;
-`fedssl.regularizers.transport` solves it.
+`fedssl.regularizers.optimal_transport` solves it.
 
 Four readings are ours. Eq. 2 has one Z in both of its terms; that of the method's own loss is the projection, which
 the authors' code takes too. What an encoder puts out is often a mean of ReLUs, none of whose numbers is below 0, and
@@ -28,7 +28,7 @@ from fedssl.machine.devices import is_gpu
 from fedssl.machine.threads import one_thread
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
-from fedssl.regularizers.transport import coupling, penalties, unmatched
+from fedssl.regularizers.optimal_transport import coupling, penalties, unmatched
 
 TANGENT_SPACES = 6  # of the authors' code
 LINES = 6  # in each tangent space
@@ -64,7 +64,7 @@ def uot_uniformity(
     max_iter : int
         Most steps of the solver, which takes about 7.
     tolerance : float
-        Relative error of the coupling, estimated; see `fedssl.regularizers.transport.coupling`. With 0.08 the cosine of
+        Relative error of the coupling, estimated; see `fedssl.regularizers.optimal_transport.coupling`. With 0.08 the cosine of
         the gradient with the exact one was at least 0.99, its length within 3% of the right one, for 32 to 256 spread
         or collapsed vectors of 128 and 512 numbers. In float32 less than 0.03 is often out of reach. 0 takes all steps,
         and never waits for the device to see how far it is.

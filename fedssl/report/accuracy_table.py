@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
-from fedssl.composition import MAY_CHANGE
+from fedssl.config.compose import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
 from fedssl.files import write_text
 from fedssl.report.grid import Entry, Grid, TextTable, entry
@@ -167,7 +167,7 @@ def sweep_table(folders: Sequence[Path]) -> Table:
     """
     return _table(
         [read_run(folder) for folder in folders],
-        lambda run: {key: value for key, value in run.words.items() if key != "seed"},
+        lambda run: {key: value for key, value in run.overrides.items() if key != "seed"},
     )
 
 
@@ -177,7 +177,7 @@ def run_table(runs: Sequence[Run]) -> Table:
     Settings that one run was given and another has by default are compared by their values, so that it does not matter
     how a run was told them.
     """
-    given = dict.fromkeys(key for run in runs for key in run.words if not {key, key.partition(".")[0]} & LEFT_OUT)
+    given = dict.fromkeys(key for run in runs for key in run.overrides if not {key, key.partition(".")[0]} & LEFT_OUT)
     return _table(runs, lambda run: {key: run.value(key) for key in (*MAIN, *given)}, always=MAIN)
 
 
@@ -191,8 +191,10 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
     early: list[str] = []
     for run in runs:
         if not run.finished:
-            words = f" ({' '.join(f'{key}={value}' for key, value in run.words.items())})" if run.words else ""
-            (running if run.running else failures).append(f"{run.folder}{words}: {run.ending}")
+            overrides = (
+                f" ({' '.join(f'{key}={value}' for key, value in run.overrides.items())})" if run.overrides else ""
+            )
+            (running if run.running else failures).append(f"{run.folder}{overrides}: {run.ending}")
         settings = settings_of(run)
         known = run.finished or not settings or any(settings.values())
         if not known or (run.summary is None and run.settings is None):

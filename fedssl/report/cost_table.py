@@ -169,7 +169,7 @@ def cost_table(runs: Sequence[Run]) -> CostTable:
 def _by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, str], list[Run]]]:
     """Put runs with the same settings together, one for every seed; settings that no run was given are left out."""
     left_out = LEFT_OUT - HARDWARE
-    given = dict.fromkeys(key for run in runs for key in run.words if key.partition(".")[0] not in left_out)
+    given = dict.fromkeys(key for run in runs for key in run.overrides if key.partition(".")[0] not in left_out)
     groups: dict[tuple[str, ...], dict[str, Run]] = {}
     for run in runs:
         groups.setdefault(tuple(run.value(key) for key in given), {}).setdefault(run.seed, run)

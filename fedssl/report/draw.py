@@ -47,7 +47,7 @@ ALL = (*OF_FILES, *OF_MODELS, *OF_RUNS)
 
 
 def draw_all(
-    runs: Sequence[Run], names: Sequence[str], *, into: Path, words: Sequence[str], say: Callable[[str], None]
+    runs: Sequence[Run], names: Sequence[str], *, into: Path, overrides: Sequence[str], say: Callable[[str], None]
 ) -> None:
     """Draw figures of every run into its ``figures/``, and those of all together into ``figures/`` of a folder.
 
@@ -57,7 +57,7 @@ def draw_all(
     names : sequence of str
         Some of `ALL`; none: those of what every run writes.
     into : Path
-    words : sequence of str
+    overrides : sequence of str
         The user's own settings, see `open_run`.
     say : callable
         Is told a line about every folder.
@@ -73,7 +73,7 @@ def draw_all(
             f"--figures {unknown[0]} is no figure; choose of {', '.join(ALL)} (folders come before --figures)"
         )
     models = [name for name in names if name in OF_MODELS]
-    opened = {run.folder: open_run(run.folder, words) for run in runs} if models else {}
+    opened = {run.folder: open_run(run.folder, overrides) for run in runs} if models else {}
     for run in runs:
         drawn = [OF_FILES[name](run.folder, formats=PAPER) for name in OF_FILES if name in names or not names]
         drawn += _of_models(opened.get(run.folder), models)

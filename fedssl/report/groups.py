@@ -40,7 +40,7 @@ class Group:
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """Put runs with the same settings together, one for every seed."""
-    given = dict.fromkeys(key for run in runs for key in run.words if not {key, key.partition(".")[0]} & LEFT_OUT)
+    given = dict.fromkeys(key for run in runs for key in run.overrides if not {key, key.partition(".")[0]} & LEFT_OUT)
     keys = dict.fromkeys([*MAIN, *given])
     found: dict[tuple[str, ...], dict[str, Run]] = {}
     for run in runs:

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.config import load_run
+from fedssl.config.load import load_run
+from fedssl.config.overrides import quote
+from fedssl.config.saved_run import read_overrides
+from fedssl.config.settings import Settings
 from fedssl.datasets.base import load_any
 from fedssl.errors import InputError
 from fedssl.layers import Layers
@@ -20,12 +23,9 @@ from fedssl.model_layers import copied_layers, load_layers, travelling_names
 from fedssl.report.figures import look_of
 from fedssl.report.kept_models import KeptRound, kept_rounds, read_layers
 from fedssl.report.runs import rule_of
-from fedssl.saved_run import read_words
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator
-from fedssl.settings import Settings
-from fedssl.words import quote
 
 # What a run folder may not choose for whoever looks into it: where decoded pictures are written, and an engine.
 INSTEAD = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
@@ -116,13 +116,13 @@ class OpenRun:
             yield self.method
 
 
-def open_run(folder: Path, words: Sequence[str]) -> OpenRun:
+def open_run(folder: Path, overrides: Sequence[str]) -> OpenRun:
     """Open a run folder that keeps models.
 
     Parameters
     ----------
     folder : Path
-    words : sequence of str
+    overrides : sequence of str
         The user's own, which name folders of settings that the run was made with.
 
     Raises
@@ -131,7 +131,7 @@ def open_run(folder: Path, words: Sequence[str]) -> OpenRun:
         It keeps no models, or its settings cannot be used.
     """
     kept = kept_rounds(folder)
-    saved = {word.partition("=")[0] for word in read_words(folder / "overrides.yaml") or []}
-    words = [*words, *(word for key, word in INSTEAD.items() if key in saved)]
-    settings = load_run([*words, f"resume={quote(str(folder.resolve()))}"])
+    saved = {word.partition("=")[0] for word in read_overrides(folder / "overrides.yaml") or []}
+    overrides = [*overrides, *(word for key, word in INSTEAD.items() if key in saved)]
+    settings = load_run([*overrides, f"resume={quote(str(folder.resolve()))}"])
     return OpenRun(folder, settings, kept, set_up(settings.machine))

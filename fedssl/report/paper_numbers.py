@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedssl.config.overrides import nearest
 from fedssl.errors import InputError
 from fedssl.untrusted import read_yaml
-from fedssl.words import nearest
 
 FOLDER = Path(__file__).parent / "papers"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from fedssl.composition import MAY_CHANGE, flatten, resolve
+from fedssl.config.compose import MAY_CHANGE, flatten, resolve
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.report.grid import Entry, Grid, TextTable, entry
 from fedssl.report.paper_numbers import Cell, read_table

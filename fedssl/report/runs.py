@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+from fedssl.config.overrides import groups
+from fedssl.config.saved_run import read_overrides
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.report.lines import each, maybe, number, read_lines, word
-from fedssl.saved_run import read_words
 from fedssl.untrusted import opened, printable, read_text, read_yaml
-from fedssl.words import groups
 
 # Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
 MARKS = ("summary.json", "config.yaml", "run.log")
@@ -46,7 +46,7 @@ class Run:
     """
 
     folder: Path
-    words: dict[str, str]
+    overrides: dict[str, str]
     typed: tuple[str, ...]
     choices: dict[str, str]
     settings: dict[str, Any] | None
@@ -113,7 +113,7 @@ class Run:
     @property
     def every_setting(self) -> dict[str, str]:
         """All settings by dotted keys, and the choices by their names; of a run without settings the words alone."""
-        return {**self.words, **flat(self.settings or {}), **self.choices}
+        return {**self.overrides, **flat(self.settings or {}), **self.choices}
 
     @property
     def seed(self) -> str:
@@ -127,7 +127,7 @@ class Run:
         value: Any = self.settings
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        return self.words.get(key, "") if value is None or isinstance(value, dict) else printable(value)
+        return self.overrides.get(key, "") if value is None or isinstance(value, dict) else printable(value)
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -158,8 +158,8 @@ def read_run(folder: Path) -> Run:
     """
     running = held(folder)  # first: what let go of it before has written its summary
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
-    words = summary["overrides"] if summary else read_words(folder / "overrides.yaml") or []
-    typed = tuple(word for word in words if word.partition("=")[0] not in ("output_dir", "resume"))
+    overrides = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
+    typed = tuple(word for word in overrides if word.partition("=")[0] not in ("output_dir", "resume"))
     own = {key.lstrip("+"): value for key, _, value in (printable(word).partition("=") for word in typed)}
     choices = read_yaml(folder / "choices.yaml", dict)
     choices = choices or {key: value for key, value in own.items() if key in groups()}

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fedssl.config.settings import ScheduleSettings
 from fedssl.errors import InputError
-from fedssl.settings import ScheduleSettings
 
 SHARES = ("uniform", "left_skewed", "right_skewed")
 

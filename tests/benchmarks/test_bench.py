@@ -16,10 +16,10 @@ from benchmarks.fedssl_bench.ranking import differences, friedman, holm, ranks
 from benchmarks.fedssl_bench.results import Entry, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import ALL, IDLE, RULES, SINGLE, SUITES, VARIANTS, Suite
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import groups
 from fedssl.datasets.base import Pictures
 from fedssl.partition import divide
-from fedssl.words import groups
 
 # A stand-in for `fedssl`: the first word says what it does; its folder is the last one.
 PROGRAM = """

@@ -13,9 +13,9 @@ from client_app import limits as limits_module
 from client_app.device import Device, told
 from client_app.limits import Limits, read_limits
 from client_app.simulated import MARK, is_simulated
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError, Refused
-from fedssl.messages import PLAN, ClientUpdate, Who, read_who
+from fedssl.wire.messages import PLAN, ClientUpdate, Who, read_who
 from server_app import nodes
 from server_app.prepare import prepare
 from server_app.round import Round

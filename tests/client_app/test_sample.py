@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from client_app.sample import Sample
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import Refused
 from fedssl.methods.build import build
@@ -14,8 +14,8 @@ from fedssl.training import LocalTraining
 WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
 
 
-def sample(*words, place=(0, "choose", 1, 2), before_step=lambda: None):
-    settings = compose([*WORDS, *words])
+def sample(*overrides, place=(0, "choose", 1, 2), before_step=lambda: None):
+    settings = compose([*WORDS, *overrides])
     method = build(settings.model)
     pictures = load_federated(settings.data)
     labels = pictures.labels if method.uses_labels else None

@@ -174,19 +174,19 @@ def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [[], ["strategy=fedema"], ["strategy=fedbn"], ["strategy=per_ssl"], ["method=orchestra", "strategy=fedavg"]],
 )
-def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, words):
+def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, overrides):
     """States in memory are what was kept, although the next client trains in the same model."""
-    run([*RUN, *words, f"output_dir={tmp_path / 'one'}"])
+    run([*RUN, *overrides, f"output_dir={tmp_path / 'one'}"])
     init = LocalGrid.__init__
 
     def files_alone(self, client_app, *, num_clients, store):
         init(self, client_app, num_clients=num_clients)
 
     monkeypatch.setattr(LocalGrid, "__init__", files_alone)
-    run([*RUN, *words, f"output_dir={tmp_path / 'two'}"])
+    run([*RUN, *overrides, f"output_dir={tmp_path / 'two'}"])
     assert layers(tmp_path / "one") == layers(tmp_path / "two")
     assert contents(tmp_path / "one") == contents(tmp_path / "two") != {}
 

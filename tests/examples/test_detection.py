@@ -65,8 +65,8 @@ def encoder(tmp_path):
 
 @pytest.mark.parametrize("detector", ["faster_rcnn", pytest.param("mask_rcnn", marks=pytest.mark.heavy)])
 def test_it_trains_and_says_how_good_it_is(detector, encoder, monkeypatch, capsys) -> None:
-    words = [str(encoder), "--detector", detector, "--steps", "2", "--scratch"]
-    monkeypatch.setattr(sys, "argv", ["detection.py", *words])
+    overrides = [str(encoder), "--detector", detector, "--steps", "2", "--scratch"]
+    monkeypatch.setattr(sys, "argv", ["detection.py", *overrides])
     monkeypatch.setattr(detection, "TESTS", 3)
     detection.main()
     assert "of the shapes found" in capsys.readouterr().out

@@ -23,16 +23,16 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for language, block in blocks if not language for line in block.splitlines()]
 
 
-def call(entry: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def call(entry: str, *overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
     # -P: the current folder is not on Python's path, as for an installed command.
     code = f"import sys; from {entry} import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-P", "-c", code, *words]
+    command = [sys.executable, "-P", "-c", code, *overrides]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def fedssl(*words: str, folder: Path) -> str:
-    ran = call("simulation.cli", *words, folder=folder)
+def fedssl(*overrides: str, folder: Path) -> str:
+    ran = call("simulation.cli", *overrides, folder=folder)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
@@ -67,8 +67,8 @@ def test_all_parts_work_together(run_folder):
 
 @pytest.mark.heavy
 def test_the_saved_command_repeats_the_run(run_folder, folder):
-    words = shlex.split(summary(run_folder)["command"])[1:]
-    fedssl(*words, "output_dir=again", folder=folder)
+    overrides = shlex.split(summary(run_folder)["command"])[1:]
+    fedssl(*overrides, "output_dir=again", folder=folder)
     assert summary(folder / "again")["final"] == summary(run_folder)["final"]
 
 
@@ -93,8 +93,8 @@ def test_the_other_commands(folder):
 
 @pytest.mark.heavy
 def test_the_encoder_is_evaluated_with_the_folder_that_has_it(run_folder, folder):
-    words = [word.replace("RUN", str(run_folder)) for word in commands()[-1]]
-    evaluated = call("fedssl.evaluation.cli", *words, folder=folder)
+    overrides = [word.replace("RUN", str(run_folder)) for word in commands()[-1]]
+    evaluated = call("fedssl.evaluation.cli", *overrides, folder=folder)
     assert evaluated.returncode == 0, evaluated.stderr
     assert "nearest_mean" in evaluated.stdout
     refused = call("fedssl.evaluation.cli", f"encoder={run_folder}/encoder-even.pt", "dataset=digits", folder=folder)

@@ -17,8 +17,8 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
 from PIL import Image
 
-from fedssl.composition import flatten
-from fedssl.words import CONF, check_choices, groups, parse
+from fedssl.config.compose import flatten
+from fedssl.config.overrides import CONF, check_choices, groups, parse
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))
@@ -55,7 +55,7 @@ def pictures(folder: Path, *, splits: Mapping[str, int]) -> None:
 def commands(text: str) -> list[list[str]]:
     """The words of the lines ``# fedssl ...`` of a text, without ``-m``; lines that go on in plain English are none."""
     lines = [shlex.split(line) for line in re.findall(r"^# fedssl (?:-m )?(.*)$", text, flags=re.M)]
-    return [words for words in lines if all("=" in word for word in words)]
+    return [overrides for overrides in lines if all("=" in word for word in overrides)]
 
 
 def head(name: str) -> str:
@@ -79,14 +79,14 @@ def written(name: str) -> tuple[list[str], list[str], int]:
     defaults, _sweep = node.pop("defaults", []), node.pop("hydra", None)
     below = [entry.removeprefix("/experiment/") for entry in defaults if isinstance(entry, str)]
     chosen = [pair for entry in defaults if isinstance(entry, dict) for pair in entry.items()]
-    words = [f"{group.removeprefix('override ').removeprefix('/')}={choice}" for group, choice in chosen]
-    words += [f"{key}=1" for key in _keys(node, "")]
-    return below, words, node.get("num_clients") or (written(below[0])[2] if below else 10)
+    overrides = [f"{group.removeprefix('override ').removeprefix('/')}={choice}" for group, choice in chosen]
+    overrides += [f"{key}=1" for key in _keys(node, "")]
+    return below, overrides, node.get("num_clients") or (written(below[0])[2] if below else 10)
 
 
-def jobs(words: Iterable[str]) -> Iterator[list[str]]:
+def jobs(overrides: Iterable[str]) -> Iterator[list[str]]:
     """The words of every run of a sweep, with the first value only of what is no choice of a group."""
-    yield from map(list, product(*map(_values, parse(list(words)))))
+    yield from map(list, product(*map(_values, parse(list(overrides)))))
 
 
 def _values(word: Override) -> list[str]:
@@ -100,9 +100,9 @@ def _values(word: Override) -> list[str]:
     return values if word.key_or_group in GROUPS else values[:1]
 
 
-def check_words(words: Iterable[str]) -> None:
+def check_saved_overrides(overrides: Iterable[str]) -> None:
     """Check that choices exist, and keys in a file of their group, without composing."""
-    parsed = parse(list(words))
+    parsed = parse(list(overrides))
     for word in parsed:
         group = word.key_or_group.split("@")[0]
         if group in GROUPS:
@@ -126,16 +126,16 @@ for _group in GROUPS.keys() - {"experiment"}:
 
 def small(config: DictConfig, *, data: Path) -> list[str]:
     """Words that make an experiment of any size a run of a second on the pictures in ``data``."""
-    words = ["rounds=1", "local_epochs=1", "batch_size=8", "threads=1", "device=cpu", "engine=local"]
-    words += ["evaluate_every=0", "health_pictures=0", "measure_resources=false"]
+    overrides = ["rounds=1", "local_epochs=1", "batch_size=8", "threads=1", "device=cpu", "engine=local"]
+    overrides += ["evaluate_every=0", "health_pictures=0", "measure_resources=false"]
     if config.num_clients > 10:
-        words += ["num_clients=10", "clients_per_round=2"]
+        overrides += ["num_clients=10", "clients_per_round=2"]
     if "vit" in config.encoder._target_:
-        words += ["encoder.depth=2", "encoder.width=16", "encoder.heads=2", "rounds=2"]
+        overrides += ["encoder.depth=2", "encoder.width=16", "encoder.heads=2", "rounds=2"]
     elif "conv_small" not in config.encoder._target_:
-        words += ["encoder=conv_small", "encoder.width=4"]
-    words += [f"method.{name}.hidden=8" for name in ("projector", "predictor") if name in config.method]
-    return words + [word for key, _ in flatten(config) for word in _places(key, data)]
+        overrides += ["encoder=conv_small", "encoder.width=4"]
+    overrides += [f"method.{name}.hidden=8" for name in ("projector", "predictor") if name in config.method]
+    return overrides + [word for key, _ in flatten(config) for word in _places(key, data)]
 
 
 def _places(key: str, data: Path) -> list[str]:

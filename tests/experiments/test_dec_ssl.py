@@ -4,7 +4,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import make_phases
 from tests.experiments.every import some
@@ -15,8 +15,8 @@ DEC_SSL = (
 )
 
 
-def resolved(*words):
-    return OmegaConf.create(compose(list(words)).recording.text)
+def resolved(*overrides):
+    return OmegaConf.create(compose(list(overrides)).recording.text)
 
 
 @pytest.mark.parametrize("name", some(DEC_SSL, default=("base", "figure2", "figure5", "table2_transfer")))

@@ -7,15 +7,15 @@ import tomllib
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.composition import check_names, resolve
-from fedssl.config import compose
+from fedssl.config.compose import check_names, resolve
+from fedssl.config.load import compose
+from fedssl.config.overrides import CONF, RENAMED
 from fedssl.report.paper_numbers import read_table, table_names
-from fedssl.words import CONF, RENAMED
 from simulation.cli import run
 from tests.experiments.every import (
     EXPERIMENTS,
     OF_PAPERS,
-    check_words,
+    check_saved_overrides,
     commands,
     head,
     jobs,
@@ -41,8 +41,8 @@ def data(tmp_path_factory):
 def test_an_experiment_is_made_of_what_there_is_and_so_are_its_commands(name):
     below, choices, number = written(name)
     assert set(below) <= set(EXPERIMENTS)
-    for words in (choices, *commands(head(name))):
-        check_words(words)
+    for overrides in (choices, *commands(head(name))):
+        check_saved_overrides(overrides)
     flower = (RUN_CONFIG / f"{name}.toml").read_text()
     assert tomllib.loads(flower) == {"experiment": name}
     assert f'--run-config conf/run_config/{name}.toml --federation-config "num-supernodes={number}"' in flower
@@ -58,9 +58,9 @@ def test_a_head_says_which_table_it_is_how_to_run_it_and_what_differs(name):
     """Rows of a table (LW-FedSSL's Table 3) leave to their base what they share with it."""
     text = head(name)
     assert re.search(r"arXiv \d{4}\.\d{5}", text)
-    assert any(f"experiment={name}" in word or f",{name}" in word for words in commands(text) for word in words) or (
-        name in ("l_dawa/base", "fedu/base")
-    )
+    assert any(
+        f"experiment={name}" in word or f",{name}" in word for overrides in commands(text) for word in overrides
+    ) or (name in ("l_dawa/base", "fedu/base"))
     if re.search(r"/(table|figure)\d", name):
         kind, number = re.search(r"/(table|figure)(\d+)", name).groups()
         assert re.search(rf"{kind.capitalize()}s? [^:]*\b{number}\b", text)
@@ -87,17 +87,17 @@ def test_an_experiment_composes(name):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_of_the_commands_composes(name):
-    for words in commands(head(name)):
-        check_names(words)
-        for job in jobs(words):
+    for overrides in commands(head(name)):
+        check_names(overrides)
+        for job in jobs(overrides):
             compose(job).algorithm.strategy.make()
 
 
 @pytest.mark.parametrize("name", some(EXPERIMENTS, default=QUICK))
 def test_an_experiment_runs(tmp_path, data, name):
-    words = [f"experiment={name}"]
-    config, _ = resolve(words)
-    run([*words, *small(config, data=data), f"output_dir={tmp_path / 'run'}"])
+    overrides = [f"experiment={name}"]
+    config, _ = resolve(overrides)
+    run([*overrides, *small(config, data=data), f"output_dir={tmp_path / 'run'}"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert all(0 <= value <= 1 for value in summary["final"]["federated"].values())

@@ -5,17 +5,17 @@ import shlex
 
 import pytest
 
-from fedssl.composition import check_names
-from fedssl.config import compose
-from fedssl.words import CONF
-from tests.experiments.every import EXPERIMENTS, OF_PAPERS, check_words, jobs
+from fedssl.config.compose import check_names
+from fedssl.config.load import compose
+from fedssl.config.overrides import CONF
+from tests.experiments.every import EXPERIMENTS, OF_PAPERS, check_saved_overrides, jobs
 
 PAGE = (CONF.parent / "docs" / "paper_index.md").read_text()
 ROWS = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| [A-Z].* \| .* \|", line)]
 COMMANDS = [shlex.split(line) for line in re.findall(r"`(fedssl .*?)`", PAGE)]
 
 
-def words_of(command):
+def overrides_of(command):
     return [word for word in command[1:] if word != "-m"]
 
 
@@ -34,12 +34,12 @@ def test_every_experiment_of_a_paper_is_in_it():
 def test_choices_and_keys_exist():
     for command in COMMANDS:
         assert len(command) > 1
-        check_words(words_of(command))
+        check_saved_overrides(overrides_of(command))
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_run_composes(command):
-    check_names(words_of(command))
-    for job in jobs(words_of(command)):
+    check_names(overrides_of(command))
+    for job in jobs(overrides_of(command)):
         compose(job)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.partition import split
 from fedssl.schedule.lr import LRSchedule

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedssl.composition import resolve
+from fedssl.config.compose import resolve
 from tests.experiments.every import some
 
 # Clients, of them in a round, rounds, local epochs; data set, partition and what of it is set.

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from fedssl.config.overrides import CONF
 from fedssl.model_layers import kept_names, travelling_names
-from fedssl.words import CONF
 from tests.federation import Federation
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
@@ -55,17 +55,17 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_client_can_be_absent(tmp_path, name):
     few = {"krum": 5, "trimmed_mean": 5}.get(name, 2)  # fewer would be refused
-    words = [f"strategy={name}", "method=byol", "num_clients=6", f"clients_per_round={few}"]
-    federation = Federation(tmp_path, *words)
+    overrides = [f"strategy={name}", "method=byol", "num_clients=6", f"clients_per_round={few}"]
+    federation = Federation(tmp_path, *overrides)
     assert all(np.isfinite(array).all() for array in federation.run(3).values())
     assert len(federation.report.clients) == few
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "examples", "loss"])
 def test_scaling_by_the_clients_gives_the_same_global_model(tmp_path, weighting):
-    words = ["strategy=l_dawa", f"strategy.weighting={weighting}"]
+    overrides = ["strategy=l_dawa", f"strategy.weighting={weighting}"]
     server, client = (
-        Federation(tmp_path / place, *words, f"strategy.scale_at={place}").run(1) for place in ("server", "client")
+        Federation(tmp_path / place, *overrides, f"strategy.scale_at={place}").run(1) for place in ("server", "client")
     )
     for name, array in server.items():
         np.testing.assert_allclose(client[name], array, rtol=1e-6, atol=1e-6, err_msg=name)

@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.encoders import vit_tiny
-from fedssl.messages import ARRAYS
 from fedssl.methods.build import build
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
@@ -19,6 +18,7 @@ from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.stages import at_stage
 from fedssl.step_cost import TensorMemory, step_cost
 from fedssl.training import LocalTraining, train
+from fedssl.wire.messages import ARRAYS
 from tests.federation import Federation
 from tests.local_training import local_training
 
@@ -294,7 +294,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         *(
             ["method=" + name]
@@ -304,10 +304,10 @@ def same(one, other):
         ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],
-    ids=lambda words: words[0],
+    ids=lambda overrides: overrides[0],
 )
-def test_every_method_and_regularizer_can_be_measured(words):
-    settings = compose(["dataset=digits", "encoder.width=4", *words])
+def test_every_method_and_regularizer_can_be_measured(overrides):
+    settings = compose(["dataset=digits", "encoder.width=4", *overrides])
     method = build(settings.model)
     images, labels = pictures(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
@@ -342,8 +342,13 @@ def test_the_layout_of_pictures_reaches_the_measurement(monkeypatch):
     images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
     for channels_last in (True, False):
         layouts.clear()
-        words = ["dataset=cifar10", "dataset.size=8", "encoder.width=4", f"channels_last={str(channels_last).lower()}"]
-        settings = compose(words)
+        overrides = [
+            "dataset=cifar10",
+            "dataset.size=8",
+            "encoder.width=4",
+            f"channels_last={str(channels_last).lower()}",
+        ]
+        settings = compose(overrides)
         method = build(settings.model)
         step_cost(method, images=images, training=LocalTraining.prepare(settings.training, method))
         assert layouts == [channels_last] * 2

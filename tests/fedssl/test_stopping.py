@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.stopping import StopSettings, reason_to_stop
 
@@ -55,13 +55,13 @@ def test_without_a_metric_nothing_ends():
 
 
 def test_settings():
-    words = ["stop_when.metric=knn", "stop_when.patience=3", "stop_when.least=0.001"]
-    assert compose(words).evaluation.stop == StopSettings(metric="knn", patience=3, least=0.001)
+    overrides = ["stop_when.metric=knn", "stop_when.patience=3", "stop_when.least=0.001"]
+    assert compose(overrides).evaluation.stop == StopSettings(metric="knn", patience=3, least=0.001)
     assert compose(["stop_when={metric:knn,reach:1}"]).evaluation.stop == StopSettings(metric="knn", reach=1)
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         ("metric=knn patience=0", "whole number of at least 1"),
         ("metric=knn patience=1.5", "whole number of at least 1"),
@@ -73,9 +73,9 @@ def test_settings():
         ("metric=knn patience=1 patient=2", "there is no setting 'stop_when.patient'"),
     ],
 )
-def test_what_is_refused(words, sentence):
+def test_what_is_refused(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        compose([f"stop_when.{word}" for word in words.split()])
+        compose([f"stop_when.{word}" for word in overrides.split()])
 
 
 def test_without_evaluations_it_is_refused():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from client_app import resident
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.machine import devices
 from fedssl.methods.base import SSLMethod
@@ -198,9 +198,9 @@ def test_the_layout_of_the_views():
         assert layouts == [[channels_last, channels_last]]
 
 
-def trained(words):
+def trained(overrides):
     """Layers after local training as a client prepares it, and the weights' own layout."""
-    settings = compose(["dataset=cifar10", "encoder.width=8", "batch_size=8", "local_epochs=2", *words])
+    settings = compose(["dataset=cifar10", "encoder.width=8", "batch_size=8", "local_epochs=2", *overrides])
     method = build(settings.model)
     method.start_round(first=True)
     images = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
@@ -211,14 +211,14 @@ def trained(words):
     return layers, weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("words", [["method=byol"], ["method=fedx", "regularizer=prox"], ["channels_last=false"]])
-def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, words):
+@pytest.mark.parametrize("overrides", [["method=byol"], ["method=fedx", "regularizer=prox"], ["channels_last=false"]])
+def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, overrides):
     """On a CPU that stands in for a GPU: weights have the layout of the views, and do not travel in it."""
-    expected, _ = trained(words)
+    expected, _ = trained(overrides)
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    layers, last = trained(words)
-    assert last == (words != ["channels_last=false"])
+    layers, last = trained(overrides)
+    assert last == (overrides != ["channels_last=false"])
     for name, array in layers.items():
         assert array.flags.c_contiguous
         np.testing.assert_allclose(array, expected[name], rtol=1e-2, atol=1e-3, err_msg=name)
@@ -230,7 +230,7 @@ def test_settings_of_speed_reach_the_clients(tmp_path, monkeypatch):
     monkeypatch.setattr(resident, "train", lambda *args, **kwargs: given.append(kwargs) or train(*args, **kwargs))
     Federation(tmp_path, "compile=true", "channels_last=false", "precision=bf16", "num_clients=2").run(1)
     assert compiled == ["ConvSmall"]
-    trainings = [words["training"] for words in given]
+    trainings = [overrides["training"] for overrides in given]
     assert [(training.channels_last, training.precision) for training in trainings] == [(False, "bf16")] * 2
 
 
@@ -238,12 +238,12 @@ def test_settings_of_the_local_loss_reach_the_clients(tmp_path):
     """strategy=fedprox chooses the proximal term, clip_norm shortens steps: both keep clients near the start."""
     weight = "encoder.blocks.0.0.weight"
     moved = {}
-    for name, words in {
+    for name, overrides in {
         "plain": ["strategy=fedavg"],
         "prox": ["strategy=fedprox", "regularizer.weight=10"],
         "clip": ["strategy=fedavg", "clip_norm=0.01"],
     }.items():
-        federation = Federation(tmp_path / name, *words, "local_epochs=3")
+        federation = Federation(tmp_path / name, *overrides, "local_epochs=3")
         before = federation.layers[weight].copy()
         moved[name] = float(np.linalg.norm(federation.run(1)[weight] - before))
     assert federation.settings.training.regularizer.name == "Regularizer"

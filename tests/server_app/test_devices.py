@@ -9,9 +9,9 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from omegaconf import OmegaConf
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.messages import Who
+from fedssl.wire.messages import Who
 from server_app import nodes
 from server_app.checkpoint import latest_checkpoint
 from server_app.nodes import Clients, find_clients
@@ -60,12 +60,12 @@ def lines(file):
 
 
 @pytest.mark.parametrize(
-    "words", [["strategy=l_dawa_fedu", "method=byol"], ["strategy=fedbn", "schedule=layer_wise", "rounds=4"]]
+    "overrides", [["strategy=l_dawa_fedu", "method=byol"], ["strategy=fedbn", "schedule=layer_wise", "rounds=4"]]
 )
-def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(words, places, tmp_path):
-    words = [*SMALL, "rounds=2", "seed=3", *words]
+def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(overrides, places, tmp_path):
+    overrides = [*SMALL, "rounds=2", "seed=3", *overrides]
     simulated = [f"dataset.path={tmp_path / 'pictures'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
-    simulate([*words, *simulated, f"output_dir={tmp_path / 'simulation'}"])
+    simulate([*overrides, *simulated, f"output_dir={tmp_path / 'simulation'}"])
     table = (tmp_path / "simulation" / "partition.csv").read_text().splitlines()[1:]
     sizes = [int(line.split(",")[1]) for line in table]  # by which the owner of a partition is known
     by_partition = sorted(range(3), key=lambda place: sizes.index(9 + place))
@@ -73,7 +73,7 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(wo
         context(data_path=places[place], state_path=tmp_path / "states", client_name=f"d{place}", partition_id=number)
         for number, place in enumerate(by_partition)
     ]
-    run_server(Devices(*reversed(made)), [*words, f"output_dir={tmp_path / 'devices'}"])
+    run_server(Devices(*reversed(made)), [*overrides, f"output_dir={tmp_path / 'devices'}"])
     one, other = layers(tmp_path / "simulation"), layers(tmp_path / "devices")
     assert list(one) == list(other)
     assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -87,8 +87,8 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(wo
 
 
 def test_without_pictures_the_server_says_what_it_does_without(places, tmp_path, capsys):
-    words = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
-    run_server(Devices(*devices(places, tmp_path)), words)
+    overrides = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
+    run_server(Devices(*devices(places, tmp_path)), overrides)
     said = capsys.readouterr().out
     assert "devices: 0 a, 1 b, 2 c; they train on their own pictures, brought to 8 x 8 pixels in 1 channels" in said
     assert "nothing will be evaluated: the server has no pictures, so that health and costs are not measured" in said
@@ -100,9 +100,16 @@ def test_without_pictures_the_server_says_what_it_does_without(places, tmp_path,
 
 
 def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsys):
-    words = ["dataset=digits", "dataset.limit=80", "local_epochs=1", "encoder.width=4", "rounds=1", "evaluate_every=1"]
-    words += ["final_evaluation=knn", "health_pictures=20"]
-    run_server(Devices(*devices(places, tmp_path)), [*words, f"output_dir={tmp_path / 'run'}"])
+    overrides = [
+        "dataset=digits",
+        "dataset.limit=80",
+        "local_epochs=1",
+        "encoder.width=4",
+        "rounds=1",
+        "evaluate_every=1",
+    ]
+    overrides += ["final_evaluation=knn", "health_pictures=20"]
+    run_server(Devices(*devices(places, tmp_path)), [*overrides, f"output_dir={tmp_path / 'run'}"])
     said = capsys.readouterr().out
     assert "costs are not measured" in said
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
@@ -112,8 +119,8 @@ def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsy
 
 def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
     folder, made = tmp_path / "run", devices(places, tmp_path)
-    words = [*SMALL, "strategy=fedu", "method=byol"]
-    run_server(Devices(made[1], made[2]), [*words, "rounds=1", f"output_dir={folder}"])
+    overrides = [*SMALL, "strategy=fedu", "method=byol"]
+    run_server(Devices(made[1], made[2]), [*overrides, "rounds=1", f"output_dir={folder}"])
     # One has gone, and one has come whose name sorts before all others.
     run_server(Devices(made[0], made[2]), [f"resume={folder}", "rounds=2"])
     assert json.loads((folder / "devices.json").read_text()) == {"b": 0, "c": 1, "a": 2}
@@ -122,11 +129,11 @@ def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
 
 
 def test_so_many_devices_as_are_asked_for_train(places, tmp_path):
-    words = [*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"]
+    overrides = [*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(InputError, match="clients_per_round=4 but 3 devices are there; lower clients_per_round"):
-        run_server(Devices(*devices(places, tmp_path)), [*words, "clients_per_round=4"])
+        run_server(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=4"])
     shutil.rmtree(tmp_path / "run")
-    run_server(Devices(*devices(places, tmp_path)), [*words, "clients_per_round=2"])
+    run_server(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=2"])
     assert len(lines(tmp_path / "run" / "clients.jsonl")) == 2
 
 
@@ -207,16 +214,16 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["method=supervised", "method.num_classes=2"], "Supervised needs labels, and devices agree on no classes"),
         (["calibration=auxiliary"], "takes a share of the clients' pictures, which are on the devices"),
         (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
     ],
 )
-def test_what_is_not_possible_with_devices_is_refused_before_any_round(words, sentence, places, tmp_path):
+def test_what_is_not_possible_with_devices_is_refused_before_any_round(overrides, sentence, places, tmp_path):
     with pytest.raises(InputError, match=sentence):
-        prepare(Devices(*devices(places, tmp_path)), compose([*SMALL, *words, f"output_dir={tmp_path}"]))
+        prepare(Devices(*devices(places, tmp_path)), compose([*SMALL, *overrides, f"output_dir={tmp_path}"]))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{a: 1, b: 1}", "{a: -1}", "{a: x}", "{1: 1}", "a: [\xff"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.settings import Component
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy, extract
@@ -18,7 +19,6 @@ from fedssl.evaluation.scores import Score, over_models
 from fedssl.methods.build import build
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.report.runs import read_run
-from fedssl.settings import Component
 from server_app.evaluator import Evaluator
 from server_app.progress import Progress
 from simulation.cli import run
@@ -59,9 +59,9 @@ class Trains:
         return {"trained": 0.5}
 
 
-def evaluator(*words: str, protocol: str = "KNN", final: str = "KNN") -> tuple[Evaluator, object, object]:
+def evaluator(*overrides: str, protocol: str = "KNN", final: str = "KNN") -> tuple[Evaluator, object, object]:
     """With protocols of `fedssl.evaluation.knn` or of this module."""
-    settings = compose([*TINY, *words])
+    settings = compose([*TINY, *overrides])
     where = {"KNN": "fedssl.evaluation.knn"}
     components = [Component({"_target_": f"{where.get(name, HERE)}.{name}"}) for name in (protocol, final)]
     evaluation = replace(settings.evaluation, protocol=components[0], final_protocol=components[1])
@@ -121,9 +121,9 @@ def test_a_rehearsal_hears_every_protocol_of_several():
     made._final_protocol = Probes(protocols={"trains": Component(trains).make(), "few": Component(few).make()})
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
         made.check(method.encoder)
-    words = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
+    overrides = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
     other = ["final_evaluation.datasets.second.channels=3"]
-    transfer = compose(["final_evaluation=transfer", *words, *other]).evaluation.final_protocol
+    transfer = compose(["final_evaluation=transfer", *overrides, *other]).evaluation.final_protocol
     made._final_protocol = Component({**transfer.values, "protocol": trains}).make()
     with pytest.raises(InputError, match="datasets.second.channels=3"):
         made.check(method.encoder)
@@ -202,11 +202,11 @@ def test_the_progress_line():
 
 
 def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
-    words = ["evaluation=none", "final_evaluation=none", "evaluate_every=1"]
+    overrides = ["evaluation=none", "final_evaluation=none", "evaluate_every=1"]
     for slot in ("evaluation", "final_evaluation"):
-        words.append(f"+{slot}.protocols.b={{_target_:{HERE}.Norm}}")
-        words.append(f"+{slot}.protocols.c={{_target_:{HERE}.Plain}}")
-    run([*TINY, *words, f"output_dir={tmp_path}"])
+        overrides.append(f"+{slot}.protocols.b={{_target_:{HERE}.Norm}}")
+        overrides.append(f"+{slot}.protocols.c={{_target_:{HERE}.Plain}}")
+    run([*TINY, *overrides, f"output_dir={tmp_path}"])
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["units"] == {"norm": "cm", "plain": "accuracy"}
     assert set(line["evaluation"]) == {"norm", "norm_std", "plain", "plain_std"}
@@ -224,11 +224,16 @@ def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
 @pytest.mark.heavy
 def test_test_pictures_change_nothing_but_what_is_evaluated(tmp_path):
     """Runs with other test pictures train, calibrate and look at health alike, to the last bit."""
-    words = [*TINY, "calibration=auxiliary", "calibration.share=0.5", "evaluate_every=1", "evaluation.k=5"]
-    words += ["final_evaluation=dec_ssl/linear", "final_evaluation.epochs=2", "device=cpu", "measure_resources=false"]
+    overrides = [*TINY, "calibration=auxiliary", "calibration.share=0.5", "evaluate_every=1", "evaluation.k=5"]
+    overrides += [
+        "final_evaluation=dec_ssl/linear",
+        "final_evaluation.epochs=2",
+        "device=cpu",
+        "measure_resources=false",
+    ]
     folders = [tmp_path / str(number) for number in (20, 60)]
     for folder in folders:
-        run([*words, f"dataset.test_limit={folder.name}", f"output_dir={folder}"])
+        run([*overrides, f"dataset.test_limit={folder.name}", f"output_dir={folder}"])
     first, second = (torch.load(folder / "encoder.pt", weights_only=True)["weights"] for folder in folders)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
     health = [[json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()] for folder in folders]

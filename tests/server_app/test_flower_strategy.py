@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from flwr.serverapp.strategy import Strategy
 
-from fedssl.records import from_record, to_record
+from fedssl.wire.records import from_record, to_record
 from server_app.flower_strategy import FlowerStrategy
 from tests.federation import Federation
 
 
 @pytest.mark.parametrize("name", ["l_dawa", "fedu", "eua", "local_only"])
 def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
-    words = [f"strategy={name}", "method=byol", "num_clients=3", "clients_per_round=2"]
-    ours, theirs = Federation(tmp_path / "a", *words), Federation(tmp_path / "b", *words)
+    overrides = [f"strategy={name}", "method=byol", "num_clients=3", "clients_per_round=2"]
+    ours, theirs = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)
     ours.run(2)
     strategy = FlowerStrategy(theirs.prepared.federation)
     assert isinstance(strategy, Strategy)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from fedssl.records import to_record
+from fedssl.wire.records import to_record
 from server_app.replies import receive
 from server_app.round import Round
 from strategies.state import GLOBAL

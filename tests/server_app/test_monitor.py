@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import load
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
@@ -23,8 +23,8 @@ from tests.federation import Federation
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1"]
 
 
-def monitor(*words):
-    settings = compose([*TINY, *words])
+def monitor(*overrides):
+    settings = compose([*TINY, *overrides])
     method = build(settings.model)
     watch = Monitor(
         method,
@@ -143,8 +143,8 @@ def grey_pictures(folder, number):
 
 
 def own_pictures(folder):
-    words = ["dataset=image_folder", f"dataset.path={folder}", "dataset.size=8", "dataset.channels=1"]
-    return [*words, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid"]
+    overrides = ["dataset=image_folder", f"dataset.path={folder}", "dataset.size=8", "dataset.channels=1"]
+    return [*overrides, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid"]
 
 
 def test_a_model_without_numbers_is_left_out_and_told(caplog):

@@ -72,9 +72,9 @@ def test_what_takes_no_time_is_not_talked_about(caplog):
         ({"there_after": 1000}, r"num_clients=3 but the federation has 0 SuperNodes"),
     ],
 )
-def test_what_is_wrong_with_the_nodes(grid, words, monkeypatch):
+def test_what_is_wrong_with_the_nodes(grid, overrides, monkeypatch):
     monkeypatch.setattr(nodes, "NODE_WAIT", 0.1)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=overrides):
         find_clients(SlowGrid(**grid), 3, timeout=0.2)
 
 

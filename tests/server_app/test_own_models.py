@@ -8,7 +8,7 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.messages import Ask, TrainPlan
+from fedssl.wire.messages import Ask, TrainPlan
 from server_app.own_models import ADAPTED, RECEIVED, USED, own_models, shown
 from server_app.post import Post
 from simulation.cli import run
@@ -60,11 +60,11 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "most_dimensions"),
+    ("overrides", "most_dimensions"),
     [(["strategy=fedbn"], 1), (["strategy=fedema", "method=byol"], 4)],  # what of normalisations is no kernel
 )
-def test_clients_show_what_stays_with_them(tmp_path, words, most_dimensions):
-    federation = Federation(tmp_path, *words, *THREE)
+def test_clients_show_what_stays_with_them(tmp_path, overrides, most_dimensions):
+    federation = Federation(tmp_path, *overrides, *THREE)
     federation.run(2)
     (_, one), (_, other) = (encoders(federation, [client])[client] for client in (0, 1))
     assert max(one[name].ndim for name in one if not np.array_equal(one[name], other[name])) == most_dimensions
@@ -116,9 +116,9 @@ def test_who_was_never_drawn_is_a_newcomer(tmp_path):
 
 
 def test_in_the_run_folder(tmp_path):
-    words = ["num_clients=3", "clients_per_round=2", "newcomers=1", *JUDGED, "rounds=2", "local_epochs=1"]
-    words += ["encoder.width=4", "threads=1", "engine=local", "evaluate_every=0", "partition.alpha=0.5"]
-    run([*words, f"output_dir={tmp_path / 'run'}"])
+    overrides = ["num_clients=3", "clients_per_round=2", "newcomers=1", *JUDGED, "rounds=2", "local_epochs=1"]
+    overrides += ["encoder.width=4", "threads=1", "engine=local", "evaluate_every=0", "partition.alpha=0.5"]
+    run([*overrides, f"output_dir={tmp_path / 'run'}"])
     found = json.loads((tmp_path / "run" / "own_models.json").read_text())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert found["means"] == summary["own_models"]
@@ -144,7 +144,7 @@ def test_a_device_shows_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["newcomers=5"], "newcomers=5 of num_clients=5 never train; lower newcomers"),
         (["newcomers=2"], "clients_per_round=5 but newcomers=2 of num_clients=5 never train; set clients_per_round=3"),
@@ -152,6 +152,6 @@ def test_a_device_shows_nothing(tmp_path):
         (["evaluate_clients=true", "dataset.splits.test=null"], "evaluate_clients=true needs labels; the data set has"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(tmp_path, words, sentence):
+def test_what_cannot_be_is_one_sentence(tmp_path, overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        Federation(tmp_path, *words)
+        Federation(tmp_path, *overrides)

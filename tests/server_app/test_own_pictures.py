@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets import base, cache
 from fedssl.errors import InputError
 from fedssl.evaluation.subject import lacking
@@ -58,14 +58,19 @@ def test_pictures_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 
-@pytest.mark.parametrize("words", [(), ("calibration=auxiliary", "calibration.share=0.3")])
-def test_a_run_on_a_file_of_decoded_pictures_has_the_same_bits(classes, tmp_path, monkeypatch, words):
+@pytest.mark.parametrize("overrides", [(), ("calibration=auxiliary", "calibration.share=0.3")])
+def test_a_run_on_a_file_of_decoded_pictures_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
     monkeypatch.setattr(cache, "WORTH", 0)
     found = {}
     for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
         base._read.cache_clear()
         federation = Federation(
-            tmp_path / name, *SMALL, *words, f"dataset.path={classes}", f"dataset.cache={place}", f"run_id={name[:3]}"
+            tmp_path / name,
+            *SMALL,
+            *overrides,
+            f"dataset.path={classes}",
+            f"dataset.cache={place}",
+            f"run_id={name[:3]}",
         )
         found[name] = federation.run(2)
     assert len(list((tmp_path / "cache").glob("*/pixels"))) == 2  # of the clients, and of the test
@@ -74,8 +79,8 @@ def test_a_run_on_a_file_of_decoded_pictures_has_the_same_bits(classes, tmp_path
 
 
 def test_where_decoded_pictures_are_kept_may_change_when_a_run_goes_on(flat, tmp_path):
-    words = [*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"]
-    run(words)
+    overrides = [*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"]
+    run(overrides)
     run([f"resume={tmp_path / 'run'}", "rounds=2", "dataset.cache=null"])
     run([f"resume={tmp_path / 'run'}", "rounds=3", f"dataset.cache={tmp_path}"])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 3
@@ -93,7 +98,7 @@ def test_pictures_with_labels_are_divided_as_ever(classes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["encoder.channels=1"], "encoder.channels=1 but the pictures have 3 channels; leave encoder.channels"),
         (
@@ -103,16 +108,16 @@ def test_pictures_with_labels_are_divided_as_ever(classes, tmp_path):
         (["dataset.channels=1"], "dataset.mean has 3 and dataset.std 3 values but dataset.channels=1"),
     ],
 )
-def test_an_encoder_that_does_not_fit_the_pictures_is_refused(classes, tmp_path, words, message):
+def test_an_encoder_that_does_not_fit_the_pictures_is_refused(classes, tmp_path, overrides, message):
     with pytest.raises(InputError, match=message):
-        run([*SMALL, f"dataset.path={classes}", *words, f"output_dir={tmp_path}"])
+        run([*SMALL, f"dataset.path={classes}", *overrides, f"output_dir={tmp_path}"])
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     own = ["dataset=image_folder", f"dataset.path={classes}"]
     assert lacking(compose(own).data) is None
-    for words, message in (
+    for overrides, message in (
         (
             [*own, "dataset.test_fraction=0"],
             "the data set has no labelled test pictures (dataset.splits.test=test names no pictures); give "
@@ -130,7 +135,7 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
             "dataset.splits.train=NAME of a split that has them",
         ),
     ):
-        assert lacking(compose(words).data) == message
+        assert lacking(compose(overrides).data) == message
 
 
 # --- clients and batches that are too small ---

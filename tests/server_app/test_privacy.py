@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 
+from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.layers import GlobalLayers
-from fedssl.update_settings import PrivacySettings
 from server_app.privacy import Privacy, _delta, epsilon
 from simulation.cli import run
 from strategies.l_dawa import LDAWA
@@ -104,9 +104,9 @@ def test_delta_is_the_largest_advantage_of_who_looks(epsilon_, mu):
 
 
 def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
-    words = [*PRIVATE, *SMALL, "privacy.noise_multiplier=0.8", "final_evaluation=none", "evaluate_every=0"]
+    overrides = [*PRIVATE, *SMALL, "privacy.noise_multiplier=0.8", "final_evaluation=none", "evaluate_every=0"]
     for name in ("a", "b"):
-        run([*words, f"output_dir={tmp_path / name}"])
+        run([*overrides, f"output_dir={tmp_path / name}"])
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["privacy"] == {"epsilon": pytest.approx(epsilon(2, 0.8, 1e-5)), "delta": 1e-5}
     lines = [
@@ -132,7 +132,7 @@ def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("overrides", "reason"),
     [
         (["encoder.norm=batch"], "privacy=central leaves running statistics out, which the encoder needs"),
         (["strategy=l_dawa"], "privacy=central needs a rule that adds the clients up, each with the same weight"),
@@ -148,10 +148,10 @@ def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path):
         (["privacy.delta=2"], "privacy.delta=2 must be a number above 0 and below 1"),
     ],
 )
-def test_what_it_cannot_cover_is_refused(tmp_path, words, reason):
-    usual = PRIVATE if "strategy" not in words[0] else [PRIVATE[0], PRIVATE[3]]
+def test_what_it_cannot_cover_is_refused(tmp_path, overrides, reason):
+    usual = PRIVATE if "strategy" not in overrides[0] else [PRIVATE[0], PRIVATE[3]]
     with pytest.raises(InputError, match=reason):
-        Federation(tmp_path, *SMALL, *usual, *words).run(1)
+        Federation(tmp_path, *SMALL, *usual, *overrides).run(1)
 
 
 def test_l_dawa_scaled_by_the_clients_is_such_a_sum():

@@ -9,8 +9,8 @@ from flwr.clientapp import ClientApp
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.layers import GlobalLayers
-from fedssl.messages import ClientUpdate, TrainPlan
-from fedssl.records import content_bytes
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.records import content_bytes
 from server_app.federation import sample_clients
 from server_app.replies import receive
 from server_app.round import Round

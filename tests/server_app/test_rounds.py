@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError, RunFailed
 from server_app import app, rounds
 from server_app.checkpoint import latest_checkpoint
@@ -74,7 +74,7 @@ def contents(folder):
 
 # A schedule of stages changes what of the encoder runs from round to round.
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         [],
         ["evaluation=probes", "method=byol", "strategy=fedu"],
@@ -83,12 +83,12 @@ def contents(folder):
     ],
     ids=["knn", "probes", "clusters", "stages"],
 )
-def test_the_numbers_are_those_of_one_thing_after_the_other(tmp_path, cores, threads, words):
-    run([*TINY, *words, f"output_dir={tmp_path / 'one'}"])
+def test_the_numbers_are_those_of_one_thing_after_the_other(tmp_path, cores, threads, overrides):
+    run([*TINY, *overrides, f"output_dir={tmp_path / 'one'}"])
     assert set(threads) == {"evaluation"}
     threads.clear()
     cores(1)
-    run([*TINY, *words, f"output_dir={tmp_path / 'two'}"])
+    run([*TINY, *overrides, f"output_dir={tmp_path / 'two'}"])
     assert set(threads) == {"MainThread"}
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
@@ -109,15 +109,15 @@ def test_a_round_is_evaluated_with_the_stages_that_ran_in_it(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["stop_when.metric=knn", "stop_when.patience=5"],  # decides whether there is a next round
         ["evaluation=fedu/linear", "evaluation.epochs=1"],  # trains a classifier with torch's own chance
         ["calibration=auxiliary"],  # the server trains
     ],
 )
-def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, words):
-    run([*TINY, "rounds=2", *words, f"output_dir={tmp_path / 'run'}"])
+def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, overrides):
+    run([*TINY, "rounds=2", *overrides, f"output_dir={tmp_path / 'run'}"])
     assert set(threads) == {"MainThread"}
 
 
@@ -129,8 +129,8 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
     found = []
     monkeypatch.setattr(rounds, "available_cores", lambda: there)
     monkeypatch.setattr(app, "may_overlap", lambda *given: found.append(may_overlap(*given)) or False)
-    words = [*TINY, "rounds=1", "evaluate_every=0", f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
-    run_local(words, num_clients=3, machine=compose(words).machine)
+    overrides = [*TINY, "rounds=1", "evaluate_every=0", f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
+    run_local(overrides, num_clients=3, machine=compose(overrides).machine)
     assert found == [overlaps]
 
 
@@ -177,8 +177,8 @@ def test_the_next_round_runs_meanwhile(tmp_path, monkeypatch, cores):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RunFailed("too few"), InputError("cannot be")])
 def test_what_ends_the_next_round_leaves_the_one_that_is_evaluated(tmp_path, monkeypatch, cores, error):
     """The third round fails while the second is evaluated, whose checkpoint is not even due."""
-    words = [*TINY, "checkpoint_every=3"]
-    run([*words, f"output_dir={tmp_path / 'all'}"])
+    overrides = [*TINY, "checkpoint_every=3"]
+    run([*overrides, f"output_dir={tmp_path / 'all'}"])
     with monkeypatch.context() as patch:
         held = Held(patch)
 
@@ -189,7 +189,7 @@ def test_what_ends_the_next_round_leaves_the_one_that_is_evaluated(tmp_path, mon
 
         held.next = fails
         with pytest.raises(error if isinstance(error, type) else type(error)):
-            run([*words, f"output_dir={tmp_path / 'run'}"])
+            run([*overrides, f"output_dir={tmp_path / 'run'}"])
         assert held.evaluated == 2
     rounds_done, _, lines = contents(tmp_path / "run")
     assert (rounds_done, [line["round"] for line in lines]) == (2, [1, 2])

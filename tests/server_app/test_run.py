@@ -35,9 +35,9 @@ def same(one, other):
     return list(one) == list(other) and all((one[name] == other[name]).all() for name in one)
 
 
-def fedssl(*words, **kwargs):
+def fedssl(*overrides, **kwargs):
     return subprocess.run(
-        [sys.executable, "-c", "from simulation.cli import main; main()", *words],
+        [sys.executable, "-c", "from simulation.cli import main; main()", *overrides],
         capture_output=True,
         text=True,
         **kwargs,
@@ -179,9 +179,9 @@ class TestResume:
     def test_kill_at_any_moment(self, whole, tmp_path):
         folder = tmp_path / "run"
         for moment in (0.0, 0.8):
-            words = [f"resume={folder}"] if (folder / "config.yaml").exists() else [*BYOL, f"output_dir={folder}"]
+            overrides = [f"resume={folder}"] if (folder / "config.yaml").exists() else [*BYOL, f"output_dir={folder}"]
             process = subprocess.Popen(
-                [sys.executable, "-c", "from simulation.cli import main; main()", *words],
+                [sys.executable, "-c", "from simulation.cli import main; main()", *overrides],
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -241,15 +241,15 @@ def test_ctrl_c_is_noted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [["partition.alpha=0"], ["num_clients=31"], ["dataset.limit=many"], ["method=orchestra", "secure=secagg_plus"]],
 )
-def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, words, monkeypatch):
+def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, overrides, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     for given in ([], ["output_dir=new"], ["output_dir=mine"]):
         with pytest.raises(InputError):
-            run([*QUICK, "engine=local", *words, *given])
+            run([*QUICK, "engine=local", *overrides, *given])
     assert {folder.name for folder in tmp_path.iterdir()} - {"runs"} == {"mine"}  # what was there stays
     assert list(tmp_path.glob("runs/*")) == []
 
@@ -302,7 +302,7 @@ def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["rounds"], "rounds is not of the form key=value; write e.g. rounds=5"),
         (["optimizer.lr=-1"], "learning rate"),
@@ -314,10 +314,10 @@ def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path):
         (["method.temperature=0"], "temperature"),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path, words, sentence, monkeypatch, capsys):
-    if words == ["device=cuda"] and torch.cuda.is_available():
+def test_bad_input_is_one_sentence(tmp_path, overrides, sentence, monkeypatch, capsys):
+    if overrides == ["device=cuda"] and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr(sys, "argv", ["fedssl", *TINY, *words, f"output_dir={tmp_path / 'run'}"])
+    monkeypatch.setattr(sys, "argv", ["fedssl", *TINY, *overrides, f"output_dir={tmp_path / 'run'}"])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr().err
@@ -369,10 +369,10 @@ class TestSweep:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["rounds=6"], pytest.param([], marks=pytest.mark.heavy)])
-def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path, words):
+@pytest.mark.parametrize("overrides", [["rounds=6"], pytest.param([], marks=pytest.mark.heavy)])
+def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path, overrides):
     """Two labels per class: 82.2 and 83.1% after 6 rounds, seeds 0 and 1, beside 75.9 and 76.9 of pixels."""
-    finished = fedssl(*words, f"output_dir={tmp_path / 'run'}")
+    finished = fedssl(*overrides, f"output_dir={tmp_path / 'run'}")
     assert finished.returncode == 0, finished.stderr
     final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
     # The 10 draws of two labels per class have a standard deviation of about 3 points, so 1 of their mean; the draws

@@ -8,9 +8,9 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from client_app import secure as client_side
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError, Refused, RunFailed
-from fedssl.messages import TrainPlan
+from fedssl.wire.messages import TrainPlan
 from server_app.attempts import run_round
 from server_app.post import Post
 from server_app.prepare import prepare
@@ -45,9 +45,9 @@ def test_the_sum_is_that_of_the_plain_round_within_the_step_of_the_integers(tmp_
 
 
 def test_l_dawa_with_the_cosines_taken_by_the_clients(tmp_path):
-    words = ["strategy=l_dawa", "strategy.scale_at=client"]
-    plain = Federation(tmp_path / "a", *SMALL, *words).run(1)
-    within(Federation(tmp_path / "b", *SMALL, *words, "secure=secagg_plus").run(1), plain, 2 * 8 / 2**22)
+    overrides = ["strategy=l_dawa", "strategy.scale_at=client"]
+    plain = Federation(tmp_path / "a", *SMALL, *overrides).run(1)
+    within(Federation(tmp_path / "b", *SMALL, *overrides, "secure=secagg_plus").run(1), plain, 2 * 8 / 2**22)
 
 
 class Watched(Post):
@@ -130,7 +130,7 @@ def test_a_whole_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("overrides", "reason"),
     [
         (["strategy=l_dawa"], "secure=secagg_plus needs a rule that adds the clients up"),
         (["strategy=fedavg"], "secure=secagg_plus needs a rule that adds the clients up"),
@@ -141,10 +141,10 @@ def test_a_whole_run(tmp_path):
         (["clients_per_round=2"], "2 clients are there, and secure aggregation needs 3"),
     ],
 )
-def test_what_needs_single_updates_is_refused(tmp_path, words, reason):
-    usual = SECURE if "strategy" not in words[0] else SECURE[:1]
+def test_what_needs_single_updates_is_refused(tmp_path, overrides, reason):
+    usual = SECURE if "strategy" not in overrides[0] else SECURE[:1]
     with pytest.raises((InputError, RunFailed), match=reason):
-        Federation(tmp_path, *SMALL, *usual, *words).run(1)
+        Federation(tmp_path, *SMALL, *usual, *overrides).run(1)
 
 
 # --- a device obeys nobody ---
@@ -219,10 +219,16 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
         )
         for number in range(3)
     ]
-    words = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]"]
-    words += ["encoder.width=4", "local_epochs=1", "rounds=1", "num_clients=3", "threads=1", *SECURE]
+    overrides = [
+        "dataset=image_folder",
+        "dataset.size=8",
+        "dataset.channels=1",
+        "dataset.mean=[0.5]",
+        "dataset.std=[0.5]",
+    ]
+    overrides += ["encoder.width=4", "local_epochs=1", "rounds=1", "num_clients=3", "threads=1", *SECURE]
     grid = Devices(*contexts)
-    prepared = prepare(grid, compose([*words, f"output_dir={tmp_path / 'run'}"]))
+    prepared = prepare(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
     _, report = run_round(Post(grid), lambda: prepared.federation, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]
 

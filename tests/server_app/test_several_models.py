@@ -9,8 +9,8 @@ import pytest
 
 from client_app.state import read_state
 from fedssl.export import load_encoder
-from fedssl.messages import ClientUpdate, TrainPlan
-from fedssl.records import from_record
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.records import from_record
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.post import Post
@@ -49,9 +49,9 @@ def test_such_an_algorithm_takes_no_more_than_thirty_lines(parts):
 # --- groups ---
 
 
-def separately(folder, group, *, rounds, words):
+def separately(folder, group, *, rounds, overrides):
     """Federated averaging in which nobody but the group takes part; the report and the model of every round."""
-    federation = Federation(folder, "strategy=fedavg", *words)
+    federation = Federation(folder, "strategy=fedavg", *overrides)
     for _ in range(rounds):
         one = Round(federation.prepared.federation, federation.state)
         wanted = {federation.prepared.federation.nodes[client] for client in group}
@@ -60,12 +60,12 @@ def separately(folder, group, *, rounds, words):
         yield report, federation.state.models[GLOBAL].layers
 
 
-@pytest.mark.parametrize("words", [["method=byol"], ["server_optimizer=fedadam"]])
-def test_two_groups_are_two_separate_federations(tmp_path, words):
-    words = [*FOUR, *words]
-    federation = Federation(tmp_path / "both", *TWO_GROUPS, *words)
-    even = separately(tmp_path / "even", (0, 2), rounds=3, words=words)
-    odd = separately(tmp_path / "odd", (1, 3), rounds=3, words=words)
+@pytest.mark.parametrize("overrides", [["method=byol"], ["server_optimizer=fedadam"]])
+def test_two_groups_are_two_separate_federations(tmp_path, overrides):
+    overrides = [*FOUR, *overrides]
+    federation = Federation(tmp_path / "both", *TWO_GROUPS, *overrides)
+    even = separately(tmp_path / "even", (0, 2), rounds=3, overrides=overrides)
+    odd = separately(tmp_path / "odd", (1, 3), rounds=3, overrides=overrides)
     for expected in zip(even, odd, strict=True):
         federation.run(1)
         assert federation.state.names() == ["odd", "even"]  # the shorter name first
@@ -165,8 +165,8 @@ def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
 def test_a_model_that_nobody_drew_is_seen_in_the_phase_of_the_others(tmp_path):
     """It is evaluated and exported with the stages that run, which so begin as the stage before, not at random."""
     vit = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
-    words = ["strategy=local_only", *vit, "schedule=layer_wise", "rounds=6", "num_clients=4", "clients_per_round=2"]
-    federation = Federation(tmp_path, *words)
+    overrides = ["strategy=local_only", *vit, "schedule=layer_wise", "rounds=6", "num_clients=4", "clients_per_round=2"]
+    federation = Federation(tmp_path, *overrides)
     federation.run(4)  # the second phase begins with round 4
     behind = [name for name, model in federation.state.models.items() if model.phase == 1]
     assert behind
@@ -230,9 +230,9 @@ def whole(request, tmp_path_factory):
         "groups": (TWO_GROUPS, ["odd", "even"]),
         "ring": ([*RING, "+strategy.clients=3"], ["0", "1", "2"]),
     }[request.param]
-    words = [*QUICK, *plugged, "method=byol", "evaluate_every=2", "final_evaluation=knn", "partition=iid"]
-    run([*words, "rounds=4", f"output_dir={folder}"])
-    return folder, words, names
+    overrides = [*QUICK, *plugged, "method=byol", "evaluate_every=2", "final_evaluation=knn", "partition=iid"]
+    run([*overrides, "rounds=4", f"output_dir={folder}"])
+    return folder, overrides, names
 
 
 def test_the_files_of_a_run_are_by_model(whole):
@@ -272,9 +272,9 @@ def test_rows_are_by_model(whole):
 
 
 def test_a_resumed_run_has_the_same_bits(whole, tmp_path):
-    folder, words, names = whole
-    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
-    code = [word for word in words if "_target_" in word]  # a run folder names none
+    folder, overrides, names = whole
+    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    code = [word for word in overrides if "_target_" in word]  # a run folder names none
     run([f"resume={tmp_path / 'parts'}", "rounds=4", *code])
     one, other = (latest_checkpoint(place / "checkpoints") for place in (folder, tmp_path / "parts"))
     assert (one.round, one.took_part) == (other.round, other.took_part)

@@ -69,7 +69,7 @@ def test_the_rule_may_come_with_the_resumption(folders):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["evaluation=linear"], "stop_when.metric=knn is no result of evaluation, which gives linear; choose"),
         (["evaluation=none"], "which gives none; choose another evaluation"),
@@ -82,7 +82,7 @@ def test_the_rule_may_come_with_the_resumption(folders):
         (["dataset.splits.test=null"], "stop_when.metric=knn needs evaluations; the data set has no labelled test"),
     ],
 )
-def test_what_no_round_will_have_is_refused_before_the_first(tmp_path, words, sentence):
+def test_what_no_round_will_have_is_refused_before_the_first(tmp_path, overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        run([*WORDS, *STOP, *words, f"output_dir={tmp_path / 'run'}"])
+        run([*WORDS, *STOP, *overrides, f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

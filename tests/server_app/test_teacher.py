@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.methods.build import build
@@ -17,15 +17,15 @@ from tests.federation import Federation
 WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]
 
 
-def save(folder, *words):
-    settings = compose(["encoder.width=4", "seed=3", *words])
+def save(folder, *overrides):
+    settings = compose(["encoder.width=4", "seed=3", *overrides])
     file, encoder, data = folder / "encoder.pt", build(settings.model).encoder, settings.data
     save_encoder(file, encoder, settings=settings.model.encoder.values, mean=data.mean, std=data.std, metadata={})
     return file, encoder
 
 
-def give(*words):
-    settings = compose([*WORDS, *words])
+def give(*overrides):
+    settings = compose([*WORDS, *overrides])
     method = build(settings.model)
     make_lr_schedule(settings, method)
     give_teacher(method, settings.teacher, data=settings.data)
@@ -57,7 +57,7 @@ def test_other_pictures_are_told(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         ([], "teacher=null but FedCA is aligned with a teacher; give teacher=FILE"),
         (["teacher=/nowhere/encoder.pt"], "/nowhere/encoder.pt does not exist"),
@@ -68,10 +68,10 @@ def test_other_pictures_are_told(tmp_path, caplog):
         (["teacher={file}", "schedule=layer_wise", "rounds=5"], "a teacher knows what the whole encoder makes"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, words, sentence):
+def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
     file, _ = save(tmp_path)
     with pytest.raises(InputError, match=sentence):
-        give(*(word.format(file=file) for word in words))
+        give(*(word.format(file=file) for word in overrides))
 
 
 def test_another_method_takes_no_teacher(tmp_path):
@@ -88,15 +88,15 @@ def test_a_file_that_is_no_encoder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["privacy=central", "encoder.norm=group"], ["secure=secagg_plus"]], ids=lambda words: words[0]
+    "overrides", [["privacy=central", "encoder.norm=group"], ["secure=secagg_plus"]], ids=lambda overrides: overrides[0]
 )
-def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, words):
-    words = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *words]
-    federation = Federation(tmp_path, *words)
+def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, overrides):
+    overrides = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *overrides]
+    federation = Federation(tmp_path, *overrides)
     with pytest.raises(InputError, match="does not cover what FedCA gathers"):
         Round(federation.prepared.federation, federation.state)
-    norm = [word for word in words if word.startswith("encoder.norm")]
+    norm = [word for word in overrides if word.startswith("encoder.norm")]
     file, _ = save(tmp_path, *norm)
-    words += ["method.dictionary_size=0", "method.alignment_weight=0.1", f"teacher={file}"]
-    federation = Federation(tmp_path, *words)
+    overrides += ["method.dictionary_size=0", "method.alignment_weight=0.1", f"teacher={file}"]
+    federation = Federation(tmp_path, *overrides)
     Round(federation.prepared.federation, federation.state)

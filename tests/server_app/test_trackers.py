@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.files import refuse_links
 from server_app.trackers.base import Told, flat, numbers_of
@@ -35,9 +35,9 @@ def test_names():
 def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
     """A run that is stopped after two rounds, resumed after the first, and ended after the third; returns its id."""
     folder.mkdir(exist_ok=True)
-    words = [f"tracker={name}", f"output_dir={folder}", "run_id=r12"]
+    overrides = [f"tracker={name}", f"output_dir={folder}", "run_id=r12"]
     for done, rounds, more in ((0, (1, 2), []), (1, (2, 3), ["rounds=40"])):
-        settings = compose([*words, *more]).recording
+        settings = compose([*overrides, *more]).recording
         tracking = Tracking(settings)
         tracking.begin(settings, done=done)
         for round in rounds:
@@ -131,15 +131,15 @@ def test_a_missing_package_is_one_sentence_before_any_work(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["tracker.name=tensorboard"], "tracker.name is gone: choose a file of conf/tracker"),
         (["tracker=wandb", "tracker.mode=disabled"], "choose one of offline, online"),
     ],
 )
-def test_what_is_refused(words, sentence):
+def test_what_is_refused(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        Tracking(compose(words).recording)
+        Tracking(compose(overrides).recording)
 
 
 class Broken:
@@ -156,9 +156,9 @@ class Broken:
 
 
 def test_a_tracker_that_fails_is_told_once_and_ends_no_run(tmp_path):
-    words = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
-    words += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
-    run([*words, f"tracker._target_={__name__}.Broken", f"output_dir={tmp_path}"])
+    overrides = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
+    overrides += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
+    run([*overrides, f"tracker._target_={__name__}.Broken", f"output_dir={tmp_path}"])
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     told = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("the tracker")]
     assert told == [

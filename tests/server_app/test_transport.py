@@ -9,12 +9,12 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, is_weight
-from fedssl.messages import ClientUpdate, TrainPlan
-from fedssl.records import to_message
-from fedssl.transport import TRANSPORTS, pack, unpack
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.records import to_message
+from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from server_app.attempts import run_round
 from server_app.post import Post
 from server_app.prepare import prepare
@@ -49,9 +49,9 @@ OTHERS = {
 }
 
 
-def rounds(grid_class, folder, *words, number=3):
+def rounds(grid_class, folder, *overrides, number=3):
     """The grid, the state and the reports after so many rounds."""
-    settings = compose([*SMALL, f"output_dir={folder}", f"rounds={number}", *words])
+    settings = compose([*SMALL, f"output_dir={folder}", f"rounds={number}", *overrides])
     grid = grid_class(client_app, num_clients=settings.num_clients)
     federation, state, reports = prepare(grid, settings).federation, ServerState(), []
     for _ in range(number):
@@ -66,16 +66,16 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [*EVERY.values(), *(pytest.param(words, marks=pytest.mark.heavy) for words in OTHERS.values())],
+    "overrides",
+    [*EVERY.values(), *(pytest.param(overrides, marks=pytest.mark.heavy) for overrides in OTHERS.values())],
     ids=[*EVERY, *OTHERS],
 )
 @pytest.mark.parametrize("transport", ["int8", pytest.param("fp32", marks=pytest.mark.heavy)])
-def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(words, transport, tmp_path):
-    number = 4 if "schedule=layer_wise" in words else 3
-    words = [*words, f"transport={transport}"]
-    _, here, reports = rounds(LocalGrid, tmp_path / "a", *words, number=number)
-    grid, there, others = rounds(NetworkGrid, tmp_path / "b", *words, number=number)
+def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(overrides, transport, tmp_path):
+    number = 4 if "schedule=layer_wise" in overrides else 3
+    overrides = [*overrides, f"transport={transport}"]
+    _, here, reports = rounds(LocalGrid, tmp_path / "a", *overrides, number=number)
+    grid, there, others = rounds(NetworkGrid, tmp_path / "b", *overrides, number=number)
     assert here.models.keys() == there.models.keys()
     for name, model in here.models.items():
         assert same(model.layers, there.models[name].layers)
@@ -84,7 +84,7 @@ def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(words, transpo
     for row, other, sent, received in zip(rows, other_rows, grid.sent, grid.received, strict=True):
         assert (row.bytes_up, row.bytes_down) == (other.bytes_up, other.bytes_down)
         assert row.cosine == other.cosine
-        several = "strategy.pictures=16" in words  # Flower sends equal things once: models that begin alike, tables
+        several = "strategy.pictures=16" in overrides  # Flower sends equal things once: models that begin alike, tables
         if row.round > 1 or not several:
             assert row.bytes_down == pytest.approx(sent[0], rel=0.02 if several else 0.01)
         assert row.bytes_up == pytest.approx(received[0], rel=0.01)
@@ -135,9 +135,9 @@ def step_federation(tmp_path, transport, change):
         update = ClientUpdate(layers=layers, partition_id=0, num_examples=5)
         return Message(update.to_content(plan), reply_to=message)
 
-    words = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"transport={transport}"]
+    overrides = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"transport={transport}"]
     grid = LocalGrid(app, num_clients=3)
-    return grid, prepare(grid, compose(words)).federation
+    return grid, prepare(grid, compose(overrides)).federation
 
 
 @pytest.mark.parametrize("transport", SHORT)

@@ -10,7 +10,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Error, Message
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.nodes import Clients, Roll
@@ -314,7 +314,7 @@ def test_bytes_that_are_cut_are_no_array():
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("overrides", "reason"),
     [
         (["updates.min_updates=4"], "updates.min_updates=4 but clients_per_round=3"),
         (["updates.extra_clients=2"], "updates.extra_clients=2 but clients_per_round=3 leaves 1 of num_clients=4"),
@@ -323,6 +323,6 @@ def test_bytes_that_are_cut_are_no_array():
         (["updates.repeats=-1"], "updates.repeats=-1 must be a whole number of at least 0"),
     ],
 )
-def test_what_cannot_come_is_not_waited_for(tmp_path, words, reason):
+def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):
     with pytest.raises(InputError, match=reason):
-        Rounds(tmp_path, "num_clients=4", "clients_per_round=3", "dataset.limit=40", *words)
+        Rounds(tmp_path, "num_clients=4", "clients_per_round=3", "dataset.limit=40", *overrides)

@@ -32,9 +32,9 @@ def test_holds_exactly_what_is_needed(bundle):
 
 def test_runs_from_the_bundle_alone(bundle):
     code = """
-import pathlib, client_app.app, server_app.app, fedssl.config, fedssl.fingerprint
-settings = fedssl.config.compose(["strategy=l_dawa", "partition.alpha=0.1"])
-for module in (client_app.app, server_app.app, fedssl.config):
+import pathlib, client_app.app, server_app.app, fedssl.config.load, fedssl.fingerprint
+settings = fedssl.config.load.compose(["strategy=l_dawa", "partition.alpha=0.1"])
+for module in (client_app.app, server_app.app, fedssl.config.load):
     assert pathlib.Path(module.__file__).is_relative_to(pathlib.Path.cwd()), module.__file__
 print(fedssl.fingerprint.code_fingerprint())
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.machine.memory import peak_memory
 from simulation import choice
@@ -63,8 +63,8 @@ def test_no_more_at_a_time_than_memory_has_place_for(monkeypatch, free, expected
 def test_few_steps_are_not_measured(monkeypatch):
     monkeypatch.setattr(choice, "available_cores", lambda: 2)
     monkeypatch.setattr(choice, "seconds_per_step", lambda settings: pytest.fail("measured"))
-    words = [*WORDS, "rounds=1", "threads=1", "device=cpu"]  # 3 clients, 2 epochs of 2 batches
-    assert choose_engine(compose(words)) == Choice("local", 2, "12 training steps")
+    overrides = [*WORDS, "rounds=1", "threads=1", "device=cpu"]  # 3 clients, 2 epochs of 2 batches
+    assert choose_engine(compose(overrides)) == Choice("local", 2, "12 training steps")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in a second way")
@@ -75,7 +75,7 @@ def test_the_memory_of_this_process():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "words", "expected"),
+    ("gpus", "overrides", "expected"),
     [
         (1, [], "local"),
         (2, [], "ray"),
@@ -83,9 +83,9 @@ def test_the_memory_of_this_process():
         (2, ["device=cpu", "threads=99"], "local"),
     ],
 )
-def test_several_gpus_are_used(monkeypatch, gpus, words, expected):
+def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert choose_engine(compose([*WORDS, *words])).engine == expected
+    assert choose_engine(compose([*WORDS, *overrides])).engine == expected
 
 
 def test_a_step_is_measured():
@@ -94,10 +94,10 @@ def test_a_step_is_measured():
 
 
 def test_the_choice_changes_no_number(tmp_path):
-    words = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
-    words += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "method=byol"]
+    overrides = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+    overrides += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "method=byol"]
     for engine in ("auto", "local"):
-        run([*words, f"engine={engine}", f"output_dir={tmp_path / engine}"])
+        run([*overrides, f"engine={engine}", f"output_dir={tmp_path / engine}"])
     auto, local = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("auto", "local"))
     rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
     assert auto | rest == local | rest

@@ -59,9 +59,15 @@ def ask(grid, *, seconds):
 
 @pytest.mark.slow
 def test_a_run_joins_the_cluster_and_leaves_it_as_it_was(cluster, tmp_path):
-    words = ["engine=ray", f"engine.address={cluster.address}", "num_clients=2", "rounds=1", "local_epochs=1"]
-    words += ["dataset.limit=60", "encoder.width=4", "evaluation=none", "final_evaluation=none", "health_pictures=0"]
-    command = [sys.executable, "-c", "from simulation.cli import main; main()", *words, "output_dir=run"]
+    overrides = ["engine=ray", f"engine.address={cluster.address}", "num_clients=2", "rounds=1", "local_epochs=1"]
+    overrides += [
+        "dataset.limit=60",
+        "encoder.width=4",
+        "evaluation=none",
+        "final_evaluation=none",
+        "health_pictures=0",
+    ]
+    command = [sys.executable, "-c", "from simulation.cli import main; main()", *overrides, "output_dir=run"]
     outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert "2 clients at a time, each on 1 of 4 CPUs and 1 of 4 GPUs of 2 hosts" in outcome.stdout
@@ -121,8 +127,8 @@ HERE = Facts(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folder=T
         ({"folder": False}, "host there does not see /shared, .* set output_dir to a folder that all hosts share"),
     ],
 )
-def test_a_host_that_cannot_take_part_is_named(change, words):
-    with pytest.raises(InputError, match=words):
+def test_a_host_that_cannot_take_part_is_named(change, overrides):
+    with pytest.raises(InputError, match=overrides):
         compare("there", replace(HERE, **change), HERE, Path("/shared/run"))
     compare("there", HERE, HERE, Path("/shared/run"))
 
@@ -134,6 +140,6 @@ def test_a_host_that_cannot_take_part_is_named(change, words):
         ("127.0.0.1:1", "engine.address=127.0.0.1:1 leads to no Ray cluster .*refused.* `ray start --head`"),
     ],
 )
-def test_no_cluster_there(address, words):
-    with pytest.raises(InputError, match=words), ray_session(gpus=None, address=address):
+def test_no_cluster_there(address, overrides):
+    with pytest.raises(InputError, match=overrides), ray_session(gpus=None, address=address):
         pass

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from client_app.state import load_state
-from fedssl.config import load_run
+from fedssl.config.load import load_run
 from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedssl.config import compose, save_run
+from fedssl.config.load import compose, save_run
 from fedssl.errors import InputError
 from simulation.cli import run
 from tests.flower import free_port
@@ -18,7 +18,7 @@ def test_the_engine_brings_what_devices_need_and_words_win():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["engine.address=here"], "engine.address=here is no address of a SuperLink; set it to HOST:PORT"),
         (["engine.address=fed.example.org:443"], "is another machine, and without TLS anybody between could run code"),
@@ -27,10 +27,10 @@ def test_the_engine_brings_what_devices_need_and_words_win():
         (["method=nothing"], "method=nothing does not exist"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_submitted(words, sentence, tmp_path):
+def test_what_is_wrong_is_said_before_anything_is_submitted(overrides, sentence, tmp_path):
     (tmp_path / "file").write_text("no certificate")
     with pytest.raises(InputError, match=sentence):
-        run(["engine=deployment", *(word.format(file=tmp_path / "file") for word in words)])
+        run(["engine=deployment", *(word.format(file=tmp_path / "file") for word in overrides)])
 
 
 def test_a_superlink_that_is_not_there_is_named():

@@ -21,7 +21,7 @@ def lines(file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "beside"),
+    ("overrides", "beside"),
     [
         (STAGES, nullcontext),
         *(
@@ -30,10 +30,10 @@ def lines(file):
         ),
     ],
 )
-def test_local_and_ray_agree_to_the_last_bit(tmp_path, words, beside):
-    run([*WORDS, *words, "engine=local", f"output_dir={tmp_path / 'local'}"])
+def test_local_and_ray_agree_to_the_last_bit(tmp_path, overrides, beside):
+    run([*WORDS, *overrides, "engine=local", f"output_dir={tmp_path / 'local'}"])
     with beside():
-        run([*WORDS, *words, "engine=ray", f"output_dir={tmp_path / 'ray'}"])
+        run([*WORDS, *overrides, "engine=ray", f"output_dir={tmp_path / 'ray'}"])
     local, ray = (latest_checkpoint(tmp_path / engine / "checkpoints") for engine in ("local", "ray"))
     assert local.models.keys() == ray.models.keys()
     assert local.memory == ray.memory
@@ -48,7 +48,7 @@ def test_local_and_ray_agree_to_the_last_bit(tmp_path, words, beside):
             assert one | rest == other | rest
     finals = [json.loads((tmp_path / engine / "summary.json").read_text())["final"] for engine in ("local", "ray")]
     assert finals[0] == finals[1]
-    if "evaluate_clients=true" in words:
+    if "evaluate_clients=true" in overrides:
         own = [json.loads((tmp_path / engine / "own_models.json").read_text()) for engine in ("local", "ray")]
         assert own[0] == own[1]
     assert (tmp_path / "local" / "partition.csv").read_text() == (tmp_path / "ray" / "partition.csv").read_text()

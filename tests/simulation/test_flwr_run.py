@@ -26,8 +26,8 @@ def test_without_options_the_federation_says_how_many_clients_there_are(tmp_path
     assert "num_clients=2, as many as the federation has nodes" in outcome.log
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["rounds"]) == ("finished", 1)
-    words = (tmp_path / "run" / "overrides.yaml").read_text().splitlines()
-    assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(words)
+    overrides = (tmp_path / "run" / "overrides.yaml").read_text().splitlines()
+    assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(overrides)
     clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]
 
@@ -38,10 +38,10 @@ def test_supernodes_train_on_their_own_pictures(tmp_path):
     for seed, name in enumerate(("garden", "roof")):
         folder = pictures(tmp_path / name, 12, seed=seed)
         nodes.append(f'data-path="{folder}" client-name="{name}" state-path="{tmp_path}/states"')
-    words = "num_clients=2 dataset.size=8 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5]"
-    words += " encoder.width=4 method=byol"
+    overrides = "num_clients=2 dataset.size=8 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5]"
+    overrides += " encoder.width=4 method=byol"
     flat = f"dataset='image_folder' num-server-rounds=2 local-epochs=1 output-dir='{tmp_path}/run'"
-    outcome = flwr_run(REPOSITORY, "--run-config", f'{flat} overrides="{words}"', devices=nodes)
+    outcome = flwr_run(REPOSITORY, "--run-config", f'{flat} overrides="{overrides}"', devices=nodes)
     assert outcome.status == "finished:completed", outcome.log
     assert "devices: 0 garden, 1 roof" in outcome.log
     clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()

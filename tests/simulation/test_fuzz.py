@@ -16,7 +16,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from client_app.state import read_state, save_state
-from fedssl.config import load_run
+from fedssl.config.load import load_run
 from fedssl.errors import InputError, RunFailed
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
@@ -134,7 +134,7 @@ def wrong_setting(run, sentinel, draw):
 
 
 def wrong_word(run, sentinel, draw):
-    words = yaml.safe_load((run / "overrides.yaml").read_text())
+    overrides = yaml.safe_load((run / "overrides.yaml").read_text())
     new = ["hydra.searchpath=[file:///tmp]", "++dataset._target_=fuzzed.make", "+method.x={_target_:fuzzed.make}"]
     new += ["seed=${oc.env:SECRET}", "augmentation='${oc.env:SECRET}'", f"dataset.cache={sentinel}", "run_id=../x"]
     new += [
@@ -161,12 +161,12 @@ def wrong_word(run, sentinel, draw):
         "~encoder",
         "a=b",
     ]
-    new += [f"{word.partition('=')[0]}={draw.choice(VALUES)}" for word in words]
+    new += [f"{word.partition('=')[0]}={draw.choice(VALUES)}" for word in overrides]
     if draw.random() < 0.5:
-        words.append(draw.choice(new))
+        overrides.append(draw.choice(new))
     else:
-        words[draw.randrange(len(words))] = draw.choice(new)
-    (run / "overrides.yaml").write_text(yaml.safe_dump(words))
+        overrides[draw.randrange(len(overrides))] = draw.choice(new)
+    (run / "overrides.yaml").write_text(yaml.safe_dump(overrides))
 
 
 def wrong_line(run, sentinel, draw):

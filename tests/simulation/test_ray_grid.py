@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import RunFailed
 from fedssl.machine.threads import available_cores
-from fedssl.records import from_record, to_record
+from fedssl.wire.records import from_record, to_record
 from server_app.replies import receive
 from simulation.processes import belonging, private_place
 from simulation.ray_grid import NO_MEMORY, RayGrid
@@ -267,9 +267,9 @@ def own_temporary_folder():
         yield Path(folder)
 
 
-def start(folder, *words):
+def start(folder, *overrides):
     """The command line in a session of its own; its places are made in ``folder``."""
-    command = [sys.executable, "-c", "from simulation.cli import main; main()", *TINY, *words]
+    command = [sys.executable, "-c", "from simulation.cli import main; main()", *TINY, *overrides]
     environment = os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         command,
@@ -283,13 +283,13 @@ def start(folder, *words):
     )
 
 
-def read_until(process, words):
+def read_until(process, overrides):
     said = ""
     for line in process.stdout:
         said += line
-        if words in line:
+        if overrides in line:
             return said
-    pytest.fail(f"{words!r} was not said but:\n{said}")
+    pytest.fail(f"{overrides!r} was not said but:\n{said}")
 
 
 def gone(folder, place):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fedssl.config.settings import EngineSettings, MachineSettings
 from fedssl.errors import InputError
-from fedssl.settings import EngineSettings, MachineSettings
 from simulation.share import Host, Share, allot, share
 
 
@@ -55,8 +55,8 @@ def test_what_a_client_gets(hosts, wishes, expected):
         ({"client_gpus": 3}, "engine.client_gpus=3 but clients can have 2 GPUs; set engine.client_gpus=0"),
     ],
 )
-def test_what_a_machine_has_not_is_refused(wishes, words):
-    with pytest.raises(InputError, match=words):
+def test_what_a_machine_has_not_is_refused(wishes, overrides):
+    with pytest.raises(InputError, match=overrides):
         share([Host(4, 2)], **{"client_cpus": None, "client_gpus": None, "threads": 1, "at_most": 100, **wishes})
 
 

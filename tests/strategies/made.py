@@ -6,7 +6,7 @@ from math import log
 import numpy as np
 import pytest
 
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa
 from strategies.loss import loss_weighted

@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 
 import fedssl.training
 from client_app.state import load_state
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.evaluation.subject import make_subject
 from fedssl.export import load_encoder
-from fedssl.messages import TrainPlan
 from fedssl.model_layers import kept_names
-from fedssl.records import from_record
+from fedssl.wire.messages import TrainPlan
+from fedssl.wire.records import from_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from strategies.local_only import LocalOnly
@@ -32,9 +32,9 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def resolved(*words):
+def resolved(*overrides):
     """All settings by their names in ``conf``."""
-    settings = compose(["run_id=same", *words])
+    settings = compose(["run_id=same", *overrides])
     return OmegaConf.to_container(OmegaConf.create(settings.recording.text), resolve=True)
 
 
@@ -62,13 +62,13 @@ def test_every_picture_is_seen_as_often_as_in_the_federation(tmp_path, monkeypat
 
     monkeypatch.setattr(fedssl.training, "batches", counted)
     clients = ["num_clients=3", "partition=iid"]
-    for name, words in {
+    for name, overrides in {
         "federated": clients,
         "centralised": ["experiment=centralised"],
         "alone": ["experiment=single_client", *clients],
     }.items():
         seen[name] = Counter()
-        run([*QUICK, *words, "measure_resources=false", f"output_dir={tmp_path / name}"])
+        run([*QUICK, *overrides, "measure_resources=false", f"output_dir={tmp_path / name}"])
         assert seen[name] == dict.fromkeys(range(60), 4), name
         assert steps[name] == 24
 
@@ -158,9 +158,9 @@ def layers(state):
 
 
 def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path):
-    words = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
-    run([*words, f"output_dir={tmp_path}"])
-    settings = compose(words)
+    overrides = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
+    run([*overrides, f"output_dir={tmp_path}"])
+    settings = compose(overrides)
     protocol = settings.evaluation.final_protocol.make()
     accuracies = []
     for client in range(3):
@@ -177,9 +177,9 @@ def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path
 
 
 def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
-    words = ["experiment=single_client", *QUICK, "num_clients=4", "clients_per_round=2"]
-    run([*words, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    overrides = ["experiment=single_client", *QUICK, "num_clients=4", "clients_per_round=2"]
+    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
+    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=3"])
     one, other = (layers(latest_checkpoint(tmp_path / name / "checkpoints")) for name in ("whole", "parts"))
     assert list(one) == list(other)
@@ -190,14 +190,14 @@ def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
 
 @pytest.mark.heavy
 def test_the_federation_stands_between_its_bounds(tmp_path):
-    words = ["method=simclr", "rounds=4", "evaluate_every=0"]
+    overrides = ["method=simclr", "rounds=4", "evaluate_every=0"]
     found = {}
     for name, own in {
         "alone": ["experiment=single_client"],
         "federated": ["strategy=fedavg"],
         "central": ["experiment=centralised"],
     }.items():
-        run([*words, *own, f"output_dir={tmp_path / name}"])
+        run([*overrides, *own, f"output_dir={tmp_path / name}"])
         found[name] = json.loads((tmp_path / name / "summary.json").read_text())["final"]["federated"]
     for protocol in ("knn", "linear_2_per_class"):
         assert found["alone"][protocol] + 0.01 < found["federated"][protocol] < found["central"][protocol] - 0.01

@@ -10,9 +10,9 @@ from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
 
 from fedssl.errors import InputError
-from fedssl.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
-from fedssl.records import content_bytes
 from fedssl.schedule.stages import at_stage
+from fedssl.wire.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
+from fedssl.wire.records import content_bytes
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.post import Post
@@ -325,9 +325,9 @@ def test_clusters_begin_with_the_model_that_their_clients_came_from():
 def test_one_model_is_federated_averaging(tmp_path):
     averaged = Federation(tmp_path / "average", *AVERAGE)
     expected = averaged.run(2)
-    for name, words in {"featarc": [*FEATARC, "regularizer=none"], "ifca": IFCA, "sorted": SORTED}.items():
+    for name, overrides in {"featarc": [*FEATARC, "regularizer=none"], "ifca": IFCA, "sorted": SORTED}.items():
         extra = [] if name == "featarc" else ["strategy.weighting=uniform"]
-        federation = Federation(tmp_path / name, *words, "strategy.clusters=1", *extra)
+        federation = Federation(tmp_path / name, *overrides, "strategy.clusters=1", *extra)
         assert same(federation.run(2), expected)
         assert federation.state.memory == {}
         assert federation.plans[0][ARRAYS].keys() == averaged.plans[0][ARRAYS].keys()
@@ -335,11 +335,11 @@ def test_one_model_is_federated_averaging(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "schedule"),
+    ("overrides", "schedule"),
     [(FEATARC, "progressive"), (IFCA, "layer_wise"), ([*FEATARC, "strategy.assign_at=server"], "progressive")],
 )
-def test_clusters_grow_by_stages(tmp_path, words, schedule):
-    federation = Federation(tmp_path, *words, f"schedule={schedule}", "rounds=4", "num_clients=3", "threads=1")
+def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
+    federation = Federation(tmp_path, *overrides, f"schedule={schedule}", "rounds=4", "num_clients=3", "threads=1")
     for round in range(4):
         with at_stage(federation.method, depth=round + 1):  # as the server does
             federation.run(1)
@@ -356,16 +356,16 @@ def test_newcomers_are_not_sorted(tmp_path):
 def test_a_model_for_each_client_is_every_client_alone(tmp_path):
     alone = Federation(tmp_path / "alone", "strategy=local_only", "num_clients=3")
     alone.run(3)
-    words = [*FEATARC, "strategy.clusters=3", "num_clients=3", "regularizer=none"]
+    overrides = [*FEATARC, "strategy.clusters=3", "num_clients=3", "regularizer=none"]
     for place in ("client", "server"):
-        federation = Federation(tmp_path / place, *words, f"strategy.assign_at={place}")
+        federation = Federation(tmp_path / place, *overrides, f"strategy.assign_at={place}")
         federation.run(3)
         for name, one in alone.state.models.items():
             assert same(federation.state.models[name].layers, one.layers)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         FEATARC,
         *(
@@ -374,9 +374,9 @@ def test_a_model_for_each_client_is_every_client_alone(tmp_path):
         ),
     ],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
     quick = ["num_clients=4", "local_epochs=1", "dataset.limit=80", "encoder.width=4", "threads=1", "evaluate_every=0"]
-    quick += ["final_evaluation=none", "method=byol", "measure_resources=false", "engine=local", *words]
+    quick += ["final_evaluation=none", "method=byol", "measure_resources=false", "engine=local", *overrides]
     run([*quick, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
     run([*quick, "rounds=1", f"output_dir={tmp_path / 'cut'}"])
     run([f"resume={tmp_path / 'cut'}", "rounds=3"])
@@ -392,7 +392,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["strategy=featarc", "strategy.clusters=0"], "strategy.clusters=0 must be at least 1"),
         (["strategy=featarc", "strategy.clusters=6"], "strategy.clusters=6 but num_clients=5; give at most one"),
@@ -412,9 +412,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
         (["strategy=featarc", "secure=secagg_plus"], "secure=secagg_plus needs clients that all send and receive"),
     ],
 )
-def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, words, sentence):
+def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, overrides, sentence):
     with pytest.raises(InputError, match=sentence) as caught:
-        Federation(tmp_path, *words).run(1)
+        Federation(tmp_path, *overrides).run(1)
     assert "\n" not in str(caught.value)
 
 

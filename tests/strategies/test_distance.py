@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from client_app.state import read_state
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import groups
 from fedssl.encoders import Encoder, resnet18, vit_tiny
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
@@ -19,7 +20,6 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.model_layers import copied_layers, travelling_layers
 from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import at_stage
-from fedssl.words import groups
 from simulation.cli import run
 from strategies.distance import DISTANCES, compared, divergence, moved
 
@@ -144,8 +144,8 @@ SMALL = {
     ],
 )
 def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
-    words = [f"encoder={encoder}", f"schedule={schedule}", *SMALL.get(encoder, [])]
-    settings = compose([*words, "method.projector.hidden=8"]).model
+    overrides = [f"encoder={encoder}", f"schedule={schedule}", *SMALL.get(encoder, [])]
+    settings = compose([*overrides, "method.projector.hidden=8"]).model
     method = build(settings)
     phases = make_phases(settings.schedule, stages=len(method.encoder.stage_names))
     assert schedule == "end_to_end" or len(phases) > 2
@@ -172,10 +172,16 @@ def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
 
 
 def test_clients_of_a_transformer_see_their_divergence_in_every_stage(tmp_path):
-    words = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "threads=1", "evaluate_every=0"]
-    words += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "strategy=fedu", "method=byol"]
-    words += ["encoder=vit_tiny", *SMALL["vit_tiny"], "schedule=layer_wise", "strategy.predictor_threshold=1.0e-6"]
-    run([*words, f"output_dir={tmp_path / 'run'}", "keep_checkpoints=4"])
+    overrides = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "threads=1", "evaluate_every=0"]
+    overrides += [
+        "final_evaluation=none",
+        "health_pictures=0",
+        "measure_resources=false",
+        "strategy=fedu",
+        "method=byol",
+    ]
+    overrides += ["encoder=vit_tiny", *SMALL["vit_tiny"], "schedule=layer_wise", "strategy.predictor_threshold=1.0e-6"]
+    run([*overrides, f"output_dir={tmp_path / 'run'}", "keep_checkpoints=4"])
     states = [read_state(file) for file in (tmp_path / "run").glob("clients/*/round-*.state")]
     assert len(states) == 6
     assert all(float(state["dapu.distance"]) > 0.001 and not state["dapu.global"] for state in states)

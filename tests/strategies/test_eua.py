@@ -9,7 +9,7 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, is_weight
-from fedssl.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUARule, eua, solve
 from strategies.gram import deviation_gram
 from tests.federation import Federation

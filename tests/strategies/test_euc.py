@@ -14,11 +14,11 @@ from client_app.app import app as client_app
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers
-from fedssl.messages import ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.model_layers import kept_names, travelling_layers
-from fedssl.records import content_bytes
 from fedssl.schedule.phases import end_to_end
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.records import content_bytes
 from server_app import federation as server
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
@@ -423,8 +423,8 @@ def test_clients_start_at_every_process_from_files_alone(tmp_path):
     """The same bits when the model object of the clients is new in every round."""
     from client_app.resident import resident
 
-    words = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
-    usual, forgetful = Federation(tmp_path / "a", *words), Federation(tmp_path / "b", *words)
+    overrides = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
+    usual, forgetful = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)
     for _ in range(5):
         expected = usual.run(1)
         resident.cache_clear()

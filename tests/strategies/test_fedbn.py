@@ -7,8 +7,8 @@ from torch import nn
 
 from client_app.state import load_state
 from fedssl.errors import InputError
-from fedssl.messages import TrainPlan
 from fedssl.methods.base import SSLMethod
+from fedssl.wire.messages import TrainPlan
 from strategies.base import Circumstances
 from strategies.fedbn import FedBN, batch_norm_names
 from tests.federation import Federation

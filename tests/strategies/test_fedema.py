@@ -11,11 +11,11 @@ from client_app.state import load_state, save_state
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.layers import is_weight
-from fedssl.messages import NUM_EXAMPLES, TrainPlan
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_layers import travelling_layers, travelling_names
+from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from strategies.base import Circumstances
@@ -233,8 +233,10 @@ def test_clients_keep_no_more_than_they_need(tmp_path):
 
 
 @pytest.mark.parametrize("at", ["start", "end"])
-@pytest.mark.parametrize("words", [("strategy=fedema", "strategy.tau=1"), ("strategy=fedu", "strategy.update=target")])
-def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, words, at):
+@pytest.mark.parametrize(
+    "overrides", [("strategy=fedema", "strategy.tau=1"), ("strategy=fedu", "strategy.update=target")]
+)
+def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, overrides, at):
     begun = []
 
     def watch(half):
@@ -251,7 +253,7 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, wo
     watch(MixingClient)
     watch(FedUClient)
     staged = ["method=byol", "schedule=layer_wise", "rounds=8", "calibration=auxiliary", f"calibration.at={at}"]
-    federation = Federation(tmp_path, *words, *staged, "num_clients=2", "batch_size=16")
+    federation = Federation(tmp_path, *overrides, *staged, "num_clients=2", "batch_size=16")
     federation.run(8)
     assert len(begun) == 2 * 8
     first = "encoder.blocks.0.0.weight"
@@ -296,14 +298,14 @@ QUICK += ["evaluate_every=0", "final_evaluation=none"]
 
 @pytest.mark.parametrize("method", ["byol", pytest.param("simclr", marks=pytest.mark.heavy)])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method):
-    words = [*QUICK, "strategy=fedema", f"method={method}"]
-    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
-    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    overrides = [*QUICK, "strategy=fedema", f"method={method}"]
+    run([*overrides, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
     whole, parts = (newest(tmp_path / name) for name in ("whole", "parts"))
     assert same(whole, parts)
     # Own weights were mixed in: without them the global model is another one.
-    run([*words, "rounds=4", "strategy.tau=0", f"output_dir={tmp_path / 'plain'}"])
+    run([*overrides, "rounds=4", "strategy.tau=0", f"output_dir={tmp_path / 'plain'}"])
     assert not same(whole, newest(tmp_path / "plain"))
 
 

@@ -11,12 +11,12 @@ from client_app.state import load_state, read_state, save_state
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers
-from fedssl.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_layers import travelling_layers, travelling_names
+from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from strategies.base import Circumstances
@@ -124,8 +124,8 @@ def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
 def test_what_travels_is_said():
     travels = FedU().travels(make_byol())
     assert (travels.down, travels.up) == ("encoder, projector, predictor", "encoder, projector, predictor")
-    words = "predictor (if DAPU says so), target_encoder, target_projector, DAPU's distance and decision"
-    assert travels.stays == words
+    overrides = "predictor (if DAPU says so), target_encoder, target_projector, DAPU's distance and decision"
+    assert travels.stays == overrides
     travels = FedU(aggregate="target", update="both", predictor="global").travels(make_byol())
     assert travels.down == "encoder, projector, predictor"
     assert travels.up == "target_encoder (as encoder), target_projector (as projector), predictor"
@@ -330,9 +330,9 @@ def weights(folder):
     ("method", "threshold"), [("byol", 0.042), pytest.param("simclr", 0.056, marks=pytest.mark.heavy)]
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method, threshold):
-    words = [*QUICK, "strategy=fedu", f"strategy.predictor_threshold={threshold}", f"method={method}"]
-    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
-    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    overrides = [*QUICK, "strategy=fedu", f"strategy.predictor_threshold={threshold}", f"method={method}"]
+    run([*overrides, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     # The thresholds lie between the distances of these runs: both decisions take part.

@@ -145,7 +145,7 @@ def test_a_run_and_its_figure(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["strategy.topology=mesh"], "strategy.topology=mesh is not a choice"),
         (["strategy.topology=random_regular"], "strategy.topology=random_regular needs strategy.degree"),
@@ -158,9 +158,9 @@ def test_a_run_and_its_figure(tmp_path):
         (["secure=secagg_plus"], "secure=secagg_plus needs clients that all send and receive"),
     ],
 )
-def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, words, sentence):
+def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, overrides, sentence):
     with pytest.raises(InputError, match=sentence) as caught:
-        Federation(tmp_path, "strategy=gossip", *words).run(1)
+        Federation(tmp_path, "strategy=gossip", *overrides).run(1)
     assert "\n" not in str(caught.value)
 
 

@@ -9,11 +9,11 @@ import torch
 from client_app.state import load_state
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.messages import NUM_EXAMPLES, TrainPlan
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.model_layers import kept_names, travelling_layers, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
+from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.post import Post
@@ -147,14 +147,14 @@ def personal_layers(folder, client, *, before):
     return personal_of(load_state(folder / "clients" / str(client), before=before))
 
 
-@pytest.mark.parametrize("words", [["method=simclr", "regularizer=prox"], ["method=byol"], ["method=orchestra"]])
-def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(tmp_path, words):
-    if words == ["method=orchestra"]:  # whose centroids are the server's, and so those of all clients: one client
-        words = [*words, "method.local_clusters=3", "method.memory_size=24", "num_clients=1"]
-    words = ["num_clients=2", "optimizer.momentum=0.9", *words]
-    personal = Federation(tmp_path / "personal", *words, "strategy=per_ssl", "strategy.weight=0")
-    alone = Federation(tmp_path / "alone", *words, "strategy=local_only")
-    average = Federation(tmp_path / "average", *words, "strategy=fedavg")
+@pytest.mark.parametrize("overrides", [["method=simclr", "regularizer=prox"], ["method=byol"], ["method=orchestra"]])
+def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(tmp_path, overrides):
+    if overrides == ["method=orchestra"]:  # whose centroids are the server's, and so those of all clients: one client
+        overrides = [*overrides, "method.local_clusters=3", "method.memory_size=24", "num_clients=1"]
+    overrides = ["num_clients=2", "optimizer.momentum=0.9", *overrides]
+    personal = Federation(tmp_path / "personal", *overrides, "strategy=per_ssl", "strategy.weight=0")
+    alone = Federation(tmp_path / "alone", *overrides, "strategy=local_only")
+    average = Federation(tmp_path / "average", *overrides, "strategy=fedavg")
     for federation in (personal, alone, average):
         for _ in range(2):
             post, here = Post(federation.grid), federation.prepared.federation
@@ -173,8 +173,8 @@ def test_the_larger_the_weight_the_nearer_to_the_global_model(tmp_path):
     distances = []
     for weight in (0, 1, 30):
         folder = tmp_path / str(weight)
-        words = ["num_clients=2", "strategy=per_ssl", "optimizer=sgd", "optimizer.lr=0.03", "optimizer.momentum=0"]
-        federation = Federation(folder, *words, f"strategy.weight={weight}", "batch_size=10")
+        overrides = ["num_clients=2", "strategy=per_ssl", "optimizer=sgd", "optimizer.lr=0.03", "optimizer.momentum=0"]
+        federation = Federation(folder, *overrides, f"strategy.weight={weight}", "batch_size=10")
         federation.run(2)
         received = federation.plans[-1]["arrays"]
         found = personal_layers(folder, 1, before=3)
@@ -184,8 +184,8 @@ def test_the_larger_the_weight_the_nearer_to_the_global_model(tmp_path):
 
 
 def test_stage_by_stage_a_personal_model_keeps_its_own_stages(tmp_path):
-    words = ["strategy=per_ssl", "schedule=layer_wise", "rounds=8", "num_clients=2", "batch_size=16"]
-    federation = Federation(tmp_path, *words)
+    overrides = ["strategy=per_ssl", "schedule=layer_wise", "rounds=8", "num_clients=2", "batch_size=16"]
+    federation = Federation(tmp_path, *overrides)
     first = "encoder.blocks.0.0.weight"
     found = []
     for round in range(1, 5):
@@ -198,8 +198,8 @@ def test_stage_by_stage_a_personal_model_keeps_its_own_stages(tmp_path):
 
 
 def test_two_trainings_cost_twice_as_much(tmp_path):
-    words = ["num_clients=2", "measure_resources=true"]
-    costs = [Federation(tmp_path, *words, f"strategy={name}").prepared for name in ("fedavg", "per_ssl")]
+    overrides = ["num_clients=2", "measure_resources=true"]
+    costs = [Federation(tmp_path, *overrides, f"strategy={name}").prepared for name in ("fedavg", "per_ssl")]
     once, twice = (one.costs(one.federation.phases[0], [0, 1]) for one in costs)
     assert twice["flops"] == 2 * once["flops"] > 0
     assert twice["flops_per_picture"] == once["flops_per_picture"]
@@ -217,9 +217,9 @@ QUICK += ["evaluate_every=0", "final_evaluation=none", "engine=local"]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    words = [*QUICK, "strategy=per_ssl", "method=byol"]
-    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
-    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    overrides = [*QUICK, "strategy=per_ssl", "method=byol"]
+    run([*overrides, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
     whole, parts = (latest_checkpoint(tmp_path / name / "checkpoints").models[GLOBAL] for name in ("whole", "parts"))
     assert same(whole.layers, parts.layers)

@@ -15,8 +15,8 @@ from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from fedssl.errors import InputError
 from fedssl.layers import GlobalLayers, is_weight
-from fedssl.messages import ClientUpdate
-from fedssl.records import from_record, to_record
+from fedssl.wire.messages import ClientUpdate
+from fedssl.wire.records import from_record, to_record
 from simulation.local_grid import LocalGrid
 from strategies.base import Circumstances
 from strategies.fedavg import fedavg

@@ -9,12 +9,12 @@ import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.layers import is_weight
-from fedssl.messages import ClientUpdate
-from fedssl.records import from_record, to_record
+from fedssl.wire.messages import ClientUpdate
+from fedssl.wire.records import from_record, to_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from simulation.local_grid import LocalGrid
@@ -218,7 +218,7 @@ def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("overrides", "reason"),
     [
         (["fedavgm", "lr=0"], r"server_optimizer.lr=0 must be positive; server_optimizer=none assigns the average"),
         (["fedavgm", "lr=-1"], r"server_optimizer.lr=-1 must be positive"),
@@ -229,8 +229,8 @@ def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
         (["fedyogi", "beta_2=1.5"], r"server_optimizer.beta_2=1.5 must be in \[0, 1\)"),
     ],
 )
-def test_settings_out_of_range_are_refused_in_one_sentence(words, reason):
-    name, setting = words
+def test_settings_out_of_range_are_refused_in_one_sentence(overrides, reason):
+    name, setting = overrides
     with pytest.raises(InputError, match=f"^{reason}") as refusal:
         compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.make()
     assert "\n" not in str(refusal.value)
@@ -238,10 +238,10 @@ def test_settings_out_of_range_are_refused_in_one_sentence(words, reason):
 
 @pytest.mark.parametrize("name", [pytest.param("fedavgm", marks=pytest.mark.heavy), "fedadam"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
-    words = ["num_clients=2", "local_epochs=1", "dataset.limit=40", "threads=1", "strategy=fedavg", "rounds=4"]
-    words += ["final_evaluation=none", "evaluate_every=0", "partition=iid", f"server_optimizer={name}"]
-    run([*words, f"output_dir={tmp_path}/whole"])
-    run([*words, f"output_dir={tmp_path}/again"])
+    overrides = ["num_clients=2", "local_epochs=1", "dataset.limit=40", "threads=1", "strategy=fedavg", "rounds=4"]
+    overrides += ["final_evaluation=none", "evaluate_every=0", "partition=iid", f"server_optimizer={name}"]
+    run([*overrides, f"output_dir={tmp_path}/whole"])
+    run([*overrides, f"output_dir={tmp_path}/again"])
     for file in sorted((tmp_path / "again" / "checkpoints").glob("*"))[-2:]:  # the newest and its sum
         file.unlink()
     run([f"resume={tmp_path}/again"])

@@ -42,8 +42,8 @@ def edges(graph):
     return {frozenset(edge) for edge in graph.edges}
 
 
-def pairs(*words):
-    return {frozenset(map(int, word)) for word in words}
+def pairs(*overrides):
+    return {frozenset(map(int, word)) for word in overrides}
 
 
 def matrix_of(graph):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedssl.layers import GlobalLayers
-from fedssl.messages import TrainPlan
+from fedssl.wire.messages import TrainPlan
 from server_app.round import Round
 from strategies.base import Travels
 from strategies.fedavg import FedAvg, fedavg

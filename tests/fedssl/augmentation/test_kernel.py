@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedssl.augmentation import Augmentation
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.machine import devices
 

@@ -10,8 +10,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from fedssl.config import read_data
-from fedssl.settings import DataSettings
+from fedssl.config.load import read_data
+from fedssl.config.settings import DataSettings
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
 NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder"]

@@ -20,11 +20,11 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from fedssl.config import read_data
+from fedssl.config.load import read_data
+from fedssl.config.settings import DataSettings
 from fedssl.datasets import base, cache, decoding, image_folder
 from fedssl.datasets.base import Pictures, load_any
 from fedssl.errors import InputError
-from fedssl.settings import DataSettings
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
 

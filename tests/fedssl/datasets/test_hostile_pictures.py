@@ -89,7 +89,7 @@ def read(path: Path, **settings: object):
 
 
 def test_the_harmful_are_left_out_and_the_harmless_are_used(folder, monkeypatch):
-    monkeypatch.setattr("subprocess.Popen", lambda *words, **how: pytest.fail(f"{words} was started"))
+    monkeypatch.setattr("subprocess.Popen", lambda *overrides, **how: pytest.fail(f"{overrides} was started"))
     start = time.monotonic()
     found = read(folder)
     assert time.monotonic() - start < 20

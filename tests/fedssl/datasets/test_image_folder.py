@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from fedssl.config.settings import DataSettings
 from fedssl.datasets import base
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
-from fedssl.settings import DataSettings
 from tests.fedssl.datasets.made import first_pixels, picture, png, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")

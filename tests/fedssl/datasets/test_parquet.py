@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedssl import partition
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets import base, decoding
 from fedssl.datasets.base import choose, load
 from fedssl.errors import InputError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.encoders import conv_small
 from fedssl.evaluation import cli
 from fedssl.export import save_encoder
@@ -31,8 +31,8 @@ def write_encoder(file: Path, *, channels: int = 1, size: int = 8) -> None:
     save_encoder(file, encoder, settings=settings, mean=[0.3] * channels, std=[0.4] * channels, metadata={})
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.argv", ["fedssl-evaluate", *words])
+def command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    monkeypatch.setattr("sys.argv", ["fedssl-evaluate", *overrides])
     monkeypatch.setattr(cli.torch, "set_num_threads", lambda threads: None)
     return cli.main()
 
@@ -53,8 +53,8 @@ def test_command_evaluates_a_run_on_its_own_data(
 
 
 def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
-    words = [f"run={finished_run}", "evaluation=probes", "evaluation.protocols.few_labels.draws=2", "seed=1"]
-    assert command(monkeypatch, *words, "dataset.limit=200", "dataset.test_limit=50") == 0
+    overrides = [f"run={finished_run}", "evaluation=probes", "evaluation.protocols.few_labels.draws=2", "seed=1"]
+    assert command(monkeypatch, *overrides, "dataset.limit=200", "dataset.test_limit=50") == 0
     report = json.loads((finished_run / "evaluation" / "probes-digits.json").read_text())
     assert report["pictures"] == {"train": 200, "test": 50}
     assert report["seed"] == 1
@@ -62,16 +62,16 @@ def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: P
 
 
 def test_command_writes_a_paper_s_probe_beside_the_others(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
-    words = [f"run={finished_run}", "evaluation=fedu/linear", "evaluation.epochs=2", "dataset.test_limit=50"]
-    assert command(monkeypatch, *words) == 0
+    overrides = [f"run={finished_run}", "evaluation=fedu/linear", "evaluation.epochs=2", "dataset.test_limit=50"]
+    assert command(monkeypatch, *overrides) == 0
     report = json.loads((finished_run / "evaluation" / "fedu_linear-digits.json").read_text())
     assert list(report["results"]) == ["linear_fedu"]
 
 
 def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
-    words = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]
-    assert command(monkeypatch, *words, "dataset.channels=3") == 0
+    overrides = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]
+    assert command(monkeypatch, *overrides, "dataset.channels=3") == 0
     report = json.loads((tmp_path / "evaluation" / "knn-digits.json").read_text())
     assert report["dataset"]["size"] == 16
     assert report["dataset"]["mean"] == [0.3] * 3
@@ -79,7 +79,7 @@ def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         ([], "give either run=DIR"),
         (["run={run}", "encoder={run}/encoder.pt"], "give either run=DIR"),
@@ -94,13 +94,13 @@ def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypa
     ],
 )
 def test_command_answers_bad_input_with_one_sentence(
-    words: list[str],
+    overrides: list[str],
     message: str,
     finished_run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    status = command(monkeypatch, *(word.format(run=finished_run) for word in words or ["evaluation=knn"]))
+    status = command(monkeypatch, *(word.format(run=finished_run) for word in overrides or ["evaluation=knn"]))
     captured = capsys.readouterr()
     assert status == 2
     assert captured.out == ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels, stratified
 from fedssl.evaluation.fine_tune import FineTune
@@ -109,7 +109,7 @@ def test_a_linear_probe_on_shares():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["evaluation.shares=[0]"], r"shares=\[0\] of the labels must each be above 0 and at most 1"),
         (["evaluation.draws=0"], "draws=0 of fine-tuning must be at least 1"),
@@ -117,9 +117,9 @@ def test_a_linear_probe_on_shares():
         (["evaluation.encoder_lr=-1"], "encoder_lr=-1 of fine-tuning must be a number of at least 0"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(words, sentence):
+def test_what_cannot_be_is_one_sentence(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        compose(["evaluation=fine_tune", *words]).evaluation.protocol.make()
+        compose(["evaluation=fine_tune", *overrides]).evaluation.protocol.make()
 
 
 def test_the_settings_make_the_protocols():

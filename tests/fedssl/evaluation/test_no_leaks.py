@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import CONF, groups
+from fedssl.config.settings import Component
 from fedssl.evaluation import few_labels, fine_tune, knn, linear, trained_linear
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.subject import Labelled, make_subject
 from fedssl.methods.build import build
-from fedssl.settings import Component
-from fedssl.words import CONF, groups
 
 SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
 MODULES = (few_labels, fine_tune, knn, linear, trained_linear)

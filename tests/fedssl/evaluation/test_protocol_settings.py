@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import CONF
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import Views, classes_of, fit, warmup_cosine
@@ -20,7 +21,6 @@ from fedssl.evaluation.scores import Score
 from fedssl.evaluation.subject import Labelled, Subject, make_subject
 from fedssl.evaluation.trained_linear import TrainedLinear
 from fedssl.seeding import numpy_generator
-from fedssl.words import CONF
 
 CPU = torch.device("cpu")
 PAPERS = ("l_dawa", "fedu", "fedu2", "dec_ssl", "lw_fedssl")
@@ -301,7 +301,7 @@ def test_every_protocol_serves_at_the_end_of_a_run_too():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["evaluation.shares=[]"], "shares=.. of a linear probe needs shares of the labels"),
         (["evaluation.shares=[2.0]"], "shares=.2.0. of the labels must each be above 0 and at most 1"),
@@ -313,6 +313,6 @@ def test_every_protocol_serves_at_the_end_of_a_run_too():
         (["evaluation.optimizer.lr=-1"], "optimizer or lr_schedule of a linear probe refuses its settings"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(words, sentence):
+def test_what_cannot_be_is_one_sentence(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        compose(["evaluation=dec_ssl/linear", *words]).evaluation.protocol.make()
+        compose(["evaluation=dec_ssl/linear", *overrides]).evaluation.protocol.make()

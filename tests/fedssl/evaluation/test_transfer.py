@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.subject import make_subject
@@ -41,7 +41,7 @@ def test_a_data_set_without_labelled_test_pictures_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["evaluation=transfer"], "evaluation=transfer needs a data set: add"),
         (
@@ -50,7 +50,7 @@ def test_a_data_set_without_labelled_test_pictures_is_refused():
         ),
     ],
 )
-def test_what_cannot_be_is_one_sentence(words, sentence):
-    settings = compose(words)
+def test_what_cannot_be_is_one_sentence(overrides, sentence):
+    settings = compose(overrides)
     with pytest.raises(InputError, match=sentence):
         evaluate(settings.evaluation.protocol.make(), make_subject(None, settings.data, device=CPU), seed=0)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedssl import encoders
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError, RunFailed
 from fedssl.export import load_encoder, read_content, save_encoder
 from fedssl.exporting import cli, extras, quantised
@@ -76,18 +76,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder as far as the command needs it."""
     folder = tmp_path_factory.mktemp("run")
     write_encoder(folder / "encoder.pt", SMALL)
-    words = ["seed=7", "dataset=digits", "dataset.channels=3", "encoder=conv_small", "strategy=eua", "rounds=7"]
-    (folder / "config.yaml").write_text(compose(words).recording.text)
+    overrides = ["seed=7", "dataset=digits", "dataset.channels=3", "encoder=conv_small", "strategy=eua", "rounds=7"]
+    (folder / "config.yaml").write_text(compose(overrides).recording.text)
     (folder / "choices.yaml").write_text("dataset: digits\nstrategy: eua\nmethod: simclr\n")
     results = {"untrained": {"knn": 0.5}, "federated": {"knn": 0.625}, "pixels": {"knn": 0.25}}
-    summary = {"status": "finished", "reason": None, "overrides": words, "final": results, "units": {"knn": "accuracy"}}
+    summary = {
+        "status": "finished",
+        "reason": None,
+        "overrides": overrides,
+        "final": results,
+        "units": {"knn": "accuracy"},
+    }
     summary |= {"versions": {"torch": "9.8.7"}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.argv", ["fedssl-export", *words])
+def command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    monkeypatch.setattr("sys.argv", ["fedssl-export", *overrides])
     return cli.main()
 
 
@@ -371,7 +377,7 @@ def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["format=onnx"], "give either run=DIR"),
         (["run={run}"], "nothing says in which format; add format=NAME, one of safetensors, onnx"),
@@ -387,9 +393,9 @@ def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypat
         (["run={run}", "format=timm"], "architectures that timm has .* this encoder is conv_small; choose"),
     ],
 )
-def test_command_answers_bad_input_with_one_sentence(words, message, run: Path, monkeypatch, capsys):
+def test_command_answers_bad_input_with_one_sentence(overrides, message, run: Path, monkeypatch, capsys):
     before = sorted(run.iterdir())
-    assert command(monkeypatch, *(word.format(run=run) for word in words)) == 2
+    assert command(monkeypatch, *(word.format(run=run) for word in overrides)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from client_app.resident import resident
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError, Refused
 from fedssl.machine import devices, graphs
 from fedssl.machine.graphs import Graphs
@@ -30,8 +30,8 @@ SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
 class Client:
     """A method, and how it is trained, in several rounds on the same pictures."""
 
-    def __init__(self, *words, record=None):
-        settings = compose([*SMALL, *words])
+    def __init__(self, *overrides, record=None):
+        settings = compose([*SMALL, *overrides])
         self.method = build(settings.model)
         self.training = LocalTraining.prepare(settings.training, self.method)
         if record is not None:
@@ -58,10 +58,10 @@ class Client:
         return self.losses == other.losses and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def both_ways(*words, rounds=3, **how):
+def both_ways(*overrides, rounds=3, **how):
     """A client whose steps are recorded, the recorder, and a client whose steps are not."""
     recorder = Recorder()
-    recorded, plain = Client(*words, record=recorder), Client(*words)
+    recorded, plain = Client(*overrides, record=recorder), Client(*overrides)
     for client in (recorded, plain):
         for _ in range(rounds):
             client.round(**how)
@@ -82,7 +82,7 @@ def test_a_recorded_step_gives_the_same_bits_for_every_method(method, optimizer)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["regularizer=prox"],
         ["regularizer=decorr"],
@@ -96,8 +96,8 @@ def test_a_recorded_step_gives_the_same_bits_for_every_method(method, optimizer)
     ],
     ids=" ".join,
 )
-def test_a_recorded_step_gives_the_same_bits_with_all_that_belongs_to_it(words):
-    recorded, recorder, plain = both_ways(*words, rounds=2)
+def test_a_recorded_step_gives_the_same_bits_with_all_that_belongs_to_it(overrides):
+    recorded, recorder, plain = both_ways(*overrides, rounds=2)
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 
@@ -128,8 +128,8 @@ def test_batches_of_another_size_are_recorded_by_themselves(monkeypatch):
 def test_a_new_stage_is_recorded_anew(method, schedule):
     """What was recorded trains the layers of the stage before."""
     recorder = Recorder()
-    words = [f"method={method}", f"schedule={schedule}"]
-    recorded, plain = Client(*words, record=recorder), Client(*words)
+    overrides = [f"method={method}", f"schedule={schedule}"]
+    recorded, plain = Client(*overrides, record=recorder), Client(*overrides)
     for client in (recorded, plain):
         for depth in (1, 2, 2):
             client.round(depth=depth, frozen=depth - 1 if schedule == "layer_wise" else 0)
@@ -152,7 +152,7 @@ def test_a_term_that_is_made_anew_for_every_client_is_not_recorded():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["optimizer.fused=null"], r"cuda_graphs=true needs optimizer\.fused=true"),
         (
@@ -163,10 +163,10 @@ def test_a_term_that_is_made_anew_for_every_client_is_not_recorded():
         (["regularizer=fur", "regularizer.gpu_iter=0"], "no step of FUR is"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_on_every_machine(words, sentence):
+def test_what_cannot_be_recorded_is_refused_on_every_machine(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        Client("cuda_graphs=true", *words)
-    Client(*words)
+        Client("cuda_graphs=true", *overrides)
+    Client(*overrides)
 
 
 def test_a_cpu_records_nothing():
@@ -182,15 +182,15 @@ def test_reading_a_number_off_the_device_ends_the_recording():
 
 def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     """As on a GPU: all clients of a process use what one of them has recorded; Per-SSL trains a second model too."""
-    words = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2"]
+    overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2"]
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr("client_app.resident.settled", lambda pictures, device: pictures)
     monkeypatch.setattr("strategies.base.take_layers", copied_layers)  # a CPU gives its memory away
-    expected = Federation(tmp_path / "plain", *words).run(2)
+    expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()
     monkeypatch.setattr(graphs, "record_on_gpu", lambda: recorder)
-    layers = Federation(tmp_path / "recorded", *words, "cuda_graphs=true").run(2)
+    layers = Federation(tmp_path / "recorded", *overrides, "cuda_graphs=true").run(2)
     resident.cache_clear()
     assert recorder.recorded >= 1
     assert recorder.replayed > 10 * recorder.recorded
@@ -203,8 +203,8 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
 def test_a_gpu_records_its_steps(method):
     """Kernels of a GPU need not add in the same order in every step, so numbers are near, not equal."""
     found = []
-    for words in (["cuda_graphs=true"], []):
-        settings = compose([*SMALL, f"method={method}", *words])
+    for overrides in (["cuda_graphs=true"], []):
+        settings = compose([*SMALL, f"method={method}", *overrides])
         training_on = build(settings.model).to("cuda")
         training = LocalTraining.prepare(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()
@@ -213,7 +213,7 @@ def test_a_gpu_records_its_steps(method):
         training.restart(lr_factor=1.0)
         rows, generator = torch.arange(24), torch_generator(0, "gpu")
         found.append(train(training_on, images, rows, training=training, generator=generator, labels=labels).loss)
-        assert (training.graphs is not None) == bool(words)
+        assert (training.graphs is not None) == bool(overrides)
     assert found[0] == pytest.approx(found[1], rel=1e-2)
 
 

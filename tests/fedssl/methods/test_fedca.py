@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
@@ -20,7 +20,7 @@ from fedssl.methods.fedca import FedCA, enqueue, nearness
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_layers import copied_layers, layers_of, travelling_names
-from fedssl.records import to_record
+from fedssl.wire.records import to_record
 from server_app.checkpoint import latest_checkpoint
 from server_app.replies import receive
 from server_app.round import Round
@@ -210,9 +210,9 @@ def test_parts():
 
 @pytest.mark.parametrize("off", ["method.dictionary_size=0", "method.dictionary_size=8"])
 def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
-    words = ["encoder.width=4", "batch_size=16"]
-    ours = build(compose([*words, "method=fedca", off]).model)
-    simclr = build(compose([*words, "method=simclr"]).model)
+    overrides = ["encoder.width=4", "batch_size=16"]
+    ours = build(compose([*overrides, "method=fedca", off]).model)
+    simclr = build(compose([*overrides, "method=simclr"]).model)
     assert isinstance(simclr, SimCLR)
     for method in (ours, simclr):
         method.start_round(first=True)
@@ -234,8 +234,8 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
         ({"alignment_weight": math.nan}, "method.alignment_weight=nan"),
     ],
 )
-def test_refused_settings(settings, words):
-    with pytest.raises(InputError, match=words):
+def test_refused_settings(settings, overrides):
+    with pytest.raises(InputError, match=overrides):
         make_method(**settings)
 
 
@@ -254,8 +254,8 @@ def teacher(tmp_path_factory):
 
 def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
     """Two of three clients a round; the teacher comes to each of them once."""
-    words = [*WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=3", "clients_per_round=2"]
-    federation = Federation(tmp_path, *words)
+    overrides = [*WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=3", "clients_per_round=2"]
+    federation = Federation(tmp_path, *overrides)
     method = federation.method
     given, seen, bytes_down = np.zeros((8, 8), np.float32), set(), {}
     for _ in range(4):
@@ -315,9 +315,9 @@ def test_rows_of_any_length_make_unit_entries_and_bad_ones_drop_the_client(tmp_p
 
 def test_clients_learn_from_the_teacher(tmp_path, teacher):
     """The teacher of the file, not the untrained one; and the weight of the alignment counts."""
-    words = [*WORDS, "num_clients=2", "rounds=2"]
-    plain = Federation(tmp_path / "plain", *words).run(2)
-    federation = Federation(tmp_path / "aligned", *words, *ALIGNED, f"teacher={teacher}")
+    overrides = [*WORDS, "num_clients=2", "rounds=2"]
+    plain = Federation(tmp_path / "plain", *overrides).run(2)
+    federation = Federation(tmp_path / "aligned", *overrides, *ALIGNED, f"teacher={teacher}")
     aligned = federation.run(2)
     assert plain.keys() == aligned.keys()
     assert any(not np.array_equal(array, aligned[name]) for name, array in plain.items())
@@ -327,7 +327,7 @@ def test_clients_learn_from_the_teacher(tmp_path, teacher):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["strategy=fedbn"],
         ["strategy=local_only", "server_optimizer=none"],
@@ -335,8 +335,8 @@ def test_clients_learn_from_the_teacher(tmp_path, teacher):
         ["method.dictionary_size=0"],
     ],
 )
-def test_other_federations(tmp_path, teacher, words):
-    federation = Federation(tmp_path, *WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=2", *words)
+def test_other_federations(tmp_path, teacher, overrides):
+    federation = Federation(tmp_path, *WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=2", *overrides)
     federation.run(2)
     assert federation.report.dropped == {}
     for model in federation.state.models.values():
@@ -385,8 +385,8 @@ def test_it_learns_near_a_teacher_of_its_own_making(tmp_path):
         "final_evaluation=none",
     ]
     run([*first, f"output_dir={tmp_path / 'teacher'}"])
-    words = ["method=fedca", "strategy=fedavg", "method.alignment_weight=0.1", "rounds=10", "evaluate_every=0"]
-    words += [f"teacher={tmp_path / 'teacher' / 'encoder.pt'}", "final_evaluation=few_labels"]
-    run([*words, f"output_dir={tmp_path / 'run'}"])
+    overrides = ["method=fedca", "strategy=fedavg", "method.alignment_weight=0.1", "rounds=10", "evaluate_every=0"]
+    overrides += [f"teacher={tmp_path / 'teacher' / 'encoder.pt'}", "final_evaluation=few_labels"]
+    run([*overrides, f"output_dir={tmp_path / 'run'}"])
     final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
     assert final["federated"]["linear_2_per_class"] > final["untrained"]["linear_2_per_class"] + 0.04

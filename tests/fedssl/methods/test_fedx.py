@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from client_app.resident import Resident
-from fedssl.config import read_client
+from fedssl.config.load import read_client
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import nt_xent, relational
-from fedssl.messages import TrainPlan
 from fedssl.methods.fedx import FedX
 from fedssl.methods.heads import MLP
 from fedssl.model_layers import kept_names
+from fedssl.wire.messages import TrainPlan
 from tests.federation import Federation
 
 HEAD = partial(MLP, hidden=16, out=8)

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
 from fedssl.losses import (
@@ -284,12 +284,12 @@ def test_the_loss_is_chosen(method: str, standard, l_dawa) -> None:
     """Each choice is its function of the two views' projections; the recipe with L-DAWA's head takes L-DAWA's."""
     recipe = build(compose([f"method=l_dawa/{method}", "encoder.width=4"]).model)
     head = ["encoder.width=4", "method.projector.layers=1"]
-    for words, function in (
+    for overrides, function in (
         ([f"method={method}"], standard),
         ([f"method={method}", "method.loss=standard"], standard),
         ([f"method={method}", "method.loss=l_dawa"], l_dawa),
     ):
-        made = build(compose([*words, *head]).model)
+        made = build(compose([*overrides, *head]).model)
         kwargs = {"lambd": made.lambd} if method == "barlow_twins" else {"temperature": made.temperature}
         z1, z2 = (made.projector(made.encoder(view)) for view in views())
         if method == "simclr":
@@ -351,8 +351,8 @@ def test_training_lowers_the_loss(make) -> None:
         ),
     ],
 )
-def test_bad_settings_are_refused_in_one_sentence(make, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_bad_settings_are_refused_in_one_sentence(make, overrides: str) -> None:
+    with pytest.raises(InputError, match=overrides):
         make()
 
 
@@ -410,8 +410,8 @@ def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:
 def test_heads_without_normalisation_and_a_frozen_patch_embedding() -> None:
     fedx = build(compose(["method=original/fedx"]).model)
     assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
-    words = ["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]
-    moco = build(compose(words).model)
+    overrides = ["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]
+    moco = build(compose(overrides).model)
     assert not moco.encoder.conv_proj.weight.requires_grad
 
 

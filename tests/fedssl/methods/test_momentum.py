@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import groups
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.messages import ARRAYS, TrainPlan
 from fedssl.methods.build import build
 from fedssl.model_layers import kept_names, travelling_names
-from fedssl.records import from_record
-from fedssl.words import groups
+from fedssl.wire.messages import ARRAYS, TrainPlan
+from fedssl.wire.records import from_record
 from simulation.cli import main
 from strategies.base import Circumstances
 from tests.federation import Federation
@@ -24,8 +24,8 @@ def of_targets(layers: Layers) -> Layers:
     return {name: array for name, array in layers.items() if name.startswith(TARGETS)}
 
 
-def run(folder, *words, rounds=3) -> Federation:
-    federation = Federation(folder, f"rounds={rounds}", *SMALL, *words)
+def run(folder, *overrides, rounds=3) -> Federation:
+    federation = Federation(folder, f"rounds={rounds}", *SMALL, *overrides)
     federation.run(rounds)
     return federation
 
@@ -51,9 +51,9 @@ def test_what_stays_and_what_travels(method, kept, more):
 @pytest.mark.parametrize("method", ["byol", "moco_v3", "orchestra"])
 def test_the_server_averages_the_targets(tmp_path, method):
     """By hand: the mean of what two clients sent, by their 50 and 100 pictures."""
-    words = ["num_clients=2", "strategy=fedavg", "strategy.weighting=examples", "dataset.limit=150"]
-    words += ["partition=dirichlet", "partition.alpha=0.5", f"method={method}", "method.target=average"]
-    federation = Federation(tmp_path, *SMALL, *words)
+    overrides = ["num_clients=2", "strategy=fedavg", "strategy.weighting=examples", "dataset.limit=150"]
+    overrides += ["partition=dirichlet", "partition.alpha=0.5", f"method={method}", "method.target=average"]
+    federation = Federation(tmp_path, *SMALL, *overrides)
     first = of_targets(federation.layers)
     for name, array in first.items():  # begins as a copy of the untrained online network
         np.testing.assert_array_equal(array, federation.layers[name.removeprefix("target_")])
@@ -86,10 +86,16 @@ def test_the_server_averages_the_targets(tmp_path, method):
     ],
 )
 def test_the_average_of_one_client_is_what_it_keeps(tmp_path, method, schedule):
-    words = ["num_clients=1", "dataset.limit=40", "strategy=fedavg", "strategy.weighting=uniform", f"method={method}"]
-    words += [*VIT, f"schedule={schedule}"]  # weights of 1, so that the mean has no rounding of its own
+    overrides = [
+        "num_clients=1",
+        "dataset.limit=40",
+        "strategy=fedavg",
+        "strategy.weighting=uniform",
+        f"method={method}",
+    ]
+    overrides += [*VIT, f"schedule={schedule}"]  # weights of 1, so that the mean has no rounding of its own
     kept, averaged = (
-        run(tmp_path / target, *words, f"method.target={target}", rounds=4).layers for target in ("keep", "average")
+        run(tmp_path / target, *overrides, f"method.target={target}", rounds=4).layers for target in ("keep", "average")
     )
     assert len(of_targets(averaged)) > 0
     for name, array in kept.items():
@@ -97,15 +103,17 @@ def test_the_average_of_one_client_is_what_it_keeps(tmp_path, method, schedule):
 
 
 def test_with_several_clients_the_three_differ(tmp_path):
-    words = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.ema_decay=0.9"]
-    found = [run(tmp_path / target, *words, f"method.target={target}").layers for target in ("keep", "copy", "average")]
+    overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.ema_decay=0.9"]
+    found = [
+        run(tmp_path / target, *overrides, f"method.target={target}").layers for target in ("keep", "copy", "average")
+    ]
     name = "encoder.blocks.0.0.weight"
     assert len({layers[name].tobytes() for layers in found}) == 3
 
 
 def test_stages_send_the_targets_of_what_is_trained(tmp_path):
-    words = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.target=average", *VIT]
-    federation = run(tmp_path, *words, "schedule=layer_wise", rounds=4)
+    overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.target=average", *VIT]
+    federation = run(tmp_path, *overrides, "schedule=layer_wise", rounds=4)
     for number, update in enumerate(federation.updates):
         sent = from_record(update.array_records[ARRAYS])
         for layer, stage in (("encoder_layer_0", 1), ("encoder_layer_1", 2)):
@@ -120,17 +128,23 @@ def test_stages_send_the_targets_of_what_is_trained(tmp_path):
 
 
 def test_calibration_takes_averaged_targets_on(tmp_path):
-    words = ["num_clients=2", "dataset.limit=60", "method=moco_v3", "method.target=average", "calibration=auxiliary"]
-    federation = run(tmp_path, *words, "schedule=layer_wise", rounds=4)
+    overrides = [
+        "num_clients=2",
+        "dataset.limit=60",
+        "method=moco_v3",
+        "method.target=average",
+        "calibration=auxiliary",
+    ]
+    federation = run(tmp_path, *overrides, "schedule=layer_wise", rounds=4)
     assert all(np.isfinite(array).all() for array in federation.layers.values())
     name = "encoder.blocks.3.0.weight"
     assert not np.array_equal(federation.layers[name], federation.layers[f"target_{name}"])
 
 
 def test_the_bytes_of_a_client_include_them(tmp_path):
-    words = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "encoder.width=16"]
+    overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "encoder.width=16"]
     kept, averaged = (
-        run(tmp_path / target, *words, f"method.target={target}", rounds=1) for target in ("keep", "average")
+        run(tmp_path / target, *overrides, f"method.target={target}", rounds=1) for target in ("keep", "average")
     )
     targets = sum(array.nbytes for array in of_targets(averaged.layers).values())
     assert targets > 100_000
@@ -141,10 +155,10 @@ def test_the_bytes_of_a_client_include_them(tmp_path):
 
 @pytest.mark.parametrize(("target", "update"), [("keep", "online"), ("copy", "both")])
 def test_fedavg_is_two_cells_of_fedus_table_4(tmp_path, target, update):
-    words = ["num_clients=3", "clients_per_round=2", "dataset.limit=60", "method=byol", f"method.target={target}"]
-    plain = run(tmp_path / "fedavg", *words, "strategy=fedavg", rounds=4)
+    overrides = ["num_clients=3", "clients_per_round=2", "dataset.limit=60", "method=byol", f"method.target={target}"]
+    plain = run(tmp_path / "fedavg", *overrides, "strategy=fedavg", rounds=4)
     cell = ["strategy=fedu", f"strategy.update={update}", "strategy.predictor=global"]
-    fedu = run(tmp_path / "fedu", *words, *cell, rounds=4)
+    fedu = run(tmp_path / "fedu", *overrides, *cell, rounds=4)
     assert plain.layers.keys() == fedu.layers.keys()
     assert all(np.array_equal(array, fedu.layers[name]) for name, array in plain.layers.items())
 
@@ -164,8 +178,8 @@ CORE = ("fedavg", "fedbn", "euc", "gossip", "median")  # kinds of what travels
     ],
 )
 def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
-    words = [f"strategy={strategy}", "method=byol", "method.target=average", "dataset.limit=60", "num_clients=5"]
-    federation = run(tmp_path, *words, rounds=2)
+    overrides = [f"strategy={strategy}", "method=byol", "method.target=average", "dataset.limit=60", "num_clients=5"]
+    federation = run(tmp_path, *overrides, rounds=2)
     assert parts(from_record(federation.updates[0].array_records[ARRAYS])) >= {"encoder", *TARGETS}
     travels = federation.strategy.travels(federation.method)
     assert all(target in travels.up and target in travels.down for target in TARGETS)
@@ -181,8 +195,8 @@ def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
 
 
 def test_the_command_says_that_they_travel(capsys, monkeypatch):
-    words = ["strategy=fedavg", "method=byol", "method.target=average", "--cfg", "job"]
-    monkeypatch.setattr("sys.argv", ["fedssl", *words])
+    overrides = ["strategy=fedavg", "method=byol", "method.target=average", "--cfg", "job"]
+    monkeypatch.setattr("sys.argv", ["fedssl", *overrides])
     main()
     text = capsys.readouterr().out
     assert text.count("encoder, projector, target_encoder, target_projector, predictor") == 2  # down and up

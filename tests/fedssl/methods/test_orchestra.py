@@ -361,8 +361,8 @@ def test_the_servers_half_clusters_what_clients_send():
         (lambda: make_method(temperature=0), "method.temperature=0"),
     ],
 )
-def test_refused_settings(make, words):
-    with pytest.raises(InputError, match=words):
+def test_refused_settings(make, overrides):
+    with pytest.raises(InputError, match=overrides):
         make()
 
 
@@ -399,7 +399,7 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["dataset.limit=15", "method.local_clusters=4"],  # three pictures each: fewer than clusters
         ["server_optimizer=fedadam"],
@@ -407,8 +407,8 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
         ["precision=bf16"],
     ],
 )
-def test_other_federations(tmp_path, words):
-    federation = Federation(tmp_path, *WORDS, *SMALL, *words)
+def test_other_federations(tmp_path, overrides):
+    federation = Federation(tmp_path, *WORDS, *SMALL, *overrides)
     layers = federation.run(2)
     assert federation.report.dropped == {}
     assert all(np.isfinite(array).all() for array in layers.values())
@@ -425,10 +425,18 @@ def test_without_training_nothing_changes(tmp_path):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    words = [*WORDS, *SMALL, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
-    words += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none"]
-    run([*words, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
-    run([*words, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
+    overrides = [
+        *WORDS,
+        *SMALL,
+        "num_clients=3",
+        "clients_per_round=2",
+        "local_epochs=1",
+        "dataset.limit=60",
+        "threads=1",
+    ]
+    overrides += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none"]
+    run([*overrides, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
+    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
     models = [latest_checkpoint(tmp_path / name / "checkpoints").models["global"] for name in ("whole", "parts")]
     whole, parts = ({**model.layers, **model.shared} for model in models)

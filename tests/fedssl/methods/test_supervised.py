@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import load
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -109,8 +109,8 @@ def test_every_picture_comes_with_its_own_label():
 
 def test_clients_learn_their_labels(tmp_path):
     # The training loss must fall well below log 10, that of a guess.
-    words = ["method=supervised", "optimizer=adam", "optimizer.lr=0.01", "strategy=fedavg", "batch_size=10"]
-    federation = Federation(tmp_path, *words, "num_clients=2", "local_epochs=10")
+    overrides = ["method=supervised", "optimizer=adam", "optimizer.lr=0.01", "strategy=fedavg", "batch_size=10"]
+    federation = Federation(tmp_path, *overrides, "num_clients=2", "local_epochs=10")
     federation.run(3)
     assert max(row.loss for row in federation.report.clients) < 0.6 * math.log(10)
 
@@ -120,17 +120,17 @@ def test_pictures_without_labels_are_refused_before_anything_is_written(tmp_path
     folder.mkdir()
     for shade in range(6):
         Image.new("L", (8, 8), color=40 * shade).save(folder / f"{shade}.png")
-    words = ["dataset=image_folder", f"dataset.path={folder}", "dataset.num_classes=2", "partition=iid"]
+    overrides = ["dataset=image_folder", f"dataset.path={folder}", "dataset.num_classes=2", "partition=iid"]
     with pytest.raises(InputError, match=r"Supervised needs labels .* dataset.splits.federated=train have none"):
-        run([*QUICK, *words, f"output_dir={tmp_path / 'run'}"])
+        run([*QUICK, *overrides, f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
-    words = [*QUICK, "threads=1", "evaluate_every=0", "final_evaluation=knn"]
-    run([*words, f"output_dir={tmp_path}"])
+    overrides = [*QUICK, "threads=1", "evaluate_every=0", "final_evaluation=knn"]
+    run([*overrides, f"output_dir={tmp_path}"])
     final = json.loads((tmp_path / "summary.json").read_text())["final"]
-    settings = compose(words)
+    settings = compose(overrides)
     method, test = build(settings.model), load(settings.data, "test")
     load_layers(method, latest_checkpoint(tmp_path / "checkpoints").models["global"].layers)
     h = extract(method.encoder, test.images, mean=settings.data.mean, std=settings.data.std, device="cpu")

@@ -9,7 +9,7 @@ import torch
 from sklearn.decomposition import PCA
 from threadpoolctl import threadpool_limits
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import Pictures
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -171,8 +171,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: P
 
 
 def test_in_a_run_without_labels_and_with_pictures_set_aside() -> None:
-    words = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
-    settings = compose([*words, "partition=feature_clusters", "partition.components=2"]).partition
+    overrides = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
+    settings = compose([*overrides, "partition=feature_clusters", "partition.components=2"]).partition
     division = divide(settings, Pictures(blobs(KIND), None))
     kept = auxiliary(90, share=0.2, seed=4)
     assert sorted([*kept, *np.concatenate(division.parts)]) == list(range(90))
@@ -186,8 +186,8 @@ def test_in_a_run_without_labels_and_with_pictures_set_aside() -> None:
 
 
 def test_the_encoders_file_is_named_from_everywhere() -> None:
-    words = ["partition=feature_clusters", "partition.encoder=some/encoder.pt"]
-    assert compose(words).partition.rule.values["encoder"] == str(Path("some/encoder.pt").absolute())
+    overrides = ["partition=feature_clusters", "partition.encoder=some/encoder.pt"]
+    assert compose(overrides).partition.rule.values["encoder"] == str(Path("some/encoder.pt").absolute())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition.deal import auxiliary, split
@@ -15,12 +15,12 @@ WORDS = ["seed=7", "num_clients=2"]
 
 
 def test_split_follows_the_settings_of_a_run():
-    words = [*WORDS, "partition=skew"]
-    parts = split(compose([*words, "partition.beta=0.0"]).partition, PICTURES)
+    overrides = [*WORDS, "partition=skew"]
+    parts = split(compose([*overrides, "partition.beta=0.0"]).partition, PICTURES)
     expected = skew(PICTURES.labels, num_pictures=60, num_clients=2, seed=7, beta=0.0)
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
     with pytest.raises(InputError, match=r"partition\.beta=2\.0"):
-        split(compose([*words, "partition.beta=2.0"]).partition, PICTURES)
+        split(compose([*overrides, "partition.beta=2.0"]).partition, PICTURES)
 
 
 def test_what_the_server_keeps_is_no_clients():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet, divide, listed, write_division

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from fedssl import partition
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import flower
@@ -270,10 +270,10 @@ def test_natural_depends_on_owners_and_seed_alone() -> None:
 
 def test_natural_yaml_and_calibration() -> None:
     pictures = Pictures(torch.zeros(42, 1, 1, 1, dtype=torch.uint8), None, owners=OWNERS)
-    words = ["num_clients=3", "partition=natural"]
-    parts = partition.split(compose(words).partition, pictures)
+    overrides = ["num_clients=3", "partition=natural"]
+    parts = partition.split(compose(overrides).partition, pictures)
     assert all(np.array_equal(a, b) for a, b in zip(parts, natural(OWNERS, 3), strict=True))
-    calibrated = compose([*words, "calibration=auxiliary", "calibration.share=0.2"])
+    calibrated = compose([*overrides, "calibration=auxiliary", "calibration.share=0.2"])
     parts = partition.split(calibrated.partition, pictures)
     kept = partition.auxiliary(42, share=0.2, seed=0)
     assert sorted([*kept, *np.concatenate(parts)]) == list(range(42))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.config import compose, save_run
+from fedssl.config.load import compose, save_run
 from fedssl.registry.cli import main
 from fedssl.report.runs import LOCK
 
@@ -17,20 +17,20 @@ from fedssl.report.runs import LOCK
 def command(monkeypatch, capsys):
     """Run the command; returns exit status, standard output and standard error."""
 
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedssl-runs", *map(str, words)])
+    def call(*overrides: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedssl-runs", *map(str, overrides)])
         status = main()
         return status, *capsys.readouterr()
 
     return call
 
 
-def job(folder: Path, *words: str, status: str | None = "finished", **results: float) -> Path:
+def job(folder: Path, *overrides: str, status: str | None = "finished", **results: float) -> Path:
     """A folder as runs leave it."""
     folder.mkdir(parents=True)
-    save_run(compose(words).recording, folder)
+    save_run(compose(overrides).recording, folder)
     summary = {"status": status, "reason": None if status == "finished" else "no GPU", "rounds": 20}
-    summary |= {"overrides": words, "command": " ".join(["fedssl", *words])}
+    summary |= {"overrides": overrides, "command": " ".join(["fedssl", *overrides])}
     summary |= {"final": {"federated": results}} if status == "finished" else {}
     if status is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
 
 
 @pytest.mark.parametrize(
-    ("words", "number"),
+    ("overrides", "number"),
     [
         (["strategy=fedavg"], 4),
         (["strategy=fedavg,eua", "status=finished"], 3),
@@ -105,8 +105,8 @@ def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
         (["seed=7"], 0),
     ],
 )
-def test_words_keep_what_agrees(runs, command, words, number):
-    status, out, _ = command("list", *words, runs, "--json")
+def test_words_keep_what_agrees(runs, command, overrides, number):
+    status, out, _ = command("list", *overrides, runs, "--json")
     assert (status, len(json.loads(out)["runs"])) == (0, number)
 
 
@@ -148,7 +148,7 @@ def test_show(runs, command):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["list", "{runs}", "stratgy=fedavg"], "no run has a setting 'stratgy'; did you mean strategy"),
         (
@@ -166,8 +166,8 @@ def test_show(runs, command):
         (["show", "{runs}/foreign"], "it is no run, or was none yet"),
     ],
 )
-def test_what_is_refused(runs, command, tmp_path, monkeypatch, words, sentence):
+def test_what_is_refused(runs, command, tmp_path, monkeypatch, overrides, sentence):
     monkeypatch.chdir(tmp_path)
-    status, out, err = command(*(word.format(runs=runs) for word in words))
+    status, out, err = command(*(word.format(runs=runs) for word in overrides))
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert sentence in err

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import info_nce
@@ -373,8 +373,8 @@ def test_a_negative_weight_is_refused(kind):
         (lambda: Alignment(temperature=0), "regularizer.temperature=0 must be positive"),
     ],
 )
-def test_other_bad_settings_are_refused(make_it, words):
-    with pytest.raises(InputError, match=words):
+def test_other_bad_settings_are_refused(make_it, overrides):
+    with pytest.raises(InputError, match=overrides):
         make_it()
 
 

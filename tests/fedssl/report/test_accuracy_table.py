@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from fedssl.config.overrides import CONF
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.report.accuracy_table import format_table, run_table, sweep_table
 from fedssl.report.runs import find_runs, read_run
-from fedssl.words import CONF
 
 
-def job(folder: Path, words: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
+def job(folder: Path, overrides: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
     folder.mkdir()
-    summary: dict[str, Any] = {"status": status, "reason": reason, "overrides": words.split(), "rounds": 2}
+    summary: dict[str, Any] = {"status": status, "reason": reason, "overrides": overrides.split(), "rounds": 2}
     if status == "finished":
         summary["final"] = {"untrained": {"knn": 0.1}, "federated": federated, "pixels": {"knn": 0.2}}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -206,10 +206,10 @@ def test_sweep_in_which_nothing_was_evaluated_or_all_failed(tmp_path: Path):
 
 
 def with_settings(
-    folder: Path, words: str, settings: dict[str, Any], choices: dict[str, str] | None = None, **federated: float
+    folder: Path, overrides: str, settings: dict[str, Any], choices: dict[str, str] | None = None, **federated: float
 ) -> Path:
     """A finished run with settings, of which ``words`` were typed; ``choices`` were made without a word."""
-    job(folder, words, **federated)
+    job(folder, overrides, **federated)
     defaults = {
         "seed": 0,
         "num_clients": 10,
@@ -219,7 +219,7 @@ def with_settings(
     }
     defaults |= {name: {"_target_": target} for name, target in TARGETS.items()}
     (folder / "config.yaml").write_text(json.dumps(defaults | settings))  # JSON is YAML
-    typed = dict(word.split("=") for word in words.split() if word.split("=")[0] in CHOICES)
+    typed = dict(word.split("=") for word in overrides.split() if word.split("=")[0] in CHOICES)
     (folder / "choices.yaml").write_text(json.dumps(CHOICES | (choices or {}) | typed))
     return folder
 
@@ -288,8 +288,8 @@ def test_the_same_run_counts_once(tmp_path: Path):
 
 
 def test_a_job_of_a_sweep_that_repeats_another_counts_once(tmp_path: Path):
-    words = ("seed=0 rounds=2", "rounds=2", "rounds=2 seed=1")
-    table = sweep_table([job(tmp_path / str(n), one, knn=0.8 - 0.1 * n) for n, one in enumerate(words)])
+    overrides = ("seed=0 rounds=2", "rounds=2", "rounds=2 seed=1")
+    table = sweep_table([job(tmp_path / str(n), one, knn=0.8 - 0.1 * n) for n, one in enumerate(overrides)])
     assert [(row.runs, row.metrics["knn"]) for row in table.rows] == [(2, [0.8, pytest.approx(0.6)])]
     assert len(table.repeats) == 1
 
@@ -322,8 +322,8 @@ def test_choices_with_one_target_are_told_apart_by_their_names(tmp_path: Path):
     names = ("cifar10", "cifar100")
     datasets = [OmegaConf.to_container(OmegaConf.load(CONF / "dataset" / f"{name}.yaml")) for name in names]
     folders = [
-        with_settings(tmp_path / name, words, {"dataset": dataset}, {"dataset": name})
-        for name, words, dataset in zip(
+        with_settings(tmp_path / name, overrides, {"dataset": dataset}, {"dataset": name})
+        for name, overrides, dataset in zip(
             *((*names, "image_folder"), ("", "", "dataset=image_folder"), [*datasets, datasets[0]]), strict=True
         )
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedssl.config import compose, save_run
+from fedssl.config.load import compose, save_run
 from fedssl.report.cli import main
 from fedssl.report.representations import Representations
 from fedssl.report.runs import read_run
@@ -23,8 +23,8 @@ FIGURES = ["partition", "metrics", "cosines", "spectrum", "tsne", "sphere", "cka
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run the command; returns exit status, standard output and standard error."""
 
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedssl-report", *map(str, words)])
+    def call(*overrides: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedssl-report", *map(str, overrides)])
         status = main()
         return status, *capsys.readouterr()
 
@@ -34,9 +34,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def job(folder: Path, strategy: str, seed: int, status: str = "finished", knn: float = 0.5) -> Path:
     """A folder as runs leave it; the words do not tell all choices, ``choices.yaml`` does."""
     folder.mkdir(parents=True)
-    words = [f"strategy={strategy}", f"seed={seed}"]
+    overrides = [f"strategy={strategy}", f"seed={seed}"]
     summary: dict[str, Any] = {"status": status, "reason": None if status == "finished" else "no GPU"}
-    summary |= {"overrides": words, "final": {"federated": {"knn": knn}}}
+    summary |= {"overrides": overrides, "final": {"federated": {"knn": knn}}}
     (folder / "summary.json").write_text(json.dumps(summary))
     settings = {"seed": seed, "num_clients": 5, "rounds": 3, "strategy": {"_target_": "strategies.fedavg.FedAvg"}}
     settings |= {
@@ -143,7 +143,7 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("overrides", "problem"),
     [
         (["missing"], "there is no folder missing; give the folders of runs"),
         (["."], "there is no run in .; give the folders of runs"),
@@ -162,10 +162,10 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
         (["sweep/2"], "no run has finished, so there are no results (sweep/2: no GPU)"),
     ],
 )
-def test_bad_input_gets_one_sentence(sweep: Path, command, monkeypatch, words: list[str], problem: str):
+def test_bad_input_gets_one_sentence(sweep: Path, command, monkeypatch, overrides: list[str], problem: str):
     (sweep / "empty").mkdir()
-    monkeypatch.chdir(sweep / "empty" if words == ["."] else sweep.parent)
-    status, _, error = command(*words)
+    monkeypatch.chdir(sweep / "empty" if overrides == ["."] else sweep.parent)
+    status, _, error = command(*overrides)
     assert status == 2
     assert error.startswith(f"fedssl-report: {problem}")
     assert error.count("\n") == 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedssl.config.overrides import groups
 from fedssl.errors import InputError
 from fedssl.report.divergence import draw_divergence, mean_cosines
 from fedssl.report.figures import LOOKS, look_of
@@ -16,7 +17,6 @@ from fedssl.report.groups import groups_of, looks
 from fedssl.report.progress import draw_accuracy, over_seeds, progress
 from fedssl.report.runs import Run, find_runs
 from fedssl.report.sensitivity import draw_sensitivity, final_scores, swept
-from fedssl.words import groups
 
 
 def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str,
     return line if flops is None else {**line, "cost": {"flops": flops, "peak_memory": 1.0}}
 
 
-def made(folder: Path, *words: str, knn: float = 0.5, lines: list[dict[str, Any]] | None = None) -> Run:
+def made(folder: Path, *overrides: str, knn: float = 0.5, lines: list[dict[str, Any]] | None = None) -> Run:
     """A run folder of these words; every client's cosine falls by 0.1 in each round."""
     folder.mkdir(parents=True)
-    summary = {"status": "finished", "reason": None, "overrides": list(words), "final": {"federated": {"knn": knn}}}
+    summary = {"status": "finished", "reason": None, "overrides": list(overrides), "final": {"federated": {"knn": knn}}}
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = [round_of(1, knn=knn - 0.1), round_of(2), round_of(3, knn=knn)] if lines is None else lines
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from fedssl.config.overrides import CONF
 from fedssl.report.cost_table import Totals, cost_table, totals
 from fedssl.report.runs import read_run
-from fedssl.words import CONF
 
 GIB = 2**30
 
@@ -22,12 +22,12 @@ def line(*, memory: int = 0, flops: float = 0, seconds: float = 1, clients: int 
     return {"round": 1, "seconds": seconds, "clients": clients, "bytes_down": 8, "bytes_up": 4, **cost, **more}
 
 
-def job(folder: Path, words: str, *lines: dict[str, Any], status: str = "finished") -> Path:
+def job(folder: Path, overrides: str, *lines: dict[str, Any], status: str = "finished") -> Path:
     folder.mkdir()
-    summary = {"status": status, "reason": "it was stopped", "overrides": words.split(), "final": {}}
+    summary = {"status": status, "reason": "it was stopped", "overrides": overrides.split(), "final": {}}
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    schedule = dict(word.split("=") for word in words.split()).get("schedule", "end_to_end")
+    schedule = dict(word.split("=") for word in overrides.split()).get("schedule", "end_to_end")
     OmegaConf.save({"schedule": OmegaConf.load(CONF / "schedule" / f"{schedule}.yaml")}, folder / "config.yaml")
     (folder / "choices.yaml").write_text(json.dumps({"schedule": schedule}))  # JSON is YAML
     return folder
@@ -57,8 +57,8 @@ def test_what_some_rounds_do_not_know_the_total_does_not_know():
 
 
 def test_costs_are_relative_to_the_run_that_trains_end_to_end(tmp_path: Path):
-    words = "strategy=l_dawa schedule=layer_wise"
-    layer_wise = job(tmp_path / "0", words, line(memory=GIB, flops=2.5e12, seconds=2))
+    overrides = "strategy=l_dawa schedule=layer_wise"
+    layer_wise = job(tmp_path / "0", overrides, line(memory=GIB, flops=2.5e12, seconds=2))
     whole = job(tmp_path / "1", "strategy=fedavg", line(memory=4 * GIB, flops=1e13, seconds=8, bytes_down=16))
     header, *body = [re.split(r" {2,}", row) for row in table_of(layer_wise, whole).text().split("\n")]
     costs = ["peak memory", "FLOPs", "bytes down", "bytes up", "down + up", "seconds"]

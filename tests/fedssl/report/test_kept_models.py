@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.methods.build import build
 from fedssl.model_layers import load_layers

@@ -14,8 +14,8 @@ from tests.fedssl.report.test_page import job
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Run]:
     """Two seeds of a rule, of which the first goes on; one of another, which failed; one of a third, which goes on."""
-    for name, words in {"a": ("seed=0",), "b": ("seed=1",), "d": ("strategy=eua",)}.items():
-        job(tmp_path / name, *words)
+    for name, overrides in {"a": ("seed=0",), "b": ("seed=1",), "d": ("strategy=eua",)}.items():
+        job(tmp_path / name, *overrides)
     job(tmp_path / "c", "strategy=fedavg", status="failed", reason="none delivered")
     found = {run.folder.name: run for run in find_runs([tmp_path])}
     going = {name: replace(found[name], running=True, summary=None) for name in ("a", "d")}

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.composition import resolve
-from fedssl.config import compose, save_run
+from fedssl.config.compose import resolve
+from fedssl.config.load import compose, save_run
 from fedssl.errors import InputError
 from fedssl.report.cli import report
 from fedssl.report.paper_numbers import read_table, table_names
 from fedssl.report.paper_table import paper_table
 from fedssl.report.runs import find_runs
-from tests.experiments.every import EXPERIMENTS, check_words
+from tests.experiments.every import EXPERIMENTS, check_saved_overrides
 
 NAMES = table_names()
 TABLE1 = ["experiment=l_dawa/table1", "strategy=l_dawa", "local_epochs=5"]
 
 
-def job(folder: Path, *words: str, **final: dict[str, float]) -> Path:
+def job(folder: Path, *overrides: str, **final: dict[str, float]) -> Path:
     """A finished run with these words and results."""
     folder.mkdir(parents=True)
-    save_run(compose(list(words)).recording, folder)
+    save_run(compose(list(overrides)).recording, folder)
     finish(folder, **final)
     return folder
 
@@ -111,20 +111,20 @@ def test_a_wrong_name_is_answered_with_those_there_are(runs):
 def test_every_table_is_an_experiment_and_its_rows_are_words():
     assert {name.replace(".", "/") for name in NAMES} <= set(EXPERIMENTS)
     assert {name for name in EXPERIMENTS if "/table" in name} == {name.replace(".", "/") for name in NAMES}
-    words: set[str] = set()
+    overrides: set[str] = set()
     for name in NAMES:
         cells = read_table(name)
         assert len({(*cell.settings.items(), cell.judged, cell.results) for cell in cells}) == len(cells)
-        words |= {f"{key}={value}" for cell in cells for key, value in cell.settings.items()}
+        overrides |= {f"{key}={value}" for cell in cells for key, value in cell.settings.items()}
         assert all(0 < cell.value < 100 for cell in cells)
-    check_words(words)
+    check_saved_overrides(overrides)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_composes(name):
-    for words in {frozenset(cell.settings.items()) for cell in read_table(name)}:
-        settings = {"experiment": name.replace(".", "/"), **dict(words)}
+    for overrides in {frozenset(cell.settings.items()) for cell in read_table(name)}:
+        settings = {"experiment": name.replace(".", "/"), **dict(overrides)}
         config, choices = resolve([f"{key}={value}" for key, value in settings.items()])
         assert all(choices[key] == value for key, value in settings.items() if key in choices)
         assert config.num_clients == int(settings.get("num_clients", config.num_clients))

@@ -48,8 +48,8 @@ def test_step_by_hand():
         (lambda: step(1, rounds=4, phase=WHOLE, milestones=[0.5], factor=0), "lr_schedule.factor=0"),
     ],
 )
-def test_bad_settings_are_refused(call, words):
-    with pytest.raises(InputError, match=words):
+def test_bad_settings_are_refused(call, overrides):
+    with pytest.raises(InputError, match=overrides):
         call()
 
 
@@ -70,11 +70,11 @@ def test_the_factor_reaches_the_clients(tmp_path):
 
 def test_a_run_follows_its_schedule(tmp_path):
     """At half the way a cosine is at 0.5: the second of two rounds begins from the same model and learns less."""
-    words = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "strategy=fedavg"]
-    words += ["final_evaluation=none", "evaluate_every=0", "partition=iid"]
+    overrides = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "strategy=fedavg"]
+    overrides += ["final_evaluation=none", "evaluate_every=0", "partition=iid"]
     layers = {}
     for name in ("constant", "cosine"):
-        run([*words, f"lr_schedule={name}", f"output_dir={tmp_path}/{name}"])
+        run([*overrides, f"lr_schedule={name}", f"output_dir={tmp_path}/{name}"])
         files = [tmp_path / name / "checkpoints" / f"round-00000{round}.pt" for round in (1, 2)]
         layers[name] = [torch.load(file, weights_only=True)["models"]["global"]["layers"] for file in files]
     weight = "encoder.blocks.0.0.weight"

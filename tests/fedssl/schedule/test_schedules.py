@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.overrides import CONF
 from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
@@ -16,7 +17,6 @@ from fedssl.model_layers import kept_names, travelling_names
 from fedssl.schedule.phases import divide, end_to_end, layer_wise, phase_at, progressive
 from fedssl.schedule.stages import Stages, at_stage, frozen_names
 from fedssl.seeding import torch_generator
-from fedssl.words import CONF
 from simulation.cli import run
 from tests.federation import Federation, model_of
 
@@ -66,15 +66,15 @@ def test_every_round_belongs_to_one_stage(shares):
         (lambda: layer_wise(rounds=8, depth=4, depth_dropout=1.0), "depth_dropout=1.0"),
     ],
 )
-def test_bad_schedules_are_refused(call, words):
-    with pytest.raises(InputError, match=words):
+def test_bad_schedules_are_refused(call, overrides):
+    with pytest.raises(InputError, match=overrides):
         call()
 
 
 def test_depth_dropout_needs_stages_that_can_be_left_out(tmp_path):
-    words = ["schedule=layer_wise", "schedule.depth_dropout=0.5", f"output_dir={tmp_path}"]
+    overrides = ["schedule=layer_wise", "schedule.depth_dropout=0.5", f"output_dir={tmp_path}"]
     with pytest.raises(InputError, match="which only a vision transformer allows"):
-        run(words)
+        run(overrides)
 
 
 def test_stages_of_the_schedules():
@@ -168,8 +168,8 @@ def test_depth_dropout_leaves_frozen_blocks_out_at_its_rate():
 # --- methods in stages ---
 
 
-def settings(*words):
-    return compose(["rounds=6", "encoder.width=8", "schedule=layer_wise", *words]).model
+def settings(*overrides):
+    return compose(["rounds=6", "encoder.width=8", "schedule=layer_wise", *overrides]).model
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -272,8 +272,8 @@ HEADS = {"projector", "predictor", "ln"}  # and the last normalisation, which st
 
 def test_what_travels_layer_wise(tmp_path):
     """Table 2 of LW-FedSSL, FedMoCo-LW: down and up the newest stage; and once each, what a client lacks before it."""
-    words = [*VIT, "method=moco_v3", "strategy=fedavg", "schedule=layer_wise", "rounds=6", "num_clients=2"]
-    federation = Federation(tmp_path, *words)
+    overrides = [*VIT, "method=moco_v3", "strategy=fedavg", "schedule=layer_wise", "rounds=6", "num_clients=2"]
+    federation = Federation(tmp_path, *overrides)
     federation.run(6)
     down = [parts(plan["arrays"]) for plan in federation.plans[::2]]
     up = [parts(update["arrays"]) for update in federation.updates[::2]]
@@ -285,8 +285,8 @@ def test_what_travels_layer_wise(tmp_path):
 
 def test_what_travels_progressively(tmp_path):
     """Table 2 of LW-FedSSL, Prog-FedSSL: stages 1 to s both ways."""
-    words = [*VIT, "strategy=fedavg", "schedule=progressive", "rounds=3", "num_clients=2"]
-    federation = Federation(tmp_path, *words)
+    overrides = [*VIT, "strategy=fedavg", "schedule=progressive", "rounds=3", "num_clients=2"]
+    federation = Federation(tmp_path, *overrides)
     federation.run(3)
     expected = [{"stem", "ln", "projector", *"123"[:s]} for s in (1, 2, 3)]
     assert [parts(plan["arrays"]) for plan in federation.plans[::2]] == expected
@@ -296,9 +296,9 @@ def test_what_travels_progressively(tmp_path):
 @pytest.mark.parametrize("at", ["start", "end"])
 def test_what_travels_with_calibration(tmp_path, at):
     """Table 2 of LW-FedSSL: down stages 1 to s, which the server trains, up stage s; and nothing is held."""
-    words = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=3", "num_clients=2"]
-    words += ["calibration=auxiliary", f"calibration.at={at}"]
-    federation = Federation(tmp_path, *words)
+    overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=3", "num_clients=2"]
+    overrides += ["calibration=auxiliary", f"calibration.at={at}"]
+    federation = Federation(tmp_path, *overrides)
     federation.run(3)
     heads = {"projector", "ln"}
     assert [parts(plan["arrays"]) for plan in federation.plans[::2]] == [
@@ -314,8 +314,8 @@ def test_what_travels_with_calibration(tmp_path, at):
 
 def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path):
     """With one of three clients per round, the bytes of a plan are those of the layers that its client had not seen."""
-    words = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=9", "num_clients=3", "clients_per_round=1"]
-    federation = Federation(tmp_path, *words)
+    overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=9", "num_clients=3", "clients_per_round=1"]
+    federation = Federation(tmp_path, *overrides)
     held = dict.fromkeys(range(3), 0)  # stages that a client received when they were frozen
     late = 0
     for round in range(1, 10):
@@ -334,8 +334,8 @@ def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path)
 
 
 def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(tmp_path):
-    words = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=12", "num_clients=2"]
-    federation = Federation(tmp_path, *words)
+    overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=12", "num_clients=2"]
+    federation = Federation(tmp_path, *overrides)
     federation.run(5)
     for file in tmp_path.glob("clients/1/frozen/*"):
         file.unlink()
@@ -356,8 +356,8 @@ PLAIN = ("eua", "fedprox", "krum", "l_dawa_fedu", "loss", "m_dawa", "median", "t
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.heavy) if n in PLAIN else n for n in STRATEGIES])
 @pytest.mark.parametrize("schedule", ["layer_wise", pytest.param("progressive", marks=pytest.mark.heavy)])
 def test_every_strategy_works_in_stages(tmp_path, name, schedule):
-    words = [f"strategy={name}", "method=byol", "rounds=8", f"schedule={schedule}"]
-    federation = Federation(tmp_path, *words)
+    overrides = [f"strategy={name}", "method=byol", "rounds=8", f"schedule={schedule}"]
+    federation = Federation(tmp_path, *overrides)
     before = {key: (array.shape, array.dtype) for key, array in federation.layers.items()}
     start = dict(federation.layers)
     federation.run(8)
@@ -374,9 +374,9 @@ def test_every_strategy_works_in_stages(tmp_path, name, schedule):
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
-    words = ["strategy=eua", f"method={kind}", "rounds=4", "schedule=layer_wise"]
+    overrides = ["strategy=eua", f"method={kind}", "rounds=4", "schedule=layer_wise"]
     calibration = [] if kind == "supervised" else ["calibration=auxiliary"]
-    federation = Federation(tmp_path, *words, *calibration)
+    federation = Federation(tmp_path, *overrides, *calibration)
     assert all(np.isfinite(array).all() for array in federation.run(4).values())
     assert federation.report.dropped == {}
 
@@ -392,25 +392,25 @@ def test_every_regulariser_works_layer_wise(tmp_path, kind):
 
 
 def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
-    words = ["strategy=l_dawa", "rounds=4", "schedule=layer_wise", "calibration=auxiliary"]
-    federation = Federation(tmp_path / "a", *words)
+    overrides = ["strategy=l_dawa", "rounds=4", "schedule=layer_wise", "calibration=auxiliary"]
+    federation = Federation(tmp_path / "a", *overrides)
     before = federation.run(2)["encoder.blocks.0.0.weight"]
     assert not np.array_equal(federation.run(1)["encoder.blocks.0.0.weight"], before)
     with pytest.raises(InputError, match="Supervised cannot"):
-        Federation(tmp_path / "b", *words, "method=supervised")
+        Federation(tmp_path / "b", *overrides, "method=supervised")
     for word in ("calibration.at=middle", "calibration.share=0"):
         with pytest.raises(InputError, match=word):
-            Federation(tmp_path / "c", *words, word)
+            Federation(tmp_path / "c", *overrides, word)
 
 
 def test_calibration_alone_is_local_training(tmp_path):
     """Clients that do not train return what they got: all that changes comes from the server's pictures."""
-    words = ["strategy=fedavg", "calibration=auxiliary", "calibration.epochs=1", "rounds=1"]
-    still = Federation(tmp_path, *words, "local_epochs=0")
+    overrides = ["strategy=fedavg", "calibration=auxiliary", "calibration.epochs=1", "rounds=1"]
+    still = Federation(tmp_path, *overrides, "local_epochs=0")
     start = dict(still.layers)
     after = still.run(1)
     assert not np.array_equal(after["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"])
-    none = Federation(tmp_path, *words, "local_epochs=0", "calibration.epochs=0").run(1)
+    none = Federation(tmp_path, *overrides, "local_epochs=0", "calibration.epochs=0").run(1)
     np.testing.assert_allclose(none["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"], rtol=1e-6)
 
 
@@ -432,16 +432,16 @@ def test_pictures_of_the_server_are_no_clients():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["schedule=layer_wise", "method=moco_v3", "regularizer=alignment", "calibration=auxiliary", *VIT],
         pytest.param(["schedule=layer_wise", "method=byol", "clients_per_round=2"], marks=pytest.mark.heavy),
         ["schedule=progressive", "strategy=euc"],
     ],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
     common = ["num_clients=4", "rounds=8", "local_epochs=1", "dataset.limit=40", "evaluate_every=0", "threads=1"]
-    common += ["final_evaluation=none", "partition=iid", "keep_checkpoints=4", "measure_resources=false", *words]
+    common += ["final_evaluation=none", "partition=iid", "keep_checkpoints=4", "measure_resources=false", *overrides]
     run([*common, f"output_dir={tmp_path}/whole"])
     run([*common, f"output_dir={tmp_path}/again"])  # as long a word: it is in the messages
     for file in sorted((tmp_path / "again" / "checkpoints").glob("*"))[-4:]:  # two checkpoints and their sums
@@ -455,7 +455,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, words):
 
 
 def test_a_run_in_stages_is_not_resumed_with_other_rounds(tmp_path):
-    words = ["schedule=progressive", "num_clients=2", "rounds=4", "local_epochs=0", "dataset.limit=40"]
-    run([*words, "final_evaluation=none", "evaluate_every=0", f"output_dir={tmp_path}/a"])
+    overrides = ["schedule=progressive", "num_clients=2", "rounds=4", "local_epochs=0", "dataset.limit=40"]
+    run([*overrides, "final_evaluation=none", "evaluate_every=0", f"output_dir={tmp_path}/a"])
     with pytest.raises(InputError, match="rounds=4"):
         run([f"resume={tmp_path}/a", "rounds=8"])

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from fedssl.config import compose, learning_of, read_client
+from fedssl.config.device_task import compose_task, task_of
+from fedssl.config.load import compose, learning_of, read_client
+from fedssl.config.overrides import CONF
 from fedssl.errors import InputError, Refused
-from fedssl.task import compose_task, task_of
-from fedssl.words import CONF
 
 EXPERIMENTS = [  # all that lie in no folder of a paper, and one of each paper
     *sorted(file.stem for file in (CONF / "experiment").glob("*.yaml")),
@@ -24,10 +24,10 @@ MIXED = [
 WORDS = [*([f"experiment={name}"] for name in EXPERIMENTS), *MIXED]
 
 
-@pytest.mark.parametrize("words", WORDS, ids=" ".join)
-def test_a_task_gives_the_settings_that_the_full_text_gives(words):
-    data = [] if any(word.startswith("experiment") for word in words) else ["dataset=cifar10"]
-    settings = compose([*words, *data, "output_dir=/runs/1"])
+@pytest.mark.parametrize("overrides", WORDS, ids=" ".join)
+def test_a_task_gives_the_settings_that_the_full_text_gives(overrides):
+    data = [] if any(word.startswith("experiment") for word in overrides) else ["dataset=cifar10"]
+    settings = compose([*overrides, *data, "output_dir=/runs/1"])
     full = read_client(settings.client_text)
     composed = compose_task(task_of(settings).text())
     assert learning_of(composed) == (full.model, full.training, full.strategy)
@@ -37,22 +37,22 @@ def test_a_task_gives_the_settings_that_the_full_text_gives(words):
 
 
 def test_a_task_says_nothing_of_the_machine_or_the_pictures():
-    words = ["dataset=cifar10", "dataset.path=/secret", "output_dir=/runs/1", "threads=3", "method=fedca"]
-    text = task_of(compose([*words, "method.alignment_weight=0.1", "teacher=/secret/encoder.pt"])).text()
+    overrides = ["dataset=cifar10", "dataset.path=/secret", "output_dir=/runs/1", "threads=3", "method=fedca"]
+    text = task_of(compose([*overrides, "method.alignment_weight=0.1", "teacher=/secret/encoder.pt"])).text()
     assert not any(word in text for word in ("secret", "/runs", "threads", "_target_", "hub", "cuda", "cache"))
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["+optimizer.nesterov=true"], "devices would refuse this run: there is no setting 'optimizer.nesterov'"),
         (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
         (["method.projector=null"], "devices would refuse this run: there is no setting 'method.projector'"),
     ],
 )
-def test_what_devices_cannot_be_told_is_refused_by_the_server(words, sentence):
+def test_what_devices_cannot_be_told_is_refused_by_the_server(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        task_of(compose(words))
+        task_of(compose(overrides))
 
 
 NOT_PLAIN = [

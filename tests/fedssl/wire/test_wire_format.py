@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fedssl.transport import LONGEST_TABLE, SCALES, TABLE, TRANSPORTS, WEIGHTS, entries_of, layout, pack, unpack
+from fedssl.wire.wire_format import LONGEST_TABLE, SCALES, TABLE, TRANSPORTS, WEIGHTS, entries_of, layout, pack, unpack
 
 SHORT = [transport for transport in TRANSPORTS if transport != "fp32"]
 

@@ -1,6 +1,6 @@
 """What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows the keys of Flower's records.
 
-What comes over a network is bytes until it is proven to be what it should be: `fedssl.records` reads the arrays, and
+What comes over a network is bytes until it is proven to be what it should be: `fedssl.wire.records` reads the arrays, and
 records or metrics that nobody asked for are refused.
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
 from fedssl.layers import Layers
-from fedssl.records import from_message, to_message
-from fedssl.settings import EXACT
-from fedssl.transport import check_transport
+from fedssl.wire.records import from_message, to_message
+from fedssl.wire.wire_format import check_transport
 
 ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
 ANSWERS, WHO, OWN = "answers", "who", "own"
@@ -35,7 +35,7 @@ class TrainPlan:
     shared : Layers
         What the server half of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
-        What `fedssl.config.read_client` reads, for simulated clients, or `fedssl.task.compose_task`, for devices.
+        What `fedssl.config.load.read_client` reads, for simulated clients, or `fedssl.config.device_task.compose_task`, for devices.
     metrics : tuple of str
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
     keep_from : int
@@ -45,7 +45,7 @@ class TrainPlan:
     code : str
         Fingerprint of the server's source code; a client that runs other code refuses to train.
     transport : str
-        How layers travel, in both directions, see `fedssl.transport`.
+        How layers travel, in both directions, see `fedssl.wire.wire_format`.
     up : tuple of str or None
         Names of the layers that the client sends back; None: all that its model exchanges.
     depth : int or None

@@ -11,12 +11,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.composition import MAY_CHANGE, check, differences, resolve
-from fedssl.errors import InputError
-from fedssl.files import write_text
-from fedssl.plugins import choice_targets, search_folders, with_folders
-from fedssl.saved_run import check_words, read_settings, read_words
-from fedssl.settings import (
+from fedssl.config.aggregation_settings import PrivacySettings, SecureSettings, UpdateSettings
+from fedssl.config.compose import MAY_CHANGE, check, differences, resolve
+from fedssl.config.overrides import check_run_id, parse, quote
+from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
+from fedssl.config.settings import (
     AlgorithmSettings,
     CalibrationSettings,
     ClientSettings,
@@ -32,10 +31,11 @@ from fedssl.settings import (
     Settings,
     TrainingSettings,
 )
+from fedssl.config.targets import choice_targets, search_folders, with_folders
+from fedssl.errors import InputError
+from fedssl.files import write_text
 from fedssl.stopping import StopSettings
 from fedssl.untrusted import damaged
-from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
-from fedssl.words import check_run_id, parse, quote
 
 log = logging.getLogger("fedssl")
 
@@ -51,20 +51,20 @@ CLIENT_SETTINGS = [
 ]
 
 
-def compose(words: Sequence[str]) -> Settings:
+def compose(overrides: Sequence[str]) -> Settings:
     """The settings for command-line words such as ``strategy=fedavg partition.alpha=0.1``.
 
     Raises
     ------
     InputError
-        A name, choice or value is not valid; see `fedssl.composition.check` for the fields.
+        A name, choice or value is not valid; see `fedssl.config.compose.check` for the fields.
     """
-    words = with_folders(words)
-    config, choices = resolve(words)
-    return _settings(config, choices, words=words, resumed=None)
+    overrides = with_folders(overrides)
+    config, choices = resolve(overrides)
+    return _settings(config, choices, overrides=overrides, resumed=None)
 
 
-def load_run(words: Sequence[str]) -> Settings:
+def load_run(overrides: Sequence[str]) -> Settings:
     """The settings of a run, new or resumed.
 
     With ``resume=FOLDER`` the words of that folder's run come first, and a new word replaces an old one for the same
@@ -75,28 +75,30 @@ def load_run(words: Sequence[str]) -> Settings:
     InputError
         Besides what `compose` raises: the folder holds no run, or a run with other settings.
     """
-    given = [override.value() for override in parse(words) if override.key_or_group == "resume"]
+    given = [override.value() for override in parse(overrides) if override.key_or_group == "resume"]
     if not given or given[-1] is None:
-        return compose(words)
+        return compose(overrides)
     folder = Path(str(given[-1])).resolve()
-    saved, saved_words = read_settings(folder / "config.yaml"), read_words(folder / "overrides.yaml")
-    if saved is None or saved_words is None:
+    saved, saved_overrides = read_settings(folder / "config.yaml"), read_overrides(folder / "overrides.yaml")
+    if saved is None or saved_overrides is None:
         raise InputError(
             f"resume={folder} is not a run folder: it has no config.yaml, which a run has from its first round on; "
             "give the folder of a run, or start the run again"
         )
-    own, words = ("resume", "output_dir", "run_id"), with_folders(words)
+    own, overrides = ("resume", "output_dir", "run_id"), with_folders(overrides)
     # How many devices there are they say themselves.
     counted = ("num_clients", "clients_per_round") if (folder / DEVICES).exists() else ()
-    said = {word.partition("=")[0] for word in words}
-    check_words([word for word in saved_words if word.partition("=")[0] not in said], folder / "overrides.yaml")
-    newest = {word.partition("=")[0]: word for word in [*saved_words, *words]}
-    words = [word for key, word in newest.items() if key.lstrip("+~") not in own]
-    words += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
+    said = {word.partition("=")[0] for word in overrides}
+    check_saved_overrides(
+        [word for word in saved_overrides if word.partition("=")[0] not in said], folder / "overrides.yaml"
+    )
+    newest = {word.partition("=")[0]: word for word in [*saved_overrides, *overrides]}
+    overrides = [word for key, word in newest.items() if key.lstrip("+~") not in own]
+    overrides += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
     try:
-        config, choices = resolve(words)
+        config, choices = resolve(overrides)
     except InputError:
-        _prove(saved_words, folder / "overrides.yaml")
+        _prove(saved_overrides, folder / "overrides.yaml")
         raise
     config.run_id = saved.run_id
     changed = {
@@ -108,13 +110,13 @@ def load_run(words: Sequence[str]) -> Settings:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_LISTED])
         listed += f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
         raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")
-    return _settings(config, choices, words=words, resumed=saved.rounds)
+    return _settings(config, choices, overrides=overrides, resumed=saved.rounds)
 
 
-def _prove(words: Sequence[str], file: Path) -> None:
+def _prove(overrides: Sequence[str], file: Path) -> None:
     """Tell by an `InputError` words of a run that are refused by themselves, whatever else is said."""
     try:
-        resolve([word for word in words if word.partition("=")[0] != "output_dir"])
+        resolve([word for word in overrides if word.partition("=")[0] != "output_dir"])
     except InputError as error:
         raise damaged(file, str(error)) from error
 
@@ -125,11 +127,11 @@ def partition_without_labels(settings: Settings) -> Settings:
     What the words choose, themselves or by an experiment, stays, and is refused where it needs labels.
     """
     recording = settings.recording
-    chosen = {override.key_or_group.partition(".")[0] for override in parse(recording.words)}
+    chosen = {override.key_or_group.partition(".")[0] for override in parse(recording.overrides)}
     if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:
         return settings
     log.info("the pictures have no labels, which partition=dirichlet needs: partition=iid is taken")
-    return load_run([*recording.words, "partition=iid"])
+    return load_run([*recording.overrides, "partition=iid"])
 
 
 def with_clients(settings: Settings, number: int, *, per_round: int) -> Settings:
@@ -141,7 +143,7 @@ def with_clients(settings: Settings, number: int, *, per_round: int) -> Settings
     return replace(settings, num_clients=number, clients_per_round=per_round, recording=recording)
 
 
-def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
+def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:
     """The settings of an evaluation: where the words name no data set or seed, those of ``run``.
 
     A run's folder may come from elsewhere, and code is not chosen by it: its data set must be one of ``conf/`` or of
@@ -152,21 +154,21 @@ def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
     InputError
         A word is not valid, or nothing says which data set.
     """
-    words = with_folders(words)
-    keys = [word.partition("=")[0] for word in words]
+    overrides = with_folders(overrides)
+    keys = [word.partition("=")[0] for word in overrides]
     if run is None:
         if "dataset" not in keys:
             raise InputError("encoder=FILE does not say which data set; add dataset=NAME, e.g. dataset=cifar10")
-        return compose(words)
+        return compose(overrides)
     saved = read_settings(run / "config.yaml")
     if saved is None:
         raise InputError(f"{run / 'config.yaml'} is not there; give the folder of a run, or encoder=FILE dataset=NAME")
-    changes = [] if "dataset" in keys else [word for word in words if word.startswith("dataset.")]
-    words = [word for word in words if word not in changes]
-    config, choices = resolve(words)
+    changes = [] if "dataset" in keys else [word for word in overrides if word.startswith("dataset.")]
+    overrides = [word for word in overrides if word not in changes]
+    config, choices = resolve(overrides)
     if "dataset" not in keys:
         reader = str(saved.dataset.get("_target_"))
-        if reader not in choice_targets("dataset", search_folders(words)):
+        if reader not in choice_targets("dataset", search_folders(overrides)):
             raise InputError(
                 f"the data set of {run} is read by {reader}, which is not fedssl's; name the folder of settings that "
                 "has it with --config-dir, or another data set with dataset=NAME"
@@ -183,12 +185,12 @@ def compose_evaluation(words: Sequence[str], *, run: Path | None) -> Settings:
     if "seed" not in keys:
         config.seed = saved.seed
     check(config)
-    return _settings(config, choices, words=words, resumed=None)
+    return _settings(config, choices, overrides=overrides, resumed=None)
 
 
 def save_run(recording: RecordingSettings, folder: Path) -> None:
     """Write what `load_run` reads: the words, the choice in every group, and all settings, resolved."""
-    write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.words))))
+    write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.overrides))))
     write_text(folder / "choices.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(recording.choices))))
     write_text(folder / "config.yaml", recording.text)
 
@@ -243,7 +245,9 @@ def read_data(node: DictConfig) -> DataSettings:
     )
 
 
-def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence[str], resumed: int | None) -> Settings:
+def _settings(
+    config: DictConfig, choices: Mapping[str, str], *, overrides: Sequence[str], resumed: int | None
+) -> Settings:
     if config.run_id is None:
         config.run_id = f"r{uuid.uuid4().hex[:11]}"  # the letter keeps YAML from taking 12e4 or 1234 for a number
     config.run_id = str(config.run_id)
@@ -297,7 +301,7 @@ def _settings(config: DictConfig, choices: Mapping[str, str], *, words: Sequence
             keep_checkpoints=config.keep_checkpoints,
             keep_models=config.keep_models,
             tracker=_component(config.tracker),
-            words=tuple(words),
+            overrides=tuple(overrides),
             choices=choices,
             text=OmegaConf.to_yaml(config),
         ),

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedssl.config.overrides import CONF, nearest, parse, quote
 from fedssl.errors import InputError
-from fedssl.words import CONF, nearest, parse, quote
 
 SEARCH = "hydra.searchpath"
 # Beginnings of dotted names of earlier versions, and what they are now.
@@ -55,17 +55,17 @@ def from_arguments(arguments: Sequence[str]) -> list[str]:
     if place is not None:
         folders += [str(folder) for folder in search_folders([others.pop(place)])]
     place = next((number for number, argument in enumerate(others) if "=" in argument and argument[0] != "-"), 0)
-    return [*others[:place], search_word([_existing(folder) for folder in folders]), *others[place:]]
+    return [*others[:place], searchpath_override([_existing(folder) for folder in folders]), *others[place:]]
 
 
-def with_folders(words: Sequence[str]) -> list[str]:
+def with_folders(overrides: Sequence[str]) -> list[str]:
     """Return the words, with the user's folders as absolute paths; raises `InputError` for a missing folder."""
-    folders = search_folders(words)
-    others = [word for word in words if not _is_word(word, SEARCH)]
-    return [search_word(folders), *others] if folders else others
+    folders = search_folders(overrides)
+    others = [word for word in overrides if not _is_word(word, SEARCH)]
+    return [searchpath_override(folders), *others] if folders else others
 
 
-def search_folders(words: Sequence[str]) -> list[Path]:
+def search_folders(overrides: Sequence[str]) -> list[Path]:
     """Return the user's folders that the words name, absolute.
 
     Raises
@@ -74,20 +74,20 @@ def search_folders(words: Sequence[str]) -> list[Path]:
         A folder does not exist, is no folder of settings, or has a file that fedssl has as well: which of the two is
         meant, nobody could tell.
     """
-    found = [override.value() for override in parse([word for word in words if _is_word(word, SEARCH)])]
+    found = [override.value() for override in parse([word for word in overrides if _is_word(word, SEARCH)])]
     entries = found[-1] if found else []
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise InputError(f"{SEARCH}={entries} must be a list of folders; write --config-dir FOLDER instead")
     return [_existing(entry.removeprefix("file://")) for entry in entries]
 
 
-def add_import_path(words: Sequence[str]) -> None:
+def add_import_path(overrides: Sequence[str]) -> None:
     """Let Python import from the current folder, as ``python -m`` does, if the words name a folder of the user's.
 
     It comes last: what is installed is not replaced by a file that happens to lie there.
     """
     here = str(Path.cwd())
-    if search_folders(words) and here not in sys.path:
+    if search_folders(overrides) and here not in sys.path:
         sys.path.append(here)
 
 
@@ -145,12 +145,12 @@ def locate(target: str, *, key: str = "_target_") -> Any:
     return found
 
 
-def own_encoder(target: str, words: Sequence[str]) -> Callable[..., Any] | None:
+def own_encoder(target: str, overrides: Sequence[str]) -> Callable[..., Any] | None:
     """Return what builds a saved encoder that the user's folders have as a choice; None if it is none of theirs.
 
     Only folders that the words name count: a file must not choose the code that reads it.
     """
-    chosen = choice_targets("encoder", search_folders(words)) - installed_targets()
+    chosen = choice_targets("encoder", search_folders(overrides)) - installed_targets()
     return locate(target, key="encoder._target_") if target in chosen else None
 
 
@@ -199,6 +199,6 @@ def _is_word(argument: str, key: str) -> bool:
     return argument.partition("=")[0] == key
 
 
-def search_word(folders: Sequence[Path]) -> str:
+def searchpath_override(folders: Sequence[Path]) -> str:
     """The word that names the user's folders."""
     return f"{SEARCH}=[{','.join(quote(f'file://{folder}') for folder in dict.fromkeys(folders))}]"

@@ -5,12 +5,12 @@ from uuid import UUID
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.composition import check_names, resolve
-from fedssl.config import compose, compose_evaluation, load_run, save_run
+from fedssl.config.compose import check_names, resolve
+from fedssl.config.load import compose, compose_evaluation, load_run, save_run
+from fedssl.config.overrides import CONF, quote
+from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.methods.build import build
-from fedssl.settings import Component
-from fedssl.words import CONF, quote
 from strategies.base import Circumstances
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
@@ -29,16 +29,16 @@ def choices():
     }
     together = itertools.zip_longest(*(files[group] for group in sorted(FREE)))
     alone = ([word] for group in GROUPS if group not in FREE for word in files[group])
-    return [*([word for word in words if word] for words in together), *alone]
+    return [*([word for word in overrides if word] for overrides in together), *alone]
 
 
-@pytest.mark.parametrize("words", choices(), ids=" ".join)
-def test_every_file_composes(words):
-    extra = ["dataset.path=/pictures"] if "dataset=image_folder" in words else []
-    recording = compose([*words, *extra]).recording
+@pytest.mark.parametrize("overrides", choices(), ids=" ".join)
+def test_every_file_composes(overrides):
+    extra = ["dataset.path=/pictures"] if "dataset=image_folder" in overrides else []
+    recording = compose([*overrides, *extra]).recording
     config = OmegaConf.create(recording.text)
     assert not OmegaConf.missing_keys(config)
-    for group, name in (word.split("=") for word in words):
+    for group, name in (word.split("=") for word in overrides):
         assert recording.choices[group] == name
         assert group in config
 
@@ -53,7 +53,7 @@ def test_the_embedded_default():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["rouns=3"], r"no setting 'rouns'; did you mean rounds"),
         (["partition.alpa=0.1"], r"no setting 'partition.alpa'; did you mean partition.alpha"),
@@ -82,9 +82,9 @@ def test_the_embedded_default():
         (["rounds=2", "foo"], r"foo is not of the form key=value; write e.g. rounds=5"),
     ],
 )
-def test_wrong_words_get_one_sentence(words, sentence):
+def test_wrong_words_get_one_sentence(overrides, sentence):
     with pytest.raises(InputError, match=sentence) as caught:
-        compose(words)
+        compose(overrides)
     assert "\n" not in str(caught.value)
 
 
@@ -140,7 +140,7 @@ def test_a_refused_setting_comes_out_as_it_was_raised():
 @pytest.mark.parametrize("drawn", ["0" * 32, "1234567e8901" + "0" * 20, "abcdef" + "0" * 26])
 def test_the_name_of_a_run_is_a_word_whatever_is_drawn(monkeypatch, drawn):
     """YAML would quote 1234567e8901, and messages of runs with equal settings would differ in length."""
-    monkeypatch.setattr("fedssl.config.uuid.uuid4", lambda: UUID(drawn))
+    monkeypatch.setattr("fedssl.config.load.uuid.uuid4", lambda: UUID(drawn))
     recording = compose([]).recording
     assert f"\nrun_id: {recording.run_id}\n" in recording.text
     assert len(recording.run_id) == 12
@@ -159,7 +159,7 @@ class TestResume:
         assert settings.recording.resumed == 4
         assert settings.recording.folder == folder
         assert settings.recording.run_id == OmegaConf.load(folder / "config.yaml").run_id
-        assert load_run(settings.recording.words) == settings
+        assert load_run(settings.recording.overrides) == settings
 
     def test_may_be_made_longer(self, folder):
         settings = load_run([f"resume={folder}", "rounds=6"])
@@ -184,13 +184,13 @@ def test_the_folder_of_decoded_pictures_is_absolute_and_not_chosen_by_a_run_of_o
     def cache_of(settings):
         return settings.data.reader.values["cache"]
 
-    words = ["dataset=cifar10", "dataset.path=/pictures"]
-    assert cache_of(compose(words)) == "auto"
-    assert cache_of(compose([*words, "dataset.cache=null"])) is None
-    settings = compose([*words, "dataset.cache=here"])
+    overrides = ["dataset=cifar10", "dataset.path=/pictures"]
+    assert cache_of(compose(overrides)) == "auto"
+    assert cache_of(compose([*overrides, "dataset.cache=null"])) is None
+    settings = compose([*overrides, "dataset.cache=here"])
     assert cache_of(settings) == str(Path("here").absolute())
     with pytest.raises(InputError, match=r"dataset.cache=3 is not a word"):
-        compose([*words, "dataset.cache=3"])
+        compose([*overrides, "dataset.cache=3"])
     save_run(settings.recording, tmp_path)
     assert cache_of(compose_evaluation([], run=tmp_path)) == "auto"
     assert cache_of(compose_evaluation(["dataset.cache=/mine"], run=tmp_path)) == "/mine"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fedssl.config import compose
+from fedssl.config.load import compose
+from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
 from fedssl.errors import InputError
-from fedssl.saved_run import check_words, read_settings, read_words
 
 GOOD = compose(["seed=3"]).recording.text
 
@@ -16,7 +16,7 @@ def file(tmp_path):
 
 def test_what_is_not_there_is_none(file):
     assert read_settings(file) is None
-    assert read_words(file) is None
+    assert read_overrides(file) is None
 
 
 def test_what_a_run_saved_is_read(file):
@@ -24,14 +24,14 @@ def test_what_a_run_saved_is_read(file):
     settings = read_settings(file)
     assert (settings.seed, settings.dataset.size) == (3, 8)
     file.write_text("- seed=3\n- strategy=fedavg\n")
-    assert read_words(file) == ["seed=3", "strategy=fedavg"]
+    assert read_overrides(file) == ["seed=3", "strategy=fedavg"]
 
 
 @pytest.mark.parametrize("text", ["seed: 3", "- 3", "- [a]"])
 def test_words_are_a_list_of_text(file, text):
     file.write_text(text)
     with pytest.raises(InputError, match=r"config\.yaml"):
-        read_words(file)
+        read_overrides(file)
 
 
 @pytest.mark.parametrize(
@@ -94,23 +94,29 @@ def test_a_run_id_is_no_path(file, run_id):
 )
 def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, word):
     with pytest.raises(InputError, match="reaches out of the folder and is taken from your own command only") as found:
-        check_words([word], file)
+        check_saved_overrides([word], file)
     assert word in str(found.value)
 
 
 def test_words_that_choose_by_name_are_taken(file):
-    words = [
+    overrides = [
         "strategy=fedavg",
         "method=fedu/byol",
         "+experiment=lw_fedssl/fll",
         "dataset.path=/data/x",
         "dataset.cache=auto",
     ]
-    words += ["dataset.cache=null", "partition.alpha=0.1", "dataset.mean=[0.5]", "~evaluation", "engine.address=null"]
-    assert check_words(words, file) is None
+    overrides += [
+        "dataset.cache=null",
+        "partition.alpha=0.1",
+        "dataset.mean=[0.5]",
+        "~evaluation",
+        "engine.address=null",
+    ]
+    assert check_saved_overrides(overrides, file) is None
 
 
 def test_words_that_are_none_are_damage(file):
     for word in ("seed=[[[[", "a=b c=d", "seed='", "[" * 5000):
         with pytest.raises(InputError, match="cannot be used"):
-            check_words([word], file)
+            check_saved_overrides([word], file)

@@ -1,6 +1,6 @@
 """The configuration: nodes composed from conf/ and the user's folders by Hydra, and checked across fields.
 
-`fedssl.config` makes values of them, which is all that the rest of the code sees.
+`fedssl.config.load` makes values of them, which is all that the rest of the code sees.
 """
 
 import copy
@@ -18,11 +18,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fedssl.config.overrides import CONF, check_choices, groups, nearest, parse, refuse_renamed
+from fedssl.config.settings import TRANSPORTS
+from fedssl.config.targets import SEARCH, add_import_path, check_targets, search_folders, with_folders
 from fedssl.errors import InputError
 from fedssl.machine.threads import default_threads
-from fedssl.plugins import SEARCH, add_import_path, check_targets, search_folders, with_folders
-from fedssl.settings import TRANSPORTS
-from fedssl.words import CONF, check_choices, groups, nearest, parse, refuse_renamed
 
 MINIMUM = {
     "seed": 0,
@@ -58,17 +58,17 @@ MAY_CHANGE = {
 }
 
 
-def resolve(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+def resolve(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """The checked nodes of the configuration, without interpolations, and the choice in every group."""
-    words = with_folders(words)
-    defaults = check_names(words)
-    config, choices = compose_nodes(words)
+    overrides = with_folders(overrides)
+    defaults = check_names(overrides)
+    config, choices = compose_nodes(overrides)
     values = dict(flatten(config))
     for key, default in flatten(defaults):
         if key in values:  # a word may delete a key: ~key
             check_type(key, values[key], default)
     check(config)
-    add_import_path(words)
+    add_import_path(overrides)
     check_targets(config)
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
@@ -90,7 +90,7 @@ def _make_absolute(node: DictConfig, key: str) -> None:
         node[key] = str(Path(str(node[key])).expanduser().absolute())
 
 
-def check_names(words: Sequence[str]) -> DictConfig:
+def check_names(overrides: Sequence[str]) -> DictConfig:
     """Check the keys and choices of command-line words, sweeps included, without composing each job.
 
     Returns
@@ -103,10 +103,10 @@ def check_names(words: Sequence[str]) -> DictConfig:
     InputError
         A key or choice does not exist.
     """
-    words = with_folders(words)
-    parsed = parse(words)
-    known_groups = groups(search_folders(words))
-    chosen = [word for word in words if word.startswith(f"{SEARCH}=")]
+    overrides = with_folders(overrides)
+    parsed = parse(overrides)
+    known_groups = groups(search_folders(overrides))
+    chosen = [word for word in overrides if word.startswith(f"{SEARCH}=")]
     for override in parsed:
         group = override.key_or_group.split("@")[0]
         if group in known_groups:
@@ -186,16 +186,16 @@ def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def compose_nodes(words: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+def compose_nodes(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """The resolved nodes, and the choice in every group.
 
     Hydra composes the choices of groups, which takes long, and then sets the values. The first is done once for the
     same choices.
     """
-    folders = search_folders(words)
+    folders = search_folders(overrides)
     chosen: list[Override] = []
     values: list[Override] = []
-    for override in parse(words):
+    for override in parse(overrides):
         (chosen if _chooses(override, folders) else values).append(override)
     lines = tuple(str(override.input_line) for override in chosen)
     changeable = any("${" in line for line in lines) or bool(folders)
@@ -219,11 +219,11 @@ def _chooses(override: Override, folders: Sequence[Path]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _composed(words: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+def _composed(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     """The nodes with their interpolations, and the choices; for a copy, since these stay."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
+        config = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
     choices = {str(group): str(name) for group, name in config.hydra.runtime.choices.items() if name}
     with open_dict(config):
         del config["hydra"]

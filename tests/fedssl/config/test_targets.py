@@ -4,11 +4,19 @@ import sys
 
 import pytest
 
-from fedssl.composition import check_names
-from fedssl.config import compose, compose_evaluation, load_run, save_run
+from fedssl.config.compose import check_names
+from fedssl.config.load import compose, compose_evaluation, load_run, save_run
+from fedssl.config.overrides import CONF, RENAMED, groups, quote
+from fedssl.config.targets import (
+    SEARCH,
+    choice_targets,
+    from_arguments,
+    locate,
+    own_encoder,
+    search_folders,
+    with_folders,
+)
 from fedssl.errors import InputError
-from fedssl.plugins import SEARCH, choice_targets, from_arguments, locate, own_encoder, search_folders, with_folders
-from fedssl.words import CONF, RENAMED, groups, quote
 
 MODULE = """
 from strategies.fedavg import FedAvg
@@ -44,8 +52,8 @@ def conf(tmp_path, monkeypatch):
     return folder
 
 
-def words_for(folder, *words):
-    return from_arguments(["--config-dir", str(folder), *words])
+def words_for(folder, *overrides):
+    return from_arguments(["--config-dir", str(folder), *overrides])
 
 
 class TestTheFlag:
@@ -120,12 +128,12 @@ class TestChoices:
             load_run([f"resume={quote(str(tmp_path / 'run'))}"])
         resumed = load_run(words_for(conf, f"resume={quote(str(tmp_path / 'run'))}"))
         assert resumed.algorithm.strategy.name == "Mine"
-        assert search_folders(resumed.recording.words) == [conf]
+        assert search_folders(resumed.recording.overrides) == [conf]
         moved = conf.rename(tmp_path / "moved")
         with pytest.raises(InputError, match="the folder of settings .* does not exist; name it with --config-dir"):
             load_run(words_for(conf, f"resume={quote(str(tmp_path / 'run'))}"))
         resumed = load_run(words_for(moved, f"resume={quote(str(tmp_path / 'run'))}"))
-        assert search_folders(resumed.recording.words) == [moved]
+        assert search_folders(resumed.recording.overrides) == [moved]
 
 
 class TestTargets:
@@ -154,10 +162,10 @@ class TestTargets:
         (tmp_path / "here_only.py").write_text(MODULE)
         (tmp_path / "conf").mkdir()
         monkeypatch.chdir(tmp_path)
-        words = ["strategy=fedavg", "strategy._target_=here_only.Mine"]
+        overrides = ["strategy=fedavg", "strategy._target_=here_only.Mine"]
         with pytest.raises(InputError, match="there is no module here_only"):
-            compose(words)
-        assert compose(words_for("conf", *words)).algorithm.strategy.name == "Mine"
+            compose(overrides)
+        assert compose(words_for("conf", *overrides)).algorithm.strategy.name == "Mine"
         assert sys.path[-1] == str(tmp_path)
 
     def test_an_encoder_is_built_only_if_the_words_name_its_folder(self, conf):
@@ -177,7 +185,7 @@ class TestTargets:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (
             ["strategy=orchestra"],
@@ -187,9 +195,9 @@ class TestTargets:
         (["method=orchestra", "method.strategy=x"], "^method.strategy is gone: method=orchestra works under any"),
     ],
 )
-def test_words_of_earlier_versions_are_answered_with_those_of_now(words, sentence):
+def test_words_of_earlier_versions_are_answered_with_those_of_now(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        check_names(words)
+        check_names(overrides)
 
 
 def test_words_of_earlier_versions_are_not_in_use():

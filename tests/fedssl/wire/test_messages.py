@@ -12,8 +12,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedssl.messages import ClientUpdate, TrainPlan, Who, read_who, who_reply
-from fedssl.records import Array, from_record, read_array, to_record
+from fedssl.wire.messages import ClientUpdate, TrainPlan, Who, read_who, who_reply
+from fedssl.wire.records import Array, from_record, read_array, to_record
 
 LAYERS = {
     "encoder.conv.weight": np.arange(12, dtype=np.float32).reshape(3, 2, 2),

@@ -1,4 +1,4 @@
-"""The settings of a run as values: what each collaborator takes, and no more. `fedssl.config` makes them, once."""
+"""The settings of a run as values: what each collaborator takes, and no more. `fedssl.config.load` makes them, once."""
 
 import json
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedssl.config.aggregation_settings import PrivacySettings, SecureSettings, UpdateSettings
 from fedssl.errors import InputError
 from fedssl.stopping import StopSettings
-from fedssl.update_settings import PrivacySettings, SecureSettings, UpdateSettings
 
 EXACT = "fp32"
-TRANSPORTS = (EXACT, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.transport`
+TRANSPORTS = (EXACT, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.wire.wire_format`
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class RecordingSettings:
     keep_checkpoints: int
     keep_models: int
     tracker: Component
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     choices: Mapping[str, str]
     text: str
 
@@ -337,13 +337,13 @@ class Settings:
     client_timeout : float
         Seconds that a round waits for the next reply.
     transport : str
-        How layers travel, see `fedssl.transport`.
+        How layers travel, see `fedssl.wire.wire_format`.
     lr_schedule : Component
         A function of `fedssl.schedule.lr`, without its last arguments.
     teacher : Path or None
         The file of the encoder that the server gives to clients as a teacher; None: there is none.
     client_text : str
-        What `fedssl.config.read_client` makes `ClientSettings` of, for simulated clients.
+        What `fedssl.config.load.read_client` makes `ClientSettings` of, for simulated clients.
     """
 
     seed: int

@@ -14,13 +14,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.composition import check, check_type, compose_nodes, flatten
-from fedssl.config import client_settings, learning_of, read_data
+from fedssl.config.compose import check, check_type, compose_nodes, flatten
+from fedssl.config.load import client_settings, learning_of, read_data
+from fedssl.config.overrides import check_run_id, groups, nearest
+from fedssl.config.settings import ClientSettings, Settings
+from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
 from fedssl.datasets.base import check as check_pictures
 from fedssl.errors import InputError, Refused
-from fedssl.plugins import add_import_path, check_targets, search_folders, search_word
-from fedssl.settings import ClientSettings, Settings
-from fedssl.words import check_run_id, groups, nearest
 
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
 PLAIN = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
@@ -65,7 +65,7 @@ def task_of(settings: Settings) -> Task:
     assert isinstance(config, DictConfig)
     values = {key: value for key, value in flatten(config) if _says(key)}
     task = Task({group: settings.recording.choices[group] for group in GROUPS}, values)
-    own = search_folders(settings.recording.words)
+    own = search_folders(settings.recording.overrides)
     try:
         composed = compose_task(task.text(), own)
     except Refused as error:
@@ -97,7 +97,7 @@ def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> Clien
     """
     config = compose_task(text, folders)
     if folders:
-        add_import_path([search_word(folders)])
+        add_import_path([searchpath_override(folders)])
     check_targets(config)
     return client_settings(config, states=states / config.run_id, partition=None)
 
@@ -119,8 +119,8 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
     """
     task = _read(text)
     _check_choices(task.choices, groups(folders))
-    words = [*([search_word(folders)] if folders else []), "dataset=image_folder"]
-    config, _ = compose_nodes([*words, *(f"{group}={task.choices[group]}" for group in GROUPS)])
+    overrides = [*([searchpath_override(folders)] if folders else []), "dataset=image_folder"]
+    config, _ = compose_nodes([*overrides, *(f"{group}={task.choices[group]}" for group in GROUPS)])
     defaults = {key: value for key, value in flatten(config) if _says(key)}
     for key, value in task.values.items():
         if key not in defaults:

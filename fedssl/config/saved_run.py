@@ -14,9 +14,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fedssl.config.overrides import check_run_id, groups, parse
 from fedssl.errors import InputError
 from fedssl.untrusted import damaged, plain, printable, read_yaml
-from fedssl.words import check_run_id, groups, parse
 
 # Where decoded pictures are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
 _PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
@@ -25,20 +25,20 @@ _HARMLESS = (None, "auto")  # values of these
 _SPECIAL = re.compile(r"_[a-z]+_")  # keys by which Hydra calls something
 
 
-def read_words(file: Path) -> list[str] | None:
+def read_overrides(file: Path) -> list[str] | None:
     """The words that a run saved in ``overrides.yaml``; None if there is no such file."""
-    words: list[str] | None = read_yaml(file, list)
-    if words is not None and not all(isinstance(word, str) for word in words):
+    overrides: list[str] | None = read_yaml(file, list)
+    if overrides is not None and not all(isinstance(word, str) for word in overrides):
         raise damaged(file, "it does not hold words of a command line")
-    return words
+    return overrides
 
 
-def check_words(words: Sequence[str], file: Path) -> None:
+def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
     """Refuse words of a run folder that reach out of it.
 
     Parameters
     ----------
-    words : sequence of str
+    overrides : sequence of str
         Those of ``file`` that the user's own command does not say.
 
     Raises
@@ -46,7 +46,7 @@ def check_words(words: Sequence[str], file: Path) -> None:
     InputError
         With the word that the user may add, or the file is damaged.
     """
-    for word in words:
+    for word in overrides:
         try:
             (override,) = parse([word])
             value = override.value()

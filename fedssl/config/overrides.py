@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 
 from fedssl.errors import InputError
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 # Words of earlier versions, a choice or a key, and the rest of a sentence that says what they are now.
 RENAMED = {
@@ -39,13 +39,13 @@ _MOVED = {
 RENAMED |= {f"experiment={old}": f"is now experiment={new}" for old, new in _MOVED.items()}
 
 
-def parse(words: Sequence[str]) -> list[Override]:
+def parse(overrides: Sequence[str]) -> list[Override]:
     """The words as Hydra reads them; raises `InputError`."""
     try:
-        return OverridesParser.create().parse_overrides(list(words))
+        return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         reason = " ".join(str(error).split())
-        bare = [word for word in words if "=" not in word and not word.startswith("~")]
+        bare = [word for word in overrides if "=" not in word and not word.startswith("~")]
         if bare:
             raise InputError(
                 f"{bare[0]} is not of the form key=value; write e.g. rounds=5 or strategy=fedavg"

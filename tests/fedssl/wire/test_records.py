@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, RecordDict
 
-from fedssl.config import compose
-from fedssl.messages import ClientUpdate, TrainPlan
+from fedssl.config.load import compose
 from fedssl.methods.build import build
 from fedssl.model_layers import travelling_layers
-from fedssl.records import Array, LayerRecord, content_bytes, from_message, to_message, to_record
-from fedssl.transport import TABLE, TRANSPORTS
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.records import Array, LayerRecord, content_bytes, from_message, to_message, to_record
+from fedssl.wire.wire_format import TABLE, TRANSPORTS
 from tests.wire import arrived, message_of, objects
 
 LAYERS = {
@@ -79,9 +79,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("words", MODELS.values(), ids=MODELS)
-def test_the_bytes_that_are_counted_are_those_that_flower_sends(words, transport):
-    layers = travelling_layers(build(compose(words).model))
+@pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS)
+def test_the_bytes_that_are_counted_are_those_that_flower_sends(overrides, transport):
+    layers = travelling_layers(build(compose(overrides).model))
     start = {name: array * np.array(0.5, dtype=array.dtype) for name, array in layers.items()}
     plan = replace(PLAN, layers=start, shared=CENTROIDS, transport=transport)
     update = ClientUpdate(layers=layers, partition_id=0, num_examples=7).to_content(plan)

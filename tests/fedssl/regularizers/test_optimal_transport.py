@@ -14,7 +14,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fedssl.regularizers.fur import uot_uniformity
-from fedssl.regularizers.transport import coupling
+from fedssl.regularizers.optimal_transport import coupling
 from fedssl.seeding import torch_generator
 from tests.fedssl.regularizers.points import random, sphere
 

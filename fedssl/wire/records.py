@@ -2,7 +2,7 @@
 
 An `Array` here is a view of a live NumPy array, and a `LayerRecord` a record of these. In one process they are handed
 over as they are; Ray pickles them out-of-band, i.e. through shared memory. Only a network deployment asks what they
-consist of: a record then becomes the few flat arrays of `fedssl.transport`, and these the ``.npy`` bytes that a stock
+consist of: a record then becomes the few flat arrays of `fedssl.wire.wire_format`, and these the ``.npy`` bytes that a stock
 Flower peer reads. A transport other than ``fp32`` changes numbers, so there all engines exchange the flat arrays.
 
 What comes over a network is read without a copy from ``.npy`` bytes whose header fits their length.
@@ -18,9 +18,9 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 
+from fedssl.config.settings import EXACT
 from fedssl.layers import Layers
-from fedssl.settings import EXACT
-from fedssl.transport import TABLE, Entry, layout, pack, table_text, unpack
+from fedssl.wire.wire_format import TABLE, Entry, layout, pack, table_text, unpack
 
 CHUNK = 5 * 2**20  # bytes of an array that Flower sends at once
 ENVELOPE = 160  # bytes that Flower writes about a message: from whom, to whom, when, in reply to what
@@ -108,12 +108,12 @@ def from_record(record: ArrayRecord) -> Layers:
 
 
 def to_message(layers: Layers, transport: str = EXACT, *, start: Layers | None = None) -> ArrayRecord:
-    """Layers as a record of a message; parameters as in `fedssl.transport.pack`."""
+    """Layers as a record of a message; parameters as in `fedssl.wire.wire_format.pack`."""
     return LayerRecord(layers) if transport == EXACT else to_record(pack(layers, transport, start=start))
 
 
 def from_message(record: ArrayRecord, transport: str = EXACT, *, start: Layers | None = None) -> Layers:
-    """Layers in a record of a message; parameters as in `fedssl.transport.unpack`.
+    """Layers in a record of a message; parameters as in `fedssl.wire.wire_format.unpack`.
 
     Raises
     ------
