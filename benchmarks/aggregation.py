@@ -29,7 +29,7 @@ from functools import reduce
 import numpy as np
 import torch
 
-from fedssl.layers import GlobalLayers, Layers, is_weight
+from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.machine.threads import default_threads, tune_allocator
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record

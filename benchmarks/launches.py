@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedssl.config.load import compose
-from fedssl.machine import devices, graphs
+from fedssl.machine import cuda_graphs, devices
 from fedssl.methods.build import build
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTraining, train
@@ -151,7 +151,7 @@ class Client:
         self.method = build(composed.model)
         self.method.start_round(first=True)
         self._results: list[Tensor] = []
-        with patch.object(devices, "GPU", "cpu"), patch.object(graphs, "record_on_gpu", lambda: self._record):
+        with patch.object(devices, "GPU", "cpu"), patch.object(cuda_graphs, "record_on_gpu", lambda: self._record):
             self.training = replace(LocalTraining.prepare(composed.training, self.method), epochs=1)
         for group in self.training.optimizer.param_groups:
             group["foreach"] = not group["fused"]  # as torch chooses on a GPU
@@ -188,7 +188,7 @@ class Client:
 def count(*settings: str, batch: int = 8) -> tuple[Asked, Asked, Counter[str]]:
     """What a step asks for; what an epoch asks for beside its steps; and the operations of a step."""
     client = Client(settings, batch=batch)
-    for _ in range(graphs.WARM + 1 if client.training.graphs else 1):
+    for _ in range(cuda_graphs.WARM + 1 if client.training.graphs else 1):
         client.epoch(1)  # after these there is all that stays from step to step
     two, three = client.epoch(2), client.epoch(3)
     step = three.asked() - two.asked()

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedssl.arrays import Layers
 from fedssl.config.load import compose
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.report.figures import new_figure, write_png
 from fedssl.report.lines import read_lines
 from fedssl.report.runs import Run, find_runs

@@ -31,13 +31,13 @@ import torch
 from flwr.clientapp import ClientApp
 
 from benchmarks.paper_costs import paper_bytes, paper_flops
+from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.config.settings import Settings
-from fedssl.layers import Layers
 from fedssl.machine.devices import pick_device
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import at_stage
 from fedssl.step_cost import step_cost

@@ -31,8 +31,8 @@ import torch
 from client_app.app import app as client_app
 from client_app.resident import resident
 from client_app.store import FILES, Store, WriteBehind
+from fedssl.atomic_files import numbered_file, numbered_files, write_whole
 from fedssl.config.load import compose, read_client
-from fedssl.files import numbered_file, numbered_files, write_whole
 from fedssl.training import batches
 from server_app.app import prepare
 from server_app.attempts import run_round

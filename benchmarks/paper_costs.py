@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import travelling_names
+from fedssl.model_arrays import travelling_names
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import Stages, at_stage
 from fedssl.step_cost import count_flops

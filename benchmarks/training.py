@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedssl.config.load import compose
 from fedssl.machine.devices import pick_device
 from fedssl.methods.build import build
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.training import LocalTraining, train
 from fedssl.wire.messages import TrainPlan
 

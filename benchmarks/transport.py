@@ -23,11 +23,11 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for what the engines share
 
+from fedssl.arrays import Layers
 from fedssl.config.load import compose
-from fedssl.layers import Layers
 from fedssl.machine.threads import tune_allocator
 from fedssl.methods.build import build
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.wire.records import to_message, to_record
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from simulation.grid import identify

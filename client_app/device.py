@@ -29,15 +29,15 @@ from typing import ClassVar
 
 from client_app.limits import Limits, check_settings, read_limits
 from client_app.store import FILES, Store
+from fedssl.atomic_files import write_text
 from fedssl.config.device_task import read_task
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError, Refused
-from fedssl.files import write_text
 from fedssl.machine.threads import default_threads
-from fedssl.saying import printable
 from fedssl.untrusted import read_text
+from fedssl.waiting import printable
 from fedssl.wire.messages import Who, check_device_name
 
 log = logging.getLogger("fedssl")

@@ -19,7 +19,7 @@ from fedssl.errors import Refused
 from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
 from fedssl.methods.build import build
-from fedssl.model_layers import copied_layers, layers_of, load_layers, travelling_names
+from fedssl.model_arrays import copied_layers, layers_of, load_layers, travelling_names
 from fedssl.partition import split
 from fedssl.regularizers.base import Both, Regularizer
 from fedssl.schedule.stages import at_stage, frozen_names

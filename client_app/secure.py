@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
+from fedssl.arrays import Layers
 from fedssl.errors import Refused
-from fedssl.layers import Layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 
 log = logging.getLogger("fedssl")

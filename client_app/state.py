@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from fedssl.files import mapped, numbered_file, numbered_files, write_whole
+from fedssl.atomic_files import mapped, numbered_file, numbered_files, write_whole
 from fedssl.untrusted import TENSORS
 from strategies.base import State
 

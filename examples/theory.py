@@ -37,8 +37,8 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from fedssl.atomic_files import write_text
 from fedssl.errors import InputError
-from fedssl.files import write_text
 from fedssl.report.figures import new_figure, write_png
 from fedssl.report.tables import align, to_csv
 from fedssl.seeding import numpy_generator

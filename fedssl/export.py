@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl import encoders
+from fedssl.atomic_files import write_whole
 from fedssl.errors import InputError
 from fedssl.exporting.weights import read_safetensors
-from fedssl.files import write_whole
 from fedssl.untrusted import printable, read_tensors
 
 FORMAT = "fedssl-encoder-1"

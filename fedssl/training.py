@@ -12,8 +12,8 @@ from torch import Tensor
 from fedssl.config.settings import TrainingSettings
 from fedssl.errors import InputError
 from fedssl.machine.compiler import take_step
+from fedssl.machine.cuda_graphs import Graphs, check_fused
 from fedssl.machine.devices import is_gpu, to_device
-from fedssl.machine.graphs import Graphs, check_fused
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, Step
 

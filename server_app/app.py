@@ -9,18 +9,18 @@ from contextlib import closing, suppress
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedssl.atomic_files import new_run_folder
 from fedssl.config.load import load_run
 from fedssl.config.overrides import parse, quote
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
 from fedssl.evaluation.subject import lacking
-from fedssl.files import new_run_folder
 from fedssl.methods.build import build
-from fedssl.model_layers import load_layers, travelling_layers
+from fedssl.model_arrays import load_layers, travelling_layers
 from fedssl.report.accuracy_table import format_table
-from fedssl.saying import OUTPUT_IN
 from fedssl.schedule.stages import at_stage
+from fedssl.waiting import OUTPUT_IN
 from fedssl.wire.records import record_bytes, to_message
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged

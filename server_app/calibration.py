@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from fedssl.arrays import Layers
 from fedssl.config.settings import CalibrationSettings, DataSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import load_layers, travelling_layers
+from fedssl.model_arrays import load_layers, travelling_layers
 from fedssl.partition import auxiliary
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.lr import LRSchedule

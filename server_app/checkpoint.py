@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from fedssl.atomic_files import numbered_file, numbered_files, remove, write_text, write_whole
 from fedssl.errors import InputError
-from fedssl.files import numbered_file, numbered_files, remove, write_text, write_whole
 from fedssl.untrusted import TENSORS, opened, printable, read_tensors
 from server_app.proven import Expected
 from strategies.state import Model, ServerState

@@ -7,12 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.aggregation_settings import SecureSettings, UpdateSettings
 from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copied_layers, layers_of
+from fedssl.model_arrays import copied_layers, layers_of
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator

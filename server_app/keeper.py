@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from fedssl.files import remove
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
+from fedssl.atomic_files import remove
 from fedssl.report.kept_models import round_folder, save_layers
 
 

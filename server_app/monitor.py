@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.arrays import Layers
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import load_any, load_federated
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import TOP, Health, spectrum
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import load_layers, travelling_names
+from fedssl.model_arrays import load_layers, travelling_names
 from fedssl.report.representations import Representations
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment

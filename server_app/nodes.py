@@ -14,7 +14,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunFailed
-from fedssl.saying import printable, saying
+from fedssl.waiting import printable, saying
 from fedssl.wire.messages import Who, read_who
 from server_app.replies import receive
 

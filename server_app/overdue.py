@@ -2,7 +2,7 @@
 
 import math
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 
 
 def brought_up(layers: Layers, *, begun: Layers, now: Layers, age: int) -> Layers:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from flwr.app import Message
 
+from fedssl.arrays import Layers
 from fedssl.evaluation.alike import alike, part_of
 from fedssl.evaluation.scores import Score, over_models
 from fedssl.evaluation.subject import Subject
-from fedssl.layers import Layers
-from fedssl.model_layers import load_layers
+from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.wire.messages import Ask
 from server_app.plans import Plans

@@ -7,8 +7,8 @@ from itertools import chain
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from fedssl.layers import GlobalLayers, Layers
-from fedssl.model_layers import part_of
+from fedssl.arrays import GlobalLayers, Layers
+from fedssl.model_arrays import part_of
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import content_bytes, to_message

@@ -14,7 +14,7 @@ def implausible(moved: Mapping[int, tuple[float, float]], *, factor: float) -> d
     Parameters
     ----------
     moved : mapping of int to (float, float)
-        How far a client moved, see `fedssl.layers.Cosines`.
+        How far a client moved, see `fedssl.arrays.Cosines`.
     factor : float
         How many times the median of the round is still plausible.
     """

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from flwr.serverapp import Grid
 
+from fedssl.arrays import Layers
 from fedssl.config.device_task import task_of
 from fedssl.config.load import partition_without_labels
 from fedssl.config.settings import Settings
@@ -15,11 +16,10 @@ from fedssl.datasets.base import Pictures, load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.subject import lacking
 from fedssl.fingerprint import code_fingerprint
-from fedssl.layers import Layers
 from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.partition import divide
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases

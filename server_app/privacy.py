@@ -16,10 +16,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
-from fedssl.layers import Layers, is_weight
 from fedssl.methods.base import SSLMethod
 
 

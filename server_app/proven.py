@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 from fedssl.untrusted import plain
 from strategies.state import Model, ServerState
 

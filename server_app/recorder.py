@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from fedssl.atomic_files import append_text, numbered_files, refuse_links, remove_leftovers, sync, write_text
 from fedssl.config.load import DEVICES, save_run
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
-from fedssl.files import append_text, numbered_files, refuse_links, remove_leftovers, sync, write_text
 from fedssl.methods.base import SSLMethod
 from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import totals

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
-from fedssl.layers import Cosines, GlobalLayers, Layers
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
 from server_app.post import Post
 

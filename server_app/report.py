@@ -10,7 +10,7 @@ class ClientRow:
 
     ``model`` is the name of the model that the client started from. ``cosine`` has that of every layer with it,
     ``model_cosine`` that of all weights as one vector (L-DAWA, Eq. 2 and Fig. 4), and ``layer_cosine`` the mean over
-    layers, see `fedssl.layers.Cosines`; None: no weights travelled. ``age`` counts the rounds since the plan that it
+    layers, see `fedssl.arrays.Cosines`; None: no weights travelled. ``age`` counts the rounds since the plan that it
     answers.
     """
 

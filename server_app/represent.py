@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from fedssl.arrays import Layers
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import load_any
 from fedssl.evaluation.features import extract
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import load_layers, travelling_names
+from fedssl.model_arrays import load_layers, travelling_names
 from fedssl.seeding import torch_generator
 
 

@@ -14,10 +14,10 @@ from itertools import chain
 from flwr.app import Message
 from torch import Tensor
 
+from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import InputError, RunFailed
-from fedssl.layers import Cosines, GlobalLayers, Layers
-from fedssl.saying import printable
+from fedssl.waiting import printable
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, from_message
 from server_app.federation import Federation

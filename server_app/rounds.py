@@ -13,14 +13,14 @@ from types import TracebackType
 
 import torch
 
-from fedssl.files import numbered_files
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
+from fedssl.atomic_files import numbered_files
+from fedssl.early_stopping import reason_to_stop
 from fedssl.machine.threads import available_cores
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
-from fedssl.model_layers import load_layers
+from fedssl.model_arrays import load_layers
 from fedssl.schedule.stages import at_stage
-from fedssl.stopping import reason_to_stop
 from server_app.attempts import run_round
 from server_app.evaluator import Judged
 from server_app.federation import Federation

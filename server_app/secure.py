@@ -14,9 +14,9 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from client_app.secure import LEAST_CLIENTS, NUMBERS, summed
+from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import RunFailed
-from fedssl.layers import Layers
 from fedssl.wire.records import content_bytes
 from server_app.post import Post
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from fedssl.config.settings import Settings
+from fedssl.early_stopping import check_metric, check_size
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.evaluation.subject import lacking
 from fedssl.methods.base import SSLMethod
-from fedssl.stopping import check_metric, check_size
 
 
 def check_stopping(settings: Settings, method: SSLMethod, *, results: Mapping[str, str] | None, phases: int) -> None:

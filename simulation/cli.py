@@ -27,13 +27,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from fedssl.atomic_files import new_run_folder, write_text
 from fedssl.config.compose import check_names
 from fedssl.config.load import compose, load_run
 from fedssl.config.overrides import CONF, parse, quote
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCH, from_arguments
 from fedssl.errors import InputError, RunFailed
-from fedssl.files import new_run_folder, write_text
 from fedssl.report.runs import held, hold, read_summary
 from fedssl.untrusted import printable
 

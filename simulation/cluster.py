@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedssl.errors import InputError
 from fedssl.fingerprint import code_fingerprint
-from fedssl.saying import saying
+from fedssl.waiting import saying
 
 VERSIONS = ("python", "torch", "flwr")  # that must be the same
 

@@ -26,7 +26,7 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError, RunFailed
-from fedssl.saying import OUTPUT_IN, printable
+from fedssl.waiting import OUTPUT_IN, printable
 
 APP = Path(__file__).resolve().parents[1]
 LOST = 120.0  # seconds in which a SuperLink that has gone may come back

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fedssl.layers import Cosines, GlobalLayers, Layers
+from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
+from fedssl.model_arrays import copies, kept_names, start_from, take_layers, travelling_names
 from fedssl.regularizers.base import Regularizer
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.state import GLOBAL, Model, ServerState

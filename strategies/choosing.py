@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, load_layers
+from fedssl.model_arrays import copies, load_layers
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientHalf, OwnPictures, State, Travels
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from sklearn.cluster import AgglomerativeClustering
 
+from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, Layers, is_weight
 from strategies.base import Circumstances, Outcome, Rule, ServerHalf, Travels
 from strategies.choosing import feature_distance, nearest
 from strategies.gram import deviation_gram

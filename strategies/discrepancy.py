@@ -5,7 +5,7 @@ The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mea
 
 import numpy as np
 
-from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
+from fedssl.arrays import TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.wire.messages import ClientUpdate
 from strategies.weighted_sum import WeightedSum
 

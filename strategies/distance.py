@@ -11,8 +11,8 @@ import math
 import numpy as np
 from torch import nn
 
+from fedssl.arrays import Layers, products
 from fedssl.errors import InputError
-from fedssl.layers import Layers, products
 from fedssl.methods.base import SSLMethod
 
 DISTANCES = ("mean_conv_l2", "squared_l2")

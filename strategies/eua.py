@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedssl.arrays import ROW, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import ROW, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, Rule, ServerHalf
 from strategies.gram import deviation_gram

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fedssl.arrays import Layers
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, travelling_names
+from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
     Circumstances,

@@ -7,7 +7,7 @@ average them as floating-point numbers, which loading then truncates.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, one_of, weighted_sum

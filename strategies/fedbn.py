@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedssl.arrays import Layers
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, part_of
+from fedssl.model_arrays import copies, kept_names, part_of
 from fedssl.wire.messages import TrainPlan
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels
 from strategies.fedavg import mean

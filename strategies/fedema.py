@@ -25,10 +25,10 @@ from dataclasses import replace
 
 import torch
 
+from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import Layers, is_weight
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from
+from fedssl.model_arrays import copies, kept_names, start_from
 from fedssl.wire.messages import TrainPlan
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers, sent_names
 from strategies.distance import DISTANCES, compared, moved

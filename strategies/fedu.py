@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fedssl.arrays import Layers
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, take_layers, travelling_names
+from fedssl.model_arrays import copies, kept_names, start_from, take_layers, travelling_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
     Circumstances,

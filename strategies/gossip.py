@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import Cosines, GlobalLayers, Layers, is_weight
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import Circumstances, FedSSLStrategy, Outcome, Rule, ServerHalf, Travels
 from strategies.state import GLOBAL, ServerState

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fedssl.layers import ROW, GlobalLayers, Layers
+from fedssl.arrays import ROW, GlobalLayers, Layers
 
 _TILE = 8 * ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
 

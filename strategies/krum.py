@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, Layers, is_weight
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import Circumstances, FedSSLStrategy, Rule, ServerHalf
 from strategies.gram import deviation_gram

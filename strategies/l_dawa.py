@@ -24,8 +24,8 @@ from functools import partial
 
 import numpy as np
 
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, Rule, ServerHalf, State, TrainWith, Travels

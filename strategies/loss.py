@@ -8,7 +8,7 @@ least loss, so that losses of any size and sign work.
 from collections.abc import Sequence
 from functools import partial
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, weighted_sum

@@ -7,7 +7,7 @@ of thousands would hide any change of direction. The paper does not say what its
 from collections.abc import Sequence
 from functools import partial
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import WeightedSum, weighted_sum

@@ -23,10 +23,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedssl.arrays import Layers
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import copies, kept_names, start_from, travelling_names
+from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan

@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 
+from fedssl.arrays import TILE, Cosines, GlobalLayers, Layers
 from fedssl.errors import InputError
-from fedssl.layers import TILE, Cosines, GlobalLayers, Layers
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import Circumstances, FedSSLStrategy, ServerHalf
 from strategies.weighted_sum import check_all

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import Layers, is_weight
 
 Moments = dict[str, Layers]  # what an optimiser remembers: by the name of the moment, an array for each layer
 

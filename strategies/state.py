@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 
 GLOBAL = "global"  # name of the model where there is only one
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fedssl.arrays import TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 
 # Layers that came through shared memory are read-only; they are only read here.

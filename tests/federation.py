@@ -5,8 +5,8 @@ from pathlib import Path
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
+from fedssl.arrays import Layers
 from fedssl.config.load import compose
-from fedssl.layers import Layers
 from server_app.attempts import run_round
 from server_app.federation import Federation as Rounds
 from server_app.post import Post

@@ -11,8 +11,8 @@ from statistics import mean, median
 
 from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
 from benchmarks.fedssl_bench.suites import BOUNDS, IDLE, Suite
+from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
-from fedssl.files import write_text
 from fedssl.report.runs import read_run
 from fedssl.report.tables import markdown
 

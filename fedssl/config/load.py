@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import PrivacySettings, SecureSettings, UpdateSettings
 from fedssl.config.compose import MAY_CHANGE, check, differences, resolve
 from fedssl.config.overrides import check_run_id, parse, quote
@@ -32,9 +33,8 @@ from fedssl.config.settings import (
     TrainingSettings,
 )
 from fedssl.config.targets import choice_targets, search_folders, with_folders
+from fedssl.early_stopping import StopSettings
 from fedssl.errors import InputError
-from fedssl.files import write_text
-from fedssl.stopping import StopSettings
 from fedssl.untrusted import damaged
 
 log = logging.getLogger("fedssl")

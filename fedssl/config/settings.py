@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.config.aggregation_settings import PrivacySettings, SecureSettings, UpdateSettings
+from fedssl.early_stopping import StopSettings
 from fedssl.errors import InputError
-from fedssl.stopping import StopSettings
 
 EXACT = "fp32"
 TRANSPORTS = (EXACT, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.wire.wire_format`

@@ -25,10 +25,10 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 import torch
 
+from fedssl.atomic_files import mapped, write_text, write_whole
 from fedssl.datasets.base import Pictures
 from fedssl.datasets.decoding import NOTED, Canvas
 from fedssl.errors import InputError
-from fedssl.files import mapped, write_text, write_whole
 from fedssl.machine.memory import gigabytes
 
 _PATIENCE = 0.2  # seconds between two looks at the lock

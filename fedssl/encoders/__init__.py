@@ -1,6 +1,6 @@
 """Encoders map pictures to representations h. Settings and saved encoders name them as ``fedssl.encoders.<name>``."""
 
 from fedssl.encoders.base import Encoder
-from fedssl.encoders.build import conv_small, resnet18, resnet34, resnet50, vit_tiny
+from fedssl.encoders.factory import conv_small, resnet18, resnet34, resnet50, vit_tiny
 
 __all__ = ["Encoder", "conv_small", "resnet18", "resnet34", "resnet50", "vit_tiny"]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fedssl.atomic_files import inner_folder, write_text
 from fedssl.config.load import compose_evaluation
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import from_arguments, own_encoder
@@ -27,7 +28,6 @@ from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
 from fedssl.evaluation.subject import Subject, lacking, make_subject
 from fedssl.export import load_encoder, saved_target
-from fedssl.files import inner_folder, write_text
 from fedssl.machine.devices import pick_device
 from fedssl.report.accuracy_table import format_table
 from fedssl.untrusted import printable

@@ -5,8 +5,8 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from fedssl.arrays import Layers
 from fedssl.encoders.base import Encoder
-from fedssl.layers import Layers
 
 TEACHER = "teacher"  # the constant part whose weights the server reads from the file of the setting `teacher`
 

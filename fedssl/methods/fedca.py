@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.arrays import Layers
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.losses import at_least_float32, nt_xent
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.methods.heads import MLP

@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.arrays import Layers
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.clustering import equal_clusters, global_centroids
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import FollowedMethod

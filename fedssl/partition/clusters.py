@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedssl.atomic_files import write_whole
 from fedssl.datasets.cache import WORTH, root
 from fedssl.datasets.entry import unusable
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.export import load_encoder
-from fedssl.files import write_whole
 from fedssl.machine.threads import one_thread
 from fedssl.partition.base import Division, Images
 from fedssl.partition.rules import check_counts, check_shares, dirichlet

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
+from fedssl.atomic_files import write_text
 from fedssl.config.compose import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
-from fedssl.files import write_text
 from fedssl.report.grid import Entry, Grid, TextTable, entry
 from fedssl.report.marking import RULE, leading, task_of
 from fedssl.report.runs import Run, read_run

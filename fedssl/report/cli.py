@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedssl.atomic_files import write_text
 from fedssl.errors import InputError
-from fedssl.files import write_text
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
 from fedssl.report.grid import TextTable

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fedssl.atomic_files import inner_folder, write_text, write_whole
 from fedssl.errors import InputError
-from fedssl.files import inner_folder, write_text, write_whole
 from fedssl.report.tables import to_csv
 from fedssl.untrusted import printable
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedssl.arrays import Layers
+from fedssl.atomic_files import inner_folder, remove, write_whole
 from fedssl.errors import InputError
-from fedssl.files import inner_folder, remove, write_whole
-from fedssl.layers import Layers
 from fedssl.untrusted import damaged, read_tensors
 
 FOLDER = "models"

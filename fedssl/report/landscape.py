@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import Layers, is_weight
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import load_layers, travelling_names
+from fedssl.model_arrays import load_layers, travelling_names
 from fedssl.report.figures import SCREEN, new_figure, save_figure
 from fedssl.report.kept_models import KeptRound
 from fedssl.report.open_run import OpenRun

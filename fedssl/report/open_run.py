@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedssl.arrays import Layers
 from fedssl.config.load import load_run
 from fedssl.config.overrides import quote
 from fedssl.config.saved_run import read_overrides
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import load_any
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
-from fedssl.model_layers import copied_layers, load_layers, travelling_names
+from fedssl.model_arrays import copied_layers, load_layers, travelling_names
 from fedssl.report.figures import look_of
 from fedssl.report.kept_models import KeptRound, kept_rounds, read_layers
 from fedssl.report.runs import rule_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.files import write_whole
+from fedssl.atomic_files import write_whole
 from fedssl.untrusted import damaged, read_arrays
 
 FILE = "representations.npz"

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from fedssl.arrays import Layers
 from fedssl.encoders.base import Lifetime
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.base import TEACHER, SSLMethod
-from fedssl.model_layers import travelling_names
+from fedssl.model_arrays import travelling_names
 from fedssl.schedule.phases import Phase
 
 log = logging.getLogger("fedssl")
@@ -29,7 +29,7 @@ def lifetime(method: SSLMethod, name: str) -> Lifetime:
 def at_stage(method: SSLMethod, *, depth: int | None, frozen: int = 0, dropout: float = 0.0) -> Iterator[None]:
     """Let only some stages of the encoder run, and be trained, inside the block; after it all is as before.
 
-    Meanwhile `fedssl.model_layers` names running layers only. Of target networks it names the trained stages only,
+    Meanwhile `fedssl.model_arrays` names running layers only. Of target networks it names the trained stages only,
     because all networks of a method share the frozen ones.
 
     Parameters

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedssl.arrays import Layers
 from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.wire.records import from_message, to_message
 from fedssl.wire.wire_format import check_transport
 

@@ -18,8 +18,8 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 
+from fedssl.arrays import Layers
 from fedssl.config.settings import EXACT
-from fedssl.layers import Layers
 from fedssl.wire.wire_format import TABLE, Entry, layout, pack, table_text, unpack
 
 CHUNK = 5 * 2**20  # bytes of an array that Flower sends at once

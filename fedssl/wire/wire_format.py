@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedssl.arrays import STATISTICS, Layers
 from fedssl.config.settings import EXACT, TRANSPORTS
 from fedssl.errors import InputError
-from fedssl.layers import STATISTICS, Layers
 
 # Arrays that came over a network are read-only; they are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -210,7 +210,7 @@ def test_a_file_with_code_is_refused_and_the_code_does_not_run(tmp_path: Path) -
 @pytest.mark.parametrize(
     "target",
     [
-        *("os.system", "fedssl.encoders.torch", "fedssl.encoders._resnet", "fedssl.encoders.build.conv_small"),
+        *("os.system", "fedssl.encoders.torch", "fedssl.encoders._resnet", "fedssl.encoders.factory.conv_small"),
         *("fedssl.encoders.Encoder", "conv_small", None, []),
     ],
 )

@@ -9,7 +9,7 @@ from fedssl.errors import InputError
 from fedssl.machine import devices
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
-from fedssl.model_layers import copied_layers, kept_names, take_layers, travelling_names
+from fedssl.model_arrays import copied_layers, kept_names, take_layers, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive, torch_generator

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.atomic_files import inner_folder, refuse_links, remove_leftovers, write_text, write_whole
 from fedssl.errors import InputError
-from fedssl.files import inner_folder, refuse_links, remove_leftovers, write_text, write_whole
 from fedssl.report.tables import escaped, to_csv
 from fedssl.untrusted import opened, printable, read_arrays, read_tensors, read_text, read_yaml
 

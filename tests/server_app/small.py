@@ -7,7 +7,7 @@ from torch import nn
 from fedssl.config.aggregation_settings import UpdateSettings
 from fedssl.encoders.base import Encoder
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.schedule.phases import end_to_end
 from server_app.federation import Federation
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.atomic_files import numbered_files
 from fedssl.errors import InputError
-from fedssl.files import numbered_files
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from strategies.state import GLOBAL, Model, ServerState
 

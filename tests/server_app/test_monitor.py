@@ -11,7 +11,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
 from fedssl.methods.build import build
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.report.representations import read_representations
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 
+from fedssl.arrays import GlobalLayers
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.layers import GlobalLayers
 from server_app.privacy import Privacy, _delta, epsilon
 from simulation.cli import run
 from strategies.l_dawa import LDAWA

@@ -7,8 +7,8 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedssl.arrays import GlobalLayers
 from fedssl.errors import InputError, RunFailed
-from fedssl.layers import GlobalLayers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.federation import sample_clients

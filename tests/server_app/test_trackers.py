@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.atomic_files import refuse_links
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.files import refuse_links
 from server_app.trackers.base import Told, flat, numbers_of
 from server_app.tracking import Tracking
 from simulation.cli import run

@@ -9,9 +9,9 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
+from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, is_weight
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import to_message
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack

@@ -14,7 +14,7 @@ from client_app.state import load_state
 from fedssl.config.load import compose
 from fedssl.evaluation.subject import make_subject
 from fedssl.export import load_encoder
-from fedssl.model_layers import kept_names
+from fedssl.model_arrays import kept_names
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import from_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint

@@ -5,8 +5,8 @@ from math import sqrt
 import numpy as np
 import pytest
 
+from fedssl.arrays import GlobalLayers, cosine, products
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, cosine, products
 from strategies.l_dawa import l_dawa
 from tests.strategies.made import CLIENTS, DELTA, GLOBAL, layers, model, update
 

@@ -17,7 +17,7 @@ from fedssl.methods.build import build
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
-from fedssl.model_layers import copied_layers, travelling_layers
+from fedssl.model_arrays import copied_layers, travelling_layers
 from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import at_stage
 from simulation.cli import run

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, is_weight
 from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUARule, eua, solve
 from strategies.gram import deviation_gram

@@ -11,11 +11,11 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from client_app.app import app as client_app
+from fedssl.arrays import GlobalLayers
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_layers import kept_names, travelling_layers
+from fedssl.model_arrays import kept_names, travelling_layers
 from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from client_app.state import load_state, read_state, save_state
+from fedssl.arrays import GlobalLayers
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
-from fedssl.model_layers import travelling_layers, travelling_names
+from fedssl.model_arrays import travelling_layers, travelling_names
 from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run

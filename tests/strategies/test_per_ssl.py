@@ -11,7 +11,7 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
-from fedssl.model_layers import kept_names, travelling_layers, travelling_names
+from fedssl.model_arrays import kept_names, travelling_layers, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.attempts import run_round

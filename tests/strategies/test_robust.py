@@ -13,8 +13,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
+from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers, is_weight
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record
 from simulation.local_grid import LocalGrid

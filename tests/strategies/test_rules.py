@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.arrays import GlobalLayers
 from fedssl.errors import InputError
-from fedssl.layers import GlobalLayers
 from strategies.fedavg import fedavg
 from strategies.l_dawa import LDAWA, l_dawa
 from strategies.loss import loss_weighted

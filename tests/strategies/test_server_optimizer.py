@@ -9,10 +9,10 @@ import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedssl.arrays import is_weight
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.layers import is_weight
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint

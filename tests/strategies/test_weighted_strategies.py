@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fedssl.layers import GlobalLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.wire.messages import TrainPlan
 from server_app.round import Round
 from strategies.base import Travels

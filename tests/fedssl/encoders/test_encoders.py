@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fedssl.encoders import Encoder, conv_small, resnet18, resnet34, resnet50, vit_tiny
-from fedssl.encoders.torchvision import sincos_positions
+from fedssl.encoders.torchvision_encoders import sincos_positions
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf"

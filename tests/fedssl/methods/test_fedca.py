@@ -19,7 +19,7 @@ from fedssl.methods.build import build
 from fedssl.methods.fedca import FedCA, enqueue, nearness
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
-from fedssl.model_layers import copied_layers, layers_of, travelling_names
+from fedssl.model_arrays import copied_layers, layers_of, travelling_names
 from fedssl.wire.records import to_record
 from server_app.checkpoint import latest_checkpoint
 from server_app.replies import receive

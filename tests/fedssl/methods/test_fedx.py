@@ -15,7 +15,7 @@ from fedssl.errors import InputError
 from fedssl.losses import nt_xent, relational
 from fedssl.methods.fedx import FedX
 from fedssl.methods.heads import MLP
-from fedssl.model_layers import kept_names
+from fedssl.model_arrays import kept_names
 from fedssl.wire.messages import TrainPlan
 from tests.federation import Federation
 

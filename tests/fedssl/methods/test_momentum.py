@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.config.overrides import groups
 from fedssl.errors import InputError
-from fedssl.layers import Layers
 from fedssl.methods.build import build
-from fedssl.model_layers import kept_names, travelling_names
+from fedssl.model_arrays import kept_names, travelling_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import from_record
 from simulation.cli import main

@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.methods.clustering import equal_assignment, equal_clusters, far_apart, global_centroids
 from fedssl.methods.heads import MLP
 from fedssl.methods.orchestra import Orchestra, consistency, quarter_turns
-from fedssl.model_layers import kept_names, travelling_names
+from fedssl.model_arrays import kept_names, travelling_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from tests.federation import Federation

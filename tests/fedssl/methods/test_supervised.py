@@ -16,7 +16,7 @@ from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.methods.supervised import Supervised
-from fedssl.model_layers import load_layers
+from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.training import train
 from server_app.checkpoint import latest_checkpoint

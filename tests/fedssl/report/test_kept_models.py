@@ -12,7 +12,7 @@ import torch
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.methods.build import build
-from fedssl.model_layers import load_layers
+from fedssl.model_arrays import load_layers
 from fedssl.report import landscape
 from fedssl.report.cka import centred_gram, cka_matrix
 from fedssl.report.cka_layers import layer_outputs

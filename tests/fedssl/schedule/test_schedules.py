@@ -13,7 +13,7 @@ from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.methods.build import build
-from fedssl.model_layers import kept_names, travelling_names
+from fedssl.model_arrays import kept_names, travelling_names
 from fedssl.schedule.phases import divide, end_to_end, layer_wise, phase_at, progressive
 from fedssl.schedule.stages import Stages, at_stage, frozen_names
 from fedssl.seeding import torch_generator

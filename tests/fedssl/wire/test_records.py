@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.config.load import compose
 from fedssl.methods.build import build
-from fedssl.model_layers import travelling_layers
+from fedssl.model_arrays import travelling_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import Array, LayerRecord, content_bytes, from_message, to_message, to_record
 from fedssl.wire.wire_format import TABLE, TRANSPORTS

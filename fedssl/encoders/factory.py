@@ -148,7 +148,7 @@ def vit_tiny(
     pool : {"token", "mean"}
         h is the class token, or the mean over the patches of a transformer without class token.
     positions : {"sincos", "learned"}
-        What is added to the tokens: the fixed numbers of `fedssl.encoders.torchvision.sincos_positions`, or weights as
+        What is added to the tokens: the fixed numbers of `fedssl.encoders.torchvision_encoders.sincos_positions`, or weights as
         in torchvision, which are what an encoder file of an earlier version has.
 
     Raises
@@ -167,7 +167,7 @@ def vit_tiny(
             f"encoder.positions=sincos makes four equal parts of a token but encoder.width={width}; set encoder.width "
             "to a multiple of 4, or encoder.positions=learned"
         )
-    from fedssl.encoders.torchvision import ViTEncoder  # here: takes a second, and conv_small does without
+    from fedssl.encoders.torchvision_encoders import ViTEncoder  # here: takes a second, and conv_small does without
 
     encoder = ViTEncoder(
         size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool, fixed_positions=positions == "sincos"
@@ -190,7 +190,7 @@ def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Enc
     normalise = normalisation(norm)
     from torchvision.models.resnet import BasicBlock, Bottleneck  # here: takes a second, and conv_small does without
 
-    from fedssl.encoders.torchvision import ResNetEncoder
+    from fedssl.encoders.torchvision_encoders import ResNetEncoder
 
     blocks = [2, 2, 2, 2] if name == "resnet18" else [3, 4, 6, 3]
     encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks, normalise=normalise)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedssl.config.overrides import CONF
-from fedssl.model_layers import kept_names, travelling_names
+from fedssl.model_arrays import kept_names, travelling_names
 from tests.federation import Federation
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))

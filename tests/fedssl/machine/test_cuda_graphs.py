@@ -8,10 +8,10 @@ import torch
 from client_app.resident import resident
 from fedssl.config.load import compose
 from fedssl.errors import InputError, Refused
-from fedssl.machine import devices, graphs
-from fedssl.machine.graphs import Graphs
+from fedssl.machine import cuda_graphs, devices
+from fedssl.machine.cuda_graphs import Graphs
 from fedssl.methods.build import build
-from fedssl.model_layers import copied_layers
+from fedssl.model_arrays import copied_layers
 from fedssl.regularizers import fur
 from fedssl.regularizers.base import Both
 from fedssl.regularizers.prox import Proximal
@@ -116,7 +116,7 @@ def test_batches_of_another_size_are_recorded_by_themselves(monkeypatch):
     recorded, recorder, plain = both_ways(pictures=25, rounds=2)
     assert (recorder.recorded, recorder.replayed) == (2, 8)
     assert recorded.is_like(plain)
-    monkeypatch.setattr(graphs, "KEPT", 1)
+    monkeypatch.setattr(cuda_graphs, "KEPT", 1)
     recorded, recorder, plain = both_ways(pictures=25, rounds=2)
     assert recorder.recorded == 3  # the 6, which made room for the 7 of the last epoch, and the 6 again
     assert recorded.is_like(plain)
@@ -189,7 +189,7 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     monkeypatch.setattr("strategies.base.take_layers", copied_layers)  # a CPU gives its memory away
     expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()
-    monkeypatch.setattr(graphs, "record_on_gpu", lambda: recorder)
+    monkeypatch.setattr(cuda_graphs, "record_on_gpu", lambda: recorder)
     layers = Federation(tmp_path / "recorded", *overrides, "cuda_graphs=true").run(2)
     resident.cache_clear()
     assert recorder.recorded >= 1
@@ -219,6 +219,6 @@ def test_a_gpu_records_its_steps(method):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_says_what_cannot_be_recorded():
-    record = graphs.record_on_gpu()
+    record = cuda_graphs.record_on_gpu()
     with pytest.raises(Refused, match=r"a training step cannot be recorded \(.*\); set cuda_graphs=false"):
         record(lambda: torch.ones(2, device="cuda") * torch.ones((), device="cuda").item())

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fedssl.layers import Layers
+from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 
 # Layers that came through shared memory are read-only; they are only read here.

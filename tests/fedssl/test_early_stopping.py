@@ -3,8 +3,8 @@
 import pytest
 
 from fedssl.config.load import compose
+from fedssl.early_stopping import StopSettings, reason_to_stop
 from fedssl.errors import InputError
-from fedssl.stopping import StopSettings, reason_to_stop
 
 
 def ends(values, **rule):
