@@ -44,8 +44,8 @@ from fedssl.step_cost import step_cost
 from fedssl.training import LocalTraining, train
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes, from_record
-from server_app.federation import Federation
 from server_app.round import Round
+from server_app.round_context import Federation
 from simulation.local_grid import LocalGrid
 from strategies.state import GLOBAL, Model, ServerState
 

@@ -36,7 +36,7 @@ from fedssl.config.load import compose, read_client
 from fedssl.training import batches
 from server_app.app import prepare
 from server_app.attempts import run_round
-from server_app.post import Post
+from server_app.messaging import Post
 from simulation.local_grid import LocalGrid
 from strategies.base import State
 from strategies.state import ServerState

@@ -22,18 +22,18 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.waiting import OUTPUT_IN
 from fedssl.wire.records import record_bytes, to_message
+from server_app.build import Prepared, prepare
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
 from server_app.log import logging_to, writing
+from server_app.messaging import Post
 from server_app.nodes import federation_size
-from server_app.own_models import own_models
-from server_app.post import Post
-from server_app.prepare import Prepared, prepare
+from server_app.personalization import own_models
 from server_app.proven import Expected
 from server_app.recorder import Recorder
-from server_app.rounds import CLIENT_CORES, in_turn, layers_of, may_overlap, rounds
 from server_app.run_config import overrides_of
 from server_app.screen import TERMINAL, make_screen
+from server_app.training_loop import CLIENT_CORES, in_turn, layers_of, may_overlap, rounds
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable
 
-from server_app.federation import Federation
-from server_app.post import Post
+from server_app.messaging import Post
 from server_app.report import RoundReport
 from server_app.round import Observe, Round, TooFewUpdates
+from server_app.round_context import Federation
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")

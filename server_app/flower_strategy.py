@@ -11,9 +11,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.wire.records import to_record
-from server_app.federation import Federation
 from server_app.report import RoundReport
 from server_app.round import Round
+from server_app.round_context import Federation
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")

@@ -12,7 +12,7 @@ from fedssl.model_arrays import part_of
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import content_bytes, to_message
-from server_app.federation import Federation
+from server_app.round_context import Federation
 from strategies.state import Model, ServerState
 
 

@@ -38,11 +38,11 @@ from fedssl.report.runs import LOCK
 from fedssl.untrusted import LINES as MOST
 from fedssl.untrusted import damaged, read_text, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
+from server_app.collapse_monitor import Measurement, summary, warn_of_collapse
 from server_app.held import Held
 from server_app.keeper import Keeper
 from server_app.log import DISK_ERRORS
-from server_app.monitor import Measurement, summary, warn_of_collapse
-from server_app.own_models import OwnModel, means
+from server_app.personalization import OwnModel, means
 from server_app.progress import Progress
 from server_app.proven import Expected
 from server_app.report import RoundReport

@@ -11,7 +11,7 @@ from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
-from server_app.post import Post
+from server_app.messaging import Post
 
 log = logging.getLogger("fedssl")
 

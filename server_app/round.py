@@ -20,14 +20,14 @@ from fedssl.errors import InputError, RunFailed
 from fedssl.waiting import printable
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, from_message
-from server_app.federation import Federation
+from server_app.messaging import Post
 from server_app.overdue import brought_up
 from server_app.plans import Plans
 from server_app.plausible import implausible
-from server_app.post import Post
 from server_app.replies import NO_REPLY, BadUpdate, check_update, choice, in_order, read_update
 from server_app.report import ClientRow, RoundReport
-from server_app.secure import NotEnough, mean_way, moved
+from server_app.round_context import Federation
+from server_app.secure_aggregation import NotEnough, mean_way, moved
 from strategies.base import Outcome, Rule
 from strategies.state import GLOBAL, Model, ServerState, suffix
 from strategies.weighted_sum import UNMEASURED, adds_equally

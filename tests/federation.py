@@ -8,11 +8,11 @@ from client_app.app import app as client_app
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from server_app.attempts import run_round
-from server_app.federation import Federation as Rounds
-from server_app.post import Post
-from server_app.prepare import prepare
+from server_app.build import prepare
+from server_app.messaging import Post
 from server_app.report import RoundReport
 from server_app.round import Observe
+from server_app.round_context import Federation as Rounds
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
 from strategies.state import GLOBAL, Model, ServerState

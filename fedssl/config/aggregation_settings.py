@@ -56,7 +56,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSettings:
-    """Secure aggregation, see `server_app.secure`.
+    """Secure aggregation, see `server_app.secure_aggregation`.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class SecureSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacySettings:
-    """Differential privacy by the server, see `server_app.privacy`.
+    """Differential privacy by the server, see `server_app.differential_privacy`.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, Refused
 from fedssl.wire.messages import PLAN, ClientUpdate, Who, read_who
 from server_app import nodes
-from server_app.prepare import prepare
+from server_app.build import prepare
 from server_app.round import Round
 from simulation.grid import context_of
 from strategies.state import ServerState

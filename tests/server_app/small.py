@@ -9,7 +9,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import travelling_layers
 from fedssl.schedule.phases import end_to_end
-from server_app.federation import Federation
+from server_app.round_context import Federation
 
 LAYERS = {
     "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),

@@ -13,9 +13,9 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.wire.messages import Who
 from server_app import nodes
+from server_app.build import prepare
 from server_app.checkpoint import latest_checkpoint
 from server_app.nodes import Clients, find_clients
-from server_app.prepare import prepare
 from simulation.cli import run as simulate
 from simulation.grid import run_server
 from simulation.local_grid import LocalGrid

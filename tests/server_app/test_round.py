@@ -11,9 +11,9 @@ from fedssl.arrays import GlobalLayers
 from fedssl.errors import InputError, RunFailed
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app.federation import sample_clients
 from server_app.replies import receive
 from server_app.round import Round
+from server_app.round_context import sample_clients
 from simulation.local_grid import LocalGrid
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA

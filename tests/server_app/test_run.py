@@ -14,7 +14,7 @@ import torch
 from fedssl.errors import InputError, RunFailed
 from fedssl.export import load_encoder
 from fedssl.report.runs import LOCK, held, hold
-from server_app import rounds
+from server_app import training_loop
 from server_app.checkpoint import latest_checkpoint
 from simulation import cli
 from simulation.cli import main, run
@@ -273,14 +273,14 @@ def test_a_refused_run_takes_no_folder_from_another_that_began_there(tmp_path, m
 def test_what_ends_a_run_loses_no_finished_round(tmp_path, error, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run([*QUICK, "rounds=4", "checkpoint_every=10", f"output_dir={whole}"])
-    original = rounds.run_round
+    original = training_loop.run_round
 
     def end_in_round_4(post, present, state, **options):
         if state.round == 3:
             raise error
         return original(post, present, state, **options)
 
-    monkeypatch.setattr(rounds, "run_round", end_in_round_4)
+    monkeypatch.setattr(training_loop, "run_round", end_in_round_4)
     with pytest.raises(type(error)):
         run([*QUICK, "rounds=4", "checkpoint_every=10", f"output_dir={cut}"])
     monkeypatch.undo()

@@ -13,10 +13,10 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import from_record
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.post import Post
+from server_app.messaging import Post
 from server_app.replies import receive
 from server_app.round import Round
-from server_app.rounds import layers_of
+from server_app.training_loop import layers_of
 from simulation.cli import run
 from strategies.eua import eua
 from strategies.state import GLOBAL, ServerState

@@ -9,7 +9,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.methods.build import build
-from server_app.prepare import make_lr_schedule
+from server_app.build import make_lr_schedule
 from server_app.round import Round
 from server_app.teacher import give_teacher
 from tests.federation import Federation

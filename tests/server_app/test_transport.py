@@ -16,8 +16,8 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import to_message
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from server_app.attempts import run_round
-from server_app.post import Post
-from server_app.prepare import prepare
+from server_app.build import prepare
+from server_app.messaging import Post
 from simulation.local_grid import LocalGrid
 from strategies.state import GLOBAL, ServerState
 from tests.federation import TINY, Federation

@@ -13,9 +13,9 @@ from fedssl.errors import InputError, RunFailed
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
+from server_app.messaging import Post
 from server_app.nodes import Clients, Roll
 from server_app.overdue import brought_up
-from server_app.post import Post
 from server_app.round import TooFewUpdates
 from simulation.grid import SimulatedGrid, identify, number
 from strategies.base import FedSSLStrategy, ServerHalf

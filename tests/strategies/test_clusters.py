@@ -15,7 +15,7 @@ from fedssl.wire.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.post import Post
+from server_app.messaging import Post
 from server_app.replies import receive
 from server_app.round import Round
 from simulation.cli import run

@@ -19,11 +19,11 @@ from fedssl.model_arrays import kept_names, travelling_layers
 from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app import federation as server
+from server_app import round_context as server
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.federation import sample_clients
-from server_app.post import Post
+from server_app.messaging import Post
+from server_app.round_context import sample_clients
 from simulation.local_grid import LocalGrid
 from strategies.base import Circumstances
 from strategies.discrepancy import MeasuredSum

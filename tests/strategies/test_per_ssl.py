@@ -16,7 +16,7 @@ from fedssl.regularizers.base import Regularizer, Step
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.post import Post
+from server_app.messaging import Post
 from simulation.cli import run
 from strategies.per_ssl import PERSONAL, Coupling, PersonalClient, PerSSL
 from strategies.state import GLOBAL

@@ -23,9 +23,9 @@ from fedssl.report.open_run import OpenRun, open_run
 from fedssl.report.partition import read_table
 from fedssl.report.representations import read_representations
 from fedssl.seeding import torch_generator
+from server_app.build import check_updates
 from server_app.checkpoint import latest_checkpoint
 from server_app.keeper import Keeper
-from server_app.prepare import check_updates
 from simulation.cli import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]

@@ -22,14 +22,14 @@ from fedssl.methods.build import build
 from fedssl.model_arrays import load_layers
 from fedssl.schedule.stages import at_stage
 from server_app.attempts import run_round
+from server_app.build import Prepared
+from server_app.collapse_monitor import Measurement
 from server_app.evaluator import Judged
-from server_app.federation import Federation
-from server_app.monitor import Measurement
-from server_app.post import Post
-from server_app.prepare import Prepared
+from server_app.messaging import Post
 from server_app.recorder import Recorder
 from server_app.report import RoundReport
 from server_app.round import Observe
+from server_app.round_context import Federation
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")

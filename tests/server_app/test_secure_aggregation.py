@@ -12,10 +12,10 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, Refused, RunFailed
 from fedssl.wire.messages import TrainPlan
 from server_app.attempts import run_round
-from server_app.post import Post
-from server_app.prepare import prepare
+from server_app.build import prepare
+from server_app.messaging import Post
 from server_app.round import Round
-from server_app.secure import NotEnough, moved
+from server_app.secure_aggregation import NotEnough, moved
 from simulation.cli import run
 from strategies.state import ServerState
 from tests.devices import Devices, ask, context, pictures

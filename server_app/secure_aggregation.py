@@ -18,7 +18,7 @@ from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import RunFailed
 from fedssl.wire.records import content_bytes
-from server_app.post import Post
+from server_app.messaging import Post
 
 
 class NotEnough(RunFailed):

@@ -17,7 +17,7 @@ from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
-from server_app.privacy import Privacy
+from server_app.differential_privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import Assign, ServerOptimizer
 from strategies.state import Model

@@ -9,8 +9,8 @@ import torch
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.wire.messages import Ask, TrainPlan
-from server_app.own_models import ADAPTED, RECEIVED, USED, own_models, shown
-from server_app.post import Post
+from server_app.messaging import Post
+from server_app.personalization import ADAPTED, RECEIVED, USED, own_models, shown
 from simulation.cli import run
 from strategies import choosing
 from strategies.state import GLOBAL

@@ -27,15 +27,15 @@ from fedssl.schedule.stages import check as check_phases
 from fedssl.seeding import numpy_generator
 from fedssl.training import LocalTraining
 from server_app.calibration import Calibration
+from server_app.collapse_monitor import Monitor
 from server_app.costs import Costs
 from server_app.devices import say, with_devices
+from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
-from server_app.federation import Federation, no_pictures
 from server_app.held import Held
-from server_app.monitor import Monitor
 from server_app.nodes import Roll, find_clients
-from server_app.privacy import Privacy, check_model
 from server_app.represent import Represent
+from server_app.round_context import Federation, no_pictures
 from server_app.stopping import check_stopping
 from server_app.teacher import give_teacher
 from strategies.base import Circumstances, FedSSLStrategy

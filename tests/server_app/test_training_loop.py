@@ -7,7 +7,7 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RunFailed
-from server_app import app, rounds
+from server_app import app, training_loop
 from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
 from server_app.recorder import Recorder
@@ -26,7 +26,7 @@ STAGES = [
 ]
 WAIT = 60  # seconds after which something is never to come
 
-may_overlap = rounds.may_overlap
+may_overlap = training_loop.may_overlap
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def cores(monkeypatch):
     """Sets how many cores the server believes to have."""
 
     def have(number):
-        monkeypatch.setattr(rounds, "available_cores", lambda: number)
+        monkeypatch.setattr(training_loop, "available_cores", lambda: number)
 
     have(8)
     return have
@@ -127,7 +127,7 @@ def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, overr
 def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps):
     """In one process clients take as many cores as they have threads, and the evaluation as many more."""
     found = []
-    monkeypatch.setattr(rounds, "available_cores", lambda: there)
+    monkeypatch.setattr(training_loop, "available_cores", lambda: there)
     monkeypatch.setattr(app, "may_overlap", lambda *given: found.append(may_overlap(*given)) or False)
     overrides = [*TINY, "rounds=1", "evaluate_every=0", f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
     run_local(overrides, num_clients=3, machine=compose(overrides).machine)
@@ -147,7 +147,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.begun = [threading.Event() for _ in range(9)]
-        evaluate, one_round = Evaluator.evaluate, rounds.one_round
+        evaluate, one_round = Evaluator.evaluate, training_loop.one_round
         self.evaluated = 0
 
         def waits(evaluator, models, *, final=False):
@@ -161,7 +161,7 @@ class Held:
             return self.next(state, lambda: one_round(post, prepared, state, recorder, recording))
 
         monkeypatch.setattr(Evaluator, "evaluate", waits)
-        monkeypatch.setattr(rounds, "one_round", begins)
+        monkeypatch.setattr(training_loop, "one_round", begins)
 
     def next(self, state, round):
         return round()

@@ -21,9 +21,9 @@ from fedssl.evaluation.subject import Subject
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.wire.messages import Ask
+from server_app.build import Prepared
+from server_app.messaging import Post
 from server_app.plans import Plans
-from server_app.post import Post
-from server_app.prepare import Prepared
 from server_app.replies import BadUpdate, choice, read_update
 from strategies.state import ServerState
 

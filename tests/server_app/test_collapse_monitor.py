@@ -15,7 +15,7 @@ from fedssl.model_arrays import travelling_layers
 from fedssl.report.representations import read_representations
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator
-from server_app.monitor import Monitor, summary, warn_of_collapse
+from server_app.collapse_monitor import Monitor, summary, warn_of_collapse
 from simulation.cli import run
 from strategies.state import GLOBAL
 from tests.federation import Federation

@@ -10,7 +10,7 @@ from fedssl.arrays import GlobalLayers
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from server_app.privacy import Privacy, _delta, epsilon
+from server_app.differential_privacy import Privacy, _delta, epsilon
 from simulation.cli import run
 from strategies.l_dawa import LDAWA
 from strategies.weighted_sum import adds_equally
