@@ -23,9 +23,9 @@ from fedssl.config.load import compose
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_arrays import travelling_layers
-from fedssl.report.figures import new_figure, write_png
-from fedssl.report.lines import read_lines
-from fedssl.report.runs import Run, find_runs
+from fedssl.plots.style import new_figure, write_png
+from fedssl.runs.jsonl import read_lines
+from fedssl.runs.run import Run, find_runs
 
 FREE, SCALES, SHIFTS = KINDS = "before batch norm", "scales and last layer", "shifts"
 

@@ -39,7 +39,7 @@ from threadpoolctl import threadpool_limits
 
 from fedssl.atomic_files import write_text
 from fedssl.errors import InputError
-from fedssl.report.figures import new_figure, write_png
+from fedssl.plots.style import new_figure, write_png
 from fedssl.report.tables import align, to_csv
 from fedssl.seeding import numpy_generator
 

@@ -23,7 +23,7 @@ from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import TOP, Health, spectrum
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import load_layers, travelling_names
-from fedssl.report.representations import Representations
+from fedssl.runs.representations import Representations
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment
 from strategies.state import GLOBAL

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fedssl.arrays import Layers
 from fedssl.atomic_files import remove
-from fedssl.report.kept_models import round_folder, save_layers
+from fedssl.runs.snapshots import round_folder, save_layers
 
 
 class Keeper:

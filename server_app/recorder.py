@@ -28,13 +28,13 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
 from fedssl.methods.base import SSLMethod
+from fedssl.plots.curves import draw_curves
+from fedssl.plots.partition import draw, table
 from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import totals
-from fedssl.report.curves import draw_curves
-from fedssl.report.kept_models import forget_after
-from fedssl.report.lines import read_lines
-from fedssl.report.partition import draw, table
-from fedssl.report.runs import LOCK
+from fedssl.runs.jsonl import read_lines
+from fedssl.runs.run import LOCK
+from fedssl.runs.snapshots import forget_after
 from fedssl.untrusted import LINES as MOST
 from fedssl.untrusted import damaged, read_text, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint

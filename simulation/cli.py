@@ -34,7 +34,7 @@ from fedssl.config.overrides import CONF, parse, quote
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCH, from_arguments
 from fedssl.errors import InputError, RunFailed
-from fedssl.report.runs import held, hold, read_summary
+from fedssl.runs.run import held, hold, read_summary
 from fedssl.untrusted import printable
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
@@ -137,7 +137,7 @@ def _run_here(settings: Settings, folder: Path) -> None:
             overrides.append(f"{key}.path={quote(path)}")
     engine, at_a_time = settings.engine.name, settings.clients_per_round
     if engine == "auto":
-        from simulation.choice import choose_engine
+        from simulation.resources import choose_engine
 
         choice = choose_engine(settings)
         engine, at_a_time = choice.engine, choice.at_a_time

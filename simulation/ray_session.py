@@ -14,7 +14,7 @@ from types import ModuleType
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.machine.threads import WAITING, available_cores
-from simulation.processes import Place, private_place
+from simulation.sandbox import Place, private_place
 from simulation.share import Host
 
 CONNECT_WITHIN = 20.0  # seconds

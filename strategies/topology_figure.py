@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedssl.report.figures import new_figure, write_png
+from fedssl.plots.style import new_figure, write_png
 from strategies.topology import SERVER, grid_columns, mixing_weights, second_eigenvalue, weight_matrix
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from flwr.proto.control_pb2 import ListNodesRequest
 
 from fedssl.config.settings import EngineSettings
 from simulation.deployment import control_api
-from simulation.processes import Place, private_place
+from simulation.sandbox import Place, private_place
 from tests.flower import ENVIRONMENT, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ import torch
 
 from client_app.limits import Limits, read_limits
 from simulation.cli import run
-from simulation.processes import private_place
+from simulation.sandbox import private_place
 from tests.devices import pictures
 from tests.experiments.every import pictures as hub_pictures
 from tests.fedssl.exporting.test_exporting import VIT, write_encoder

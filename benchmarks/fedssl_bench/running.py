@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedssl.config.overrides import quote
-from fedssl.report.runs import read_summary
+from fedssl.runs.run import read_summary
 
 COMMAND = (str(Path(sys.executable).with_name("fedssl")),)
 _STEP = 0.2  # seconds between two looks at a process

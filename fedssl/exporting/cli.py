@@ -27,7 +27,7 @@ from fedssl.exporting.formats import FORMATS, TOLERANCE, check_target, export
 from fedssl.exporting.quantised import BATCH, CALIBRATION, MEASURED, Quantised, check_pictures, export_int8
 from fedssl.exporting.source import Source
 from fedssl.exporting.timm_weights import timm_model
-from fedssl.report.runs import read_run
+from fedssl.runs.run import read_run
 from fedssl.seeding import torch_generator
 from fedssl.untrusted import printable
 

@@ -4,9 +4,9 @@ import shlex
 
 from fedssl.evaluation.scores import as_scores
 from fedssl.exporting.source import Source
+from fedssl.plots.partition import read_table
 from fedssl.report.accuracy_table import format_table
-from fedssl.report.partition import read_table
-from fedssl.report.runs import Run
+from fedssl.runs.run import Run
 from fedssl.untrusted import printable
 
 # Settings of a run that the card has a row for.

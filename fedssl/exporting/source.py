@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.export import Preprocess
-from fedssl.report.runs import Run
+from fedssl.runs.run import Run
 from fedssl.seeding import torch_generator
 
 

@@ -8,10 +8,10 @@ from statistics import mean, stdev
 from fedssl.atomic_files import write_text
 from fedssl.config.compose import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
-from fedssl.report.grid import Entry, Grid, TextTable, entry
 from fedssl.report.marking import RULE, leading, task_of
-from fedssl.report.runs import Run, read_run
 from fedssl.report.tables import align, to_csv
+from fedssl.report.text_table import Entry, Grid, TextTable, entry
+from fedssl.runs.run import Run, read_run
 
 # What a table of any runs always tells of them, and what it never does: settings that change no final number.
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")

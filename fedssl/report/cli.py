@@ -7,7 +7,7 @@ one row, with mean and standard deviation; runs that did not finish are listed w
 what a run folder has numbers for into its ``figures/``, also while the run goes on, or the figures that it names, each
 as PNG, PDF and CSV; those of several runs together go into ``FOLDER/figures/``. ``--paper`` sets the runs beside the
 numbers of a table of a paper (`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md, FILE.csv or
-FILE.tex, or all of it as one page, FILE.html (`fedssl.report.page`); ``--watch`` does so again until all runs
+FILE.tex, or all of it as one page, FILE.html (`fedssl.report.html_page`); ``--watch`` does so again until all runs
 have ended.
 """
 
@@ -21,11 +21,11 @@ from fedssl.atomic_files import write_text
 from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
-from fedssl.report.grid import TextTable
 from fedssl.report.paper_numbers import read_table
 from fedssl.report.paper_table import paper_table
-from fedssl.report.runs import Run, find_runs
+from fedssl.report.text_table import TextTable
 from fedssl.report.watch import follow
+from fedssl.runs.run import Run, find_runs
 from fedssl.untrusted import printable
 
 FORMATS = (".md", ".csv", ".tex", ".html")
@@ -77,7 +77,7 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     """
     # Imported here: they need torch and matplotlib, which the tables do not.
     from fedssl.config.targets import from_arguments
-    from fedssl.report.draw import OF_RUNS, draw_all
+    from fedssl.plots.registry import OF_RUNS, draw_all
 
     together = [name for name in names if name in OF_RUNS]
     if together and into is None and len(folders) > 1:
@@ -151,7 +151,7 @@ def _tables(runs: Sequence[Run], paper: str | None) -> list[TextTable]:
 def _in_form(suffix: str, runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None) -> str:
     """The content of a file of one of the `FORMATS`."""
     if suffix == ".html":
-        from fedssl.report.page import page  # it needs matplotlib, which the tables do not
+        from fedssl.report.html_page import page  # it needs matplotlib, which the tables do not
 
         return page(runs, tables, again=again)
     if suffix == ".tex":

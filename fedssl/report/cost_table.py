@@ -9,10 +9,10 @@ from statistics import mean
 from typing import Any
 
 from fedssl.report.accuracy_table import LEFT_OUT
-from fedssl.report.grid import Entry, Grid, TextTable, entry
-from fedssl.report.lines import read_lines
-from fedssl.report.runs import Run
 from fedssl.report.tables import to_csv
+from fedssl.report.text_table import Entry, Grid, TextTable, entry
+from fedssl.runs.jsonl import read_lines
+from fedssl.runs.run import Run
 
 BASELINE = "end_to_end"
 HARDWARE = {"device", "threads", "engine"}  # change no result, but what it costs

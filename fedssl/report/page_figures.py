@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedssl.report.curves import cosines, metrics
-from fedssl.report.figures import Drawing
-from fedssl.report.groups import groups_of
-from fedssl.report.partition import who_holds_what
-from fedssl.report.progress import accuracies
-from fedssl.report.runs import Run
+from fedssl.plots.comparisons import accuracies
+from fedssl.plots.curves import cosines, metrics
+from fedssl.plots.groups import groups_of
+from fedssl.plots.partition import who_holds_what
+from fedssl.plots.style import Drawing
 from fedssl.report.svg import inline
+from fedssl.runs.run import Run
 
 # Of one run: what it shows, how it is drawn, and the file with its numbers.
 OF_EACH: tuple[tuple[str, Callable[[Path], Drawing | None], str], ...] = (

@@ -13,10 +13,10 @@ from typing import Any
 
 from fedssl.config.compose import MAY_CHANGE, flatten, resolve
 from fedssl.evaluation.scores import ACCURACY, Score
-from fedssl.report.grid import Entry, Grid, TextTable, entry
 from fedssl.report.paper_numbers import Cell, read_table
-from fedssl.report.runs import Run, flat
 from fedssl.report.tables import to_csv
+from fedssl.report.text_table import Entry, Grid, TextTable, entry
+from fedssl.runs.run import Run, flat
 from fedssl.untrusted import printable
 
 # What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.

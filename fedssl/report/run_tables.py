@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from fedssl.report.grid import Entry, Grid, entry
-from fedssl.report.runs import Run
+from fedssl.report.text_table import Entry, Grid, entry
+from fedssl.runs.run import Run
 
 LEFT_OUT = ("output_dir", "resume", "run_id")  # of every run another one
 _TARGET = "._target_"

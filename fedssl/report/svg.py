@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from fedssl.report.figures import plain_texts
+from fedssl.plots.style import plain_texts
 from fedssl.untrusted import printable
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.report.runs import Run, find_runs, held
+from fedssl.runs.run import Run, find_runs, held
 
 
 def follow(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Run], bool], None]) -> None:

@@ -12,7 +12,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import load
 from fedssl.methods.build import build
 from fedssl.model_arrays import travelling_layers
-from fedssl.report.representations import read_representations
+from fedssl.runs.representations import read_representations
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator
 from server_app.collapse_monitor import Monitor, summary, warn_of_collapse

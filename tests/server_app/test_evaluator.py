@@ -18,7 +18,7 @@ from fedssl.evaluation.probes import Probes
 from fedssl.evaluation.scores import Score, over_models
 from fedssl.methods.build import build
 from fedssl.report.accuracy_table import run_table, sweep_table
-from fedssl.report.runs import read_run
+from fedssl.runs.run import read_run
 from server_app.evaluator import Evaluator
 from server_app.progress import Progress
 from simulation.cli import run

@@ -13,7 +13,7 @@ import torch
 
 from fedssl.errors import InputError, RunFailed
 from fedssl.export import load_encoder
-from fedssl.report.runs import LOCK, held, hold
+from fedssl.runs.run import LOCK, held, hold
 from server_app import training_loop
 from server_app.checkpoint import latest_checkpoint
 from simulation import cli

@@ -7,7 +7,7 @@ import pytest
 from fedssl.errors import InputError
 from fedssl.export import read_content
 from fedssl.report.accuracy_table import run_table
-from fedssl.report.runs import find_runs
+from fedssl.runs.run import find_runs
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 

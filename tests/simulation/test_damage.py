@@ -16,7 +16,7 @@ from fedssl.config.load import load_run
 from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
-from fedssl.report.lines import KINDS, read_lines
+from fedssl.runs.jsonl import KINDS, read_lines
 from server_app.log import logging_to
 from server_app.recorder import Recorder
 from server_app.screen import Screen
@@ -58,7 +58,7 @@ def folder(whole, tmp_path):
 def quick(monkeypatch):
     """What is drawn does not matter here."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
-    monkeypatch.setattr("fedssl.report.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
+    monkeypatch.setattr("fedssl.plots.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
 
 
 def written(content):

@@ -60,7 +60,7 @@ def place(whole, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.setenv("SECRET", SECRET)
     monkeypatch.setattr(Figure, "savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
-    monkeypatch.setattr("fedssl.report.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
+    monkeypatch.setattr("fedssl.plots.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
     return tmp_path
 
 

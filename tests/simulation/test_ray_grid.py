@@ -22,9 +22,9 @@ from fedssl.errors import RunFailed
 from fedssl.machine.threads import available_cores
 from fedssl.wire.records import from_record, to_record
 from server_app.replies import receive
-from simulation.processes import belonging, private_place
 from simulation.ray_grid import NO_MEMORY, RayGrid
 from simulation.ray_session import _surroundings, ray_session
+from simulation.sandbox import belonging, private_place
 from simulation.share import Host, Share, share
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -350,7 +350,7 @@ def test_processes_of_a_place_end_with_it(tmp_path):
 def test_processes_of_a_place_end_with_its_owner(number):
     script = (
         "import os, subprocess\n"
-        "from simulation.processes import private_place\n"
+        "from simulation.sandbox import private_place\n"
         "with private_place() as place:\n"
         "    process = place.start(['sleep', '1000'], environment=os.environ, stdout=subprocess.DEVNULL)\n"
         "    print(place.path, flush=True)\n"

@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
 from fedssl.partition import Images, auxiliary, clusters, dirichlet, divide, feature_clusters
 from fedssl.partition.clusters import cluster, encoder_features, k_means, pixel_features, whitened
-from fedssl.report.partition import table
+from fedssl.plots.partition import table
 
 KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 pictures of each of three kinds
 

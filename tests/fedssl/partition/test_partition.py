@@ -19,7 +19,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import flower
-from fedssl.report.partition import draw, table
+from fedssl.plots.partition import draw, table
 from fedssl.seeding import derive, numpy_generator
 
 KINDS = {

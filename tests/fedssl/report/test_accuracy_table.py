@@ -13,7 +13,7 @@ from fedssl.config.overrides import CONF
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.report.accuracy_table import format_table, run_table, sweep_table
-from fedssl.report.runs import find_runs, read_run
+from fedssl.runs.run import find_runs, read_run
 
 
 def job(folder: Path, overrides: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:

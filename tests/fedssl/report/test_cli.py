@@ -12,8 +12,8 @@ import pytest
 
 from fedssl.config.load import compose, save_run
 from fedssl.report.cli import main
-from fedssl.report.representations import Representations
-from fedssl.report.runs import read_run
+from fedssl.runs.representations import Representations
+from fedssl.runs.run import read_run
 from simulation.cli import run
 
 FIGURES = ["partition", "metrics", "cosines", "spectrum", "tsne", "sphere", "cka"]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from fedssl.config.overrides import CONF
 from fedssl.report.cost_table import Totals, cost_table, totals
-from fedssl.report.runs import read_run
+from fedssl.runs.run import read_run
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ import pytest
 
 from fedssl.report import page_figures
 from fedssl.report.page_figures import figures_of_all, figures_of_each
-from fedssl.report.runs import Run, find_runs
-from tests.fedssl.report.test_page import job
+from fedssl.runs.run import Run, find_runs
+from tests.fedssl.report.test_html_page import job
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fedssl.errors import InputError
 from fedssl.report.cli import report
 from fedssl.report.paper_numbers import read_table, table_names
 from fedssl.report.paper_table import paper_table
-from fedssl.report.runs import find_runs
+from fedssl.runs.run import find_runs
 from tests.experiments.every import EXPERIMENTS, check_saved_overrides
 
 NAMES = table_names()

@@ -8,8 +8,8 @@ from typing import TextIO
 import pytest
 
 from fedssl.report.cli import main, report
-from fedssl.report.runs import held, hold
-from tests.fedssl.report.test_page import job
+from fedssl.runs.run import held, hold
+from tests.fedssl.report.test_html_page import job
 
 EVERY = 7.0
 

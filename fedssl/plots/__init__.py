@@ -1,0 +1,1 @@
+"""Plots of run folders, one family per file; `registry` names them."""

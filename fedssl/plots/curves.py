@@ -1,0 +1,188 @@
+"""Curves from the lines of a run folder: loss and accuracy, cosines (L-DAWA, Fig. 4), spectra (FedU2, Fig. 3).
+
+A run draws them at its end; ``fedssl-report --figures`` draws them again, also while it goes on.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedssl.evaluation.health import TOP, gaussian_spectrum
+from fedssl.evaluation.scores import as_scores
+from fedssl.plots.style import MARKS, SCREEN, Drawing, axes_over_rounds, look_of, new_figure, save_figure
+from fedssl.runs.jsonl import read_lines
+from fedssl.runs.run import rule_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Points = list[tuple[int, float]]
+
+NAMED = 6  # global models that a legend names one by one; more get one line in it
+
+
+def draw_curves(folder: Path) -> list[Path]:
+    """Draw everything below for which the run folder has lines, and return the figures' files."""
+    drawn = (draw(folder) for draw in (draw_metrics, draw_cosines, draw_spectra))
+    return [file for file in drawn if file is not None]
+
+
+def draw_metrics(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+    """Draw `metrics` to ``figures/metrics.png``, and return the file; None if there is nothing to draw."""
+    drawing = metrics(folder)
+    return drawing and save_figure(drawing.figure, folder, "metrics", rows=drawing.rows, formats=formats)
+
+
+def metrics(folder: Path) -> Drawing | None:
+    """Plot the loss and the results of evaluations of a run over its rounds; None if it recorded neither.
+
+    With several global models the results are means over them. Every unit has a panel of its own.
+    """
+    lines = read_lines(folder / "metrics.jsonl", needs=("loss",))
+    losses = [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]
+    panels: dict[str, dict[str, Points]] = {"mean loss of the clients": {"loss": losses}} if losses else {}
+    for line in lines:
+        for name, score in as_scores(line.get("evaluation", {}), line.get("units")).items():
+            panels.setdefault(score.unit or name, {}).setdefault(name, []).append((line["round"], score.value))
+    if not panels:
+        return None
+    figure, color = new_figure(height=3.0 * len(panels)), look_of(rule_of(folder)).color
+    for position, (title, series) in enumerate(panels.items(), start=1):
+        axes = axes_over_rounds(figure, (len(panels), 1, position), title)
+        for number, (name, points) in enumerate(series.items()):
+            mark = MARKS[number % len(MARKS)]
+            axes.plot(*zip(*points, strict=True), marker=mark, markersize=4, color=color, label=name)
+        axes.legend()
+    named = {name: points for series in panels.values() for name, points in series.items()}
+    rows = [[name, *point] for name, points in named.items() for point in points]
+    return Drawing(figure, [["name", "round", "value"], *rows])
+
+
+def draw_cosines(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+    """Draw `cosines` to ``figures/cosines.png``, and return the file; None if there is nothing to draw."""
+    drawing = cosines(folder)
+    return drawing and save_figure(drawing.figure, folder, "cosines", rows=drawing.rows, formats=formats)
+
+
+def cosines(folder: Path) -> Drawing | None:
+    """Plot how close the clients of a run stay to their global model; None if no cosines were recorded.
+
+    Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
+    band one standard deviation over them to either side. Below the cosines of single layers: thin lines are layers,
+    each the mean over clients, the thick one is the mean over layers by their size.
+    """
+    lines = read_lines(folder / "clients.jsonl", needs=("cosine",))
+    lines = [line for line in lines if line.get("model_cosine") is not None and line["cosine"]]
+    if not lines:
+        return None
+    several = len({line.get("model") for line in lines}) > 1
+    reference = "the client's global model" if several else "the global model"
+    figure = new_figure(height=6.5)
+    color = look_of(rule_of(folder)).color
+    _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines, color)
+    _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines, color)
+    for axes in figure.axes:
+        axes.ticklabel_format(axis="y", useOffset=False)  # cosines are near 1, and to be read as they are
+        axes.legend()
+    whole = [
+        (line["round"], line["client"], key, line[key]) for line in lines for key in ("model_cosine", "layer_cosine")
+    ]
+    layers = [(line["round"], line["client"], *pair) for line in lines for pair in line["cosine"].items()]
+    return Drawing(figure, [("round", "client", "of", "cosine"), *whole, *layers])
+
+
+def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
+    rounds, clients = _by_round(lines, "model_cosine")
+    center = np.array([np.mean(values) for values in clients])
+    spread = np.array([np.std(values) for values in clients])
+    axes.plot(rounds, center, marker=".", color=color, label="all weights as one vector, mean over clients")
+    band = (center - spread, center + spread)
+    axes.fill_between(rounds, *band, color=color, alpha=0.25, label="standard deviation over clients")
+
+
+def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
+    from matplotlib import colormaps
+
+    layers: dict[str, dict[int, list[float]]] = {}
+    for line in lines:
+        for name, value in line["cosine"].items():
+            layers.setdefault(name, {}).setdefault(line["round"], []).append(value)
+    shades = colormaps["viridis"](np.linspace(0, 1, len(layers)))
+    for shade, (name, values) in zip(shades, layers.items(), strict=True):
+        means = [float(np.mean(values[round])) for round in sorted(values)]
+        axes.plot(sorted(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
+    axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")
+    rounds, clients = _by_round(lines, "layer_cosine")
+    axes.plot(rounds, list(map(np.mean, clients)), color=color, linewidth=2, label="mean over layers by size")
+
+
+def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[list[float]]]:
+    """Rounds in which clients have this number, ascending, and the numbers of their clients."""
+    found: dict[int, list[float]] = {}
+    for line in lines:
+        if line.get(key) is not None:
+            found.setdefault(line["round"], []).append(line[key])
+    return sorted(found), [found[round] for round in sorted(found)]
+
+
+def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+    """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
+
+    Those of every global model and of every client's, in the last round in which they were measured, and as a reference
+    those of as many Gaussian vectors, as base-10 logarithms. All vectors have length 1.
+
+    Returns
+    -------
+    Path or None
+        The figure; None if nothing was measured.
+    """
+    lines = [line for line in read_lines(folder / "health.jsonl", needs=("client",)) if "spectrum" in line]
+    if not lines:
+        return None
+    round, one = lines[-1]["round"], lines[-1]["spectrum"]
+    lines = [line for line in lines if line["round"] == round]
+    figure = new_figure(height=3.5)
+    axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
+    axes.set_title(_spectrum_title(one), fontsize="medium")
+    for line in lines:
+        if line["client"] is not None:
+            axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="0.7", alpha=0.6, label="clients")
+    models = [line for line in lines if line["client"] is None]
+    _plot_models(axes, models, round=round, color=look_of(rule_of(folder)).color)
+    reference = gaussian_spectrum(one["pictures"], one["dim"])[:TOP].tolist()
+    axes.plot(_logarithms(reference), color="0.3", linestyle="--", label="Gaussian vectors")
+    handles, labels = axes.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    axes.legend(once.values(), once.keys())
+    whose = [line["client"] if line["client"] is not None else line.get("model", "") for line in lines]
+    shown = [*zip(whose, (line["spectrum"]["singular_values"] for line in lines), strict=True), ("Gaussian", reference)]
+    rows = [[name, index, value] for name, values in shown for index, value in enumerate(values)]
+    header = ["client or model", "index", "singular value"]
+    return save_figure(figure, folder, "spectrum", rows=[header, *rows], formats=formats)
+
+
+def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
+    """Tell which pictures a spectrum is of, and whether there are too few for its dimensions."""
+    whose = "test pictures" if spectrum["split"] == "test" else "pictures of the clients (there are none for the test)"
+    few = ", fewer than two for each" if spectrum["pictures"] < 2 * spectrum["dim"] else ""
+    return f"{spectrum['pictures']} {whose} in {spectrum['dim']} dimensions{few}"
+
+
+def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int, color: Any) -> None:
+    """Plot the spectra of global models: the only one in this colour, each with its name, or, of many, all alike."""
+    from matplotlib import colormaps
+
+    for position, line in enumerate(lines):
+        label = f"global model, round {round}" if len(lines) == 1 else f"global models, round {round}"
+        if 1 < len(lines) <= NAMED:
+            color = colormaps["inferno"](0.8 * position / (len(lines) - 1))
+            label = f"model {line.get('model')}, round {round}"
+        values = _logarithms(line["spectrum"]["singular_values"])
+        axes.plot(values, color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
+
+
+def _logarithms(singular_values: Sequence[float]) -> np.ndarray:
+    values: np.ndarray = np.log10(np.maximum(singular_values, 1e-12))
+    return values

@@ -1,0 +1,215 @@
+"""The loss around the way of the global model, as in L-DAWA's Figure 2 (Rehman et al., arXiv 2307.07393).
+
+The plane is that of Li et al. (NeurIPS 2018, section 7.2): the two principal directions of the deviations of the global
+models of all rounds from the last one. L-DAWA does not say how its plane was found. Points of the plane differ in their
+weights; batch normalisation takes the statistics of the batch, as in training. A target network that clients keep is a
+copy of the online one. The regulariser is left out: it depends on the client.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedssl.arrays import Layers, is_weight
+from fedssl.errors import InputError
+from fedssl.methods.base import SSLMethod
+from fedssl.model_arrays import load_layers, travelling_names
+from fedssl.plots.plane import Plane, grid_around, principal_plane
+from fedssl.plots.style import SCREEN, new_figure, save_figure
+from fedssl.runs.loaded_run import OpenRun
+from fedssl.runs.run import rule_of
+from fedssl.runs.snapshots import KeptRound
+from fedssl.schedule.phases import phase_at
+from fedssl.schedule.stages import at_stage, frozen_names
+from fedssl.seeding import torch_generator
+from fedssl.training import taken
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROUNDS = 25  # most models of a way: all of them are in memory, three times
+PICTURES = 256  # on which the loss is taken
+POINTS = 15  # of the grid, along either direction
+MARGIN = 0.25  # of the grid beyond the models, as a share of their extent
+
+Loss = Callable[[np.ndarray], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Landscape:
+    """The loss on a plane, and the models of some rounds on it.
+
+    Attributes
+    ----------
+    plane : Plane
+    x, y : ndarray
+        Coordinates of the grid, ``(points,)``.
+    grid : ndarray
+        Loss, ``(y, x)``.
+    rounds : list of int
+        0: the untrained model.
+    way : ndarray
+        Coordinates of the global models, ``(rounds, 2)``.
+    losses : list of float
+        Of the global models themselves, which may lie beside the plane.
+    clients : dict of int to ndarray
+        Coordinates of the clients' models of the last round, ``(2,)``.
+    """
+
+    plane: Plane
+    x: np.ndarray
+    y: np.ndarray
+    grid: np.ndarray
+    rounds: list[int]
+    way: np.ndarray
+    losses: list[float]
+    clients: dict[int, np.ndarray]
+
+    def rows(self) -> list[list[object]]:
+        """All numbers, under a header."""
+        way = zip(self.rounds, self.way.tolist(), self.losses, strict=True)
+        return [
+            ["kind", "round", "client", "x", "y", "loss"],
+            *(["model", round, "", *place, loss] for round, place, loss in way),
+            *(["client", self.rounds[-1], client, *place.tolist(), ""] for client, place in self.clients.items()),
+            *(
+                ["grid", "", "", x, y, float(self.grid[row, column])]
+                for row, y in enumerate(self.y.tolist())
+                for column, x in enumerate(self.x.tolist())
+            ),
+        ]
+
+
+def measure(loss: Loss, models: np.ndarray, clients: dict[int, np.ndarray], rounds: list[int]) -> Landscape:
+    """The loss around models ``(rounds, weights)``, with those of clients ``(weights,)``."""
+    plane = principal_plane(models)
+    way = plane.place(models)
+    places = {client: plane.place(weights[None])[0] for client, weights in clients.items()}
+    x, y = grid_around(np.stack([*way, *places.values()]), points=POINTS, margin=MARGIN)
+    grid = np.array([[loss(plane.weights(across, up)) for across in x] for up in y])
+    return Landscape(plane, x, y, grid, rounds, way, [loss(weights) for weights in models], places)
+
+
+def landscape_of(run: OpenRun) -> Landscape:
+    """The landscape of a run whose models of at least three rounds are kept, or of two and the untrained one.
+
+    Raises
+    ------
+    InputError
+        It keeps too few of them, it has several global models, or its loss cannot be computed from a model alone.
+    """
+    method = run.method
+    if method.gathered or method.shared:
+        raise InputError(
+            f"{run.folder}: the loss of {type(method).__name__} depends on what the server made of all clients, which "
+            "is not kept; choose another figure, or a run of another method"
+        )
+    phase = phase_at(run.phases, run.kept[-1].round)
+    kept = thinned([one for one in run.kept if one.round >= phase.first])
+    first = phase.number == 1
+    if len(kept) + first < 3:
+        raise InputError(
+            f"{run.folder} keeps the models of {len(kept)} round(s) in which the same stages are trained, and a plane "
+            f"needs {3 - first}; run it again with a smaller keep_models, e.g. keep_models=1"
+        )
+    with at_stage(method, depth=phase.depth, frozen=phase.frozen):
+        last = run.layers(run.only_model(kept[-1], figure="the landscape"))
+        names = weight_names(method, last)
+        files = [run.only_model(one, figure="the landscape") for one in kept]
+        models = [
+            *([flat(run.untrained(), names)] if first else []),
+            *(flat(run.layers(file), names) for file in files),
+        ]
+        sent = {client: run.layers(file) for client, file in kept[-1].clients.items()}
+        clients = {client: flat(layers, names) for client, layers in sent.items() if layers.keys() >= set(names)}
+        loss = loss_of(run, last, names)
+        return measure(loss, np.stack(models), clients, [*([0] if first else []), *(one.round for one in kept)])
+
+
+def thinned(kept: Sequence[KeptRound]) -> list[KeptRound]:
+    """At most `ROUNDS` of the rounds, evenly spread, the first and the last among them."""
+    places = np.linspace(0, len(kept) - 1, min(len(kept), ROUNDS)).round().astype(int)
+    return [kept[place] for place in places]
+
+
+def weight_names(method: SSLMethod, layers: Layers) -> list[str]:
+    """Names of the layers that are trained at present and travel: what the plane is made of."""
+    frozen = set(frozen_names(method))
+    return [name for name in travelling_names(method) if name not in frozen and is_weight(name, layers[name])]
+
+
+def flat(layers: Layers, names: Sequence[str]) -> np.ndarray:
+    """The named layers as one vector, float32."""
+    return np.concatenate([layers[name].ravel() for name in names]).astype(np.float32, copy=False)
+
+
+def loss_of(run: OpenRun, last: Layers, names: Sequence[str]) -> Loss:
+    """The method's loss as a function of the named weights, always on the same views of the same pictures."""
+    method, settings = run.method, run.settings
+    images, labels = run.pictures(PICTURES)
+    generator = torch_generator(settings.seed, "landscape views")
+    augment = settings.training.augmentation.make()
+    size = min(settings.training.batch_size, len(images))
+    rows = torch.arange(len(images)).split(size)
+    rows = rows[: len(images) // size]  # whole batches: a contrastive loss depends on their size
+    views = [augment(images[batch].to(run.device), generator) for batch in rows]
+    known = [() if not method.uses_labels or labels is None else (taken(labels, batch, run.device),) for batch in rows]
+    sizes = {name: last[name].shape for name in names}
+
+    def loss(weights: np.ndarray) -> float:
+        parts = np.split(weights, np.cumsum([last[name].size for name in names])[:-1])
+        moved = {name: part.reshape(sizes[name]) for name, part in zip(names, parts, strict=True)}
+        load_layers(method, {**last, **moved})
+        method.start_round(first=True)
+        method.train()
+        with torch.no_grad():
+            losses = []
+            for pair, classes in zip(views, known, strict=True):
+                inputs = list(method.inputs(*pair))
+                if method.frozen:
+                    inputs = method.encoder.prefix(inputs, generator)
+                losses.append(float(method.loss(*inputs, *classes)))
+        return sum(losses) / len(losses)
+
+    return loss
+
+
+def draw_landscape(run: OpenRun, *, formats: Sequence[str] = SCREEN) -> Path:
+    """Draw what `landscape_of` finds to ``figures/landscape.png`` of the run folder."""
+    found = landscape_of(run)
+    title = f"{rule_of(run.folder)}, {type(run.method).__name__}"
+    figure = landscape_figure(found, title=title, color=run.color)
+    return save_figure(figure, run.folder, "landscape", rows=found.rows(), formats=formats)
+
+
+def landscape_figure(found: Landscape, *, title: str, color: str) -> "Figure":
+    """Draw the loss as colours and lines, the way of the global model from a circle to a star, clients as crosses."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure = new_figure(height=5.2, width=6.0)
+    names = [
+        f"direction {number} ({share:.0%} of the squared distances)"
+        for number, share in enumerate(found.plane.shares, start=1)
+    ]
+    axes = figure.add_subplot(xlabel=names[0], ylabel=names[1], title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    filled = axes.contourf(found.x, found.y, found.grid, levels=24, cmap="cividis")
+    axes.contour(found.x, found.y, found.grid, levels=12, colors="white", linewidths=0.4, alpha=0.6)
+    figure.colorbar(filled, ax=axes, label="loss")
+    axes.plot(*found.way.T, marker="o", markersize=3, linewidth=1.5, color="white", zorder=3, label="global model")
+    ends = {"o": found.way[0], "*": found.way[-1]}
+    for (mark, place), round in zip(ends.items(), (found.rounds[0], found.rounds[-1]), strict=True):
+        name = "untrained" if round == 0 else f"round {round}"
+        size = 140 if mark == "*" else 50
+        x, y = place
+        axes.scatter(x, y, marker=mark, s=size, color=color, edgecolor="white", zorder=4, label=name)
+    if found.clients:
+        x, y = np.stack(list(found.clients.values())).T
+        label = f"clients' models, round {found.rounds[-1]}"
+        axes.scatter(x, y, marker="X", s=50, color="0.85", edgecolor="black", linewidths=0.6, zorder=4, label=label)
+    figure.legend(loc="outside lower center", ncols=4, facecolor="lightgrey", fontsize="small")
+    return figure

@@ -1,0 +1,166 @@
+"""The table and the figure of who holds what."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedssl.plots.style import SCREEN, Drawing, class_colors, new_figure, save_figure, write_png
+from fedssl.report.tables import to_csv
+from fedssl.untrusted import LINES, damaged, read_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LEGEND = 10  # classes that a legend can name; more get a colour scale
+
+
+def table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> str:
+    """A CSV file ``client,examples,<class>...`` with the number of pictures per class; without labels no class columns.
+
+    Parameters
+    ----------
+    parts : sequence of ndarray
+        Positions of each client's pictures.
+    columns : tuple of Tensor or None, and sequence of str
+        Labels ``(n,)``, and the names of the classes; empty: their numbers. Further ones of other groups, such as
+        clusters.
+    """
+    found = [_counts(parts, labels, classes) for labels, classes in columns]
+    counts = np.concatenate([counts for counts, _ in found], axis=1)
+    rows = ([client, len(part), *counts[client]] for client, part in enumerate(parts))
+    return to_csv([["client", "examples", *(name for _, names in found for name in names)], *rows])
+
+
+def draw(
+    path: Path,
+    parts: Sequence[np.ndarray],
+    labels: torch.Tensor | None,
+    classes: Sequence[str] = (),
+    *,
+    kind: str = "class",
+) -> None:
+    """Draw one bar per client, divided by class, into the PNG file ``path``.
+
+    ``kind`` is what a class is called; the others are as in `table`.
+    """
+    counts, names = _counts(parts, labels, classes)
+    if labels is None:
+        counts = np.array([[len(part)] for part in parts])
+    write_png(_figure(counts, names, kind), path, dpi=120)
+
+
+def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+    """Draw `who_holds_what` to ``figures/partition.png``, and return the file; None if there is nothing to draw."""
+    drawing = who_holds_what(folder)
+    return drawing and save_figure(drawing.figure, folder, "partition", rows=drawing.rows, formats=formats)
+
+
+def who_holds_what(folder: Path) -> Drawing | None:
+    """Plot the classes of every client from ``partition.csv`` of a run folder.
+
+    Returns
+    -------
+    Drawing or None
+        None without the table: the pictures are on devices.
+
+    Raises
+    ------
+    InputError
+        The table is damaged.
+    """
+    found = read_table(folder / "partition.csv")
+    if found is None:
+        return None
+    counts, names = found
+    rows = [["client", *(names or ["examples"])], *([client, *row] for client, row in enumerate(counts.tolist()))]
+    return Drawing(_figure(counts, names, "class"), rows)
+
+
+def read_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
+    """Read pictures of each client and class ``(clients, classes)``, and the names of the classes, of `table`.
+
+    Columns of other groups are left out, and so are last classes that nobody holds. Without labels there is one column,
+    and no names. None: there is no file.
+    """
+    text = read_text(path, most=LINES)
+    if text is None:
+        return None
+    header, *lines = list(csv.reader(text.splitlines())) or [[]]
+    try:
+        table = np.array([[int(cell) for cell in line] for line in lines], dtype=np.int64)
+    except (ValueError, OverflowError) as error:
+        raise damaged(path, "it does not hold numbers of pictures") from error
+    if header[:2] != ["client", "examples"] or table.ndim != 2 or table.shape[1] != len(header) or table.min() < 0:
+        raise damaged(path, "it is no table of clients and pictures")
+    examples, counts = table[:, 1], table[:, 2:]
+    if not counts.size:
+        return table[:, 1:2], []
+    # Classes come first, and together they have every picture once.
+    whole = np.flatnonzero((counts.cumsum(axis=1) == examples[:, None]).all(axis=0))
+    if not len(whole):
+        raise damaged(path, "its columns do not add up")
+    used = int(whole[0]) + 1
+    return counts[:, :used], header[2 : 2 + used]
+
+
+def _figure(counts: np.ndarray, names: Sequence[str], kind: str) -> "Figure":
+    num_clients, num_classes = counts.shape
+    shades = class_colors(np.arange(num_classes), classes=num_classes)
+    figure = new_figure(width=8, height=min(2 + 0.3 * num_clients, 12))
+    axes = figure.add_subplot()
+    _draw_bars(axes, counts, shades)
+    if 0 < len(names) <= _LEGEND:
+        _add_legend(figure, names, shades)
+    elif names:
+        _add_scale(figure, axes, num_classes, kind)
+    return figure
+
+
+def _draw_bars(axes: "Axes", counts: np.ndarray, shades: np.ndarray) -> None:
+    """Draw ``counts``, ``(clients, classes)``, in the classes' colours ``(classes, 4)``."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.ticker import MaxNLocator
+
+    num_clients = len(counts)
+    # One rectangle per client and class that it holds, all in one collection: 100 clients x 200 classes stay quick.
+    client, label = np.nonzero(counts)
+    right = counts.cumsum(axis=1)[client, label]
+    left, half = right - counts[client, label], 0.5 if num_clients > 40 else 0.42
+    corners = [(left, client - half), (right, client - half), (right, client + half), (left, client + half)]
+    rectangles = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+    axes.add_collection(PolyCollection(list(rectangles), facecolors=shades[label], linewidths=0))
+    axes.set(xlim=(0, right.max() * 1.02), ylim=(num_clients - 0.5, -0.5), xlabel="pictures", ylabel="client")
+    axes.yaxis.set_major_locator(MaxNLocator(20, integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _add_legend(figure: "Figure", names: Sequence[str], shades: np.ndarray) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=color, label=name) for color, name in zip(shades, names, strict=True)]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+
+
+def _add_scale(figure: "Figure", axes: "Axes", num_classes: int, kind: str) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    scale = ScalarMappable(Normalize(0, num_classes - 1), "viridis")
+    figure.colorbar(scale, ax=axes, label=kind, shrink=0.6)
+
+
+def _counts(
+    parts: Sequence[np.ndarray], labels: torch.Tensor | None, classes: Sequence[str]
+) -> tuple[np.ndarray, list[str]]:
+    """Count pictures of each client and class ``(clients, classes)``, with the classes' names; 0 classes: no labels."""
+    if labels is None:
+        return np.zeros((len(parts), 0), dtype=np.int64), []
+    column = labels.numpy()
+    num_classes = max(len(classes), int(column.max()) + 1)
+    counts = np.stack([np.bincount(column[part], minlength=num_classes) for part in parts])
+    return counts, [*classes, *map(str, range(len(classes), num_classes))]

@@ -1,0 +1,192 @@
+"""Runs as entries of a list, from what their folders tell; folders that tell nothing good get a sentence each."""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from fedssl.config.overrides import nearest
+from fedssl.errors import InputError
+from fedssl.evaluation.scores import Score, as_scores
+from fedssl.runs.jsonl import read_lines
+from fedssl.runs.run import MARKS, Run, read_run, run_folders
+from fedssl.untrusted import printable
+
+DEFAULT = (Path("runs"), Path("multirun"))
+STATES = ("finished", "failed", "interrupted", "running", "ended from outside")
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run as the list shows it.
+
+    Attributes
+    ----------
+    run : Run
+    date : str
+        When it began, by the name of its folder or of the sweep's; otherwise when its files were last written.
+    status : str
+        One of `STATES`.
+    done : int
+        Rounds.
+    results : dict
+        Final results of a finished run, of another one those of its last evaluation.
+    """
+
+    run: Run
+    date: str
+    status: str
+    done: int
+    results: dict[str, Score]
+
+    @property
+    def name(self) -> str:
+        """The folder, as it was found."""
+        return str(self.run.folder)
+
+    def value(self, key: str) -> str:
+        """Tell what a word of the command asks for: a setting, or ``status``, ``date`` and ``name``."""
+        own = {"status": self.status, "date": self.date, "name": self.name}
+        return own[key] if key in own else self.run.value(key)
+
+
+def find_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
+    """Find the runs at and below folders, newest first, and a sentence for each folder that cannot be read.
+
+    Raises
+    ------
+    InputError
+        A folder does not exist, or there is no run anywhere.
+    """
+    missing = [folder for folder in folders if not folder.is_dir()]
+    if missing:
+        raise InputError(f"there is no folder {missing[0]}; give folders of runs or of sweeps, e.g. runs multirun")
+    entries, problems = [], []
+    for place in dict.fromkeys(place for folder in folders for place in run_folders(folder)):
+        try:
+            entries.append(read_entry(place))
+        except InputError as error:
+            problems.append(str(error))
+    if not entries and not problems:
+        raise InputError(f"there is no run in {', '.join(map(str, folders))}; give folders of runs or of sweeps")
+    return sorted(entries, key=lambda entry: (entry.date, entry.name), reverse=True), problems
+
+
+def read_entry(folder: Path) -> Entry:
+    """Read a run folder.
+
+    Raises
+    ------
+    InputError
+        It is damaged, or no run's.
+    """
+    run = read_run(folder)
+    if run.summary is None and run.settings is None:
+        raise InputError(f"{folder} has no readable summary.json and no config.yaml; it is no run, or was none yet")
+    results = run.results
+    if not run.finished:
+        judged = [line for line in read_lines(folder / "metrics.jsonl") if "evaluation" in line]
+        results = as_scores(judged[-1]["evaluation"], judged[-1].get("units")) if judged else {}
+    return Entry(
+        run,
+        date=_date(folder),
+        status=run.state,
+        done=run.rounds_done,
+        results={printable(name): score for name, score in results.items()},
+    )
+
+
+def _date(folder: Path) -> str:
+    for name in (folder.name, folder.parent.name):
+        found = _DATE.search(name)
+        if found:
+            return f"{found[1]} {found[2]}:{found[3]}:{found[4]}"
+    times = [(folder / mark).stat().st_mtime for mark in MARKS if (folder / mark).is_file()]
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times, default=0)))
+
+
+def select(entries: Iterable[Entry], overrides: Sequence[str]) -> list[Entry]:
+    """Keep the entries that agree with all words, such as ``strategy=l_dawa,fedavg`` (either) and ``status=finished``.
+
+    Raises
+    ------
+    InputError
+        A word is none, no run has such a setting, or there is no such status.
+    """
+    kept = list(entries)
+    for word in overrides:
+        key, said, values = word.partition("=")
+        if not said:
+            raise InputError(f"{word} is neither a folder nor a word such as strategy=l_dawa; correct it")
+        if kept and not any(entry.value(key) for entry in kept):
+            known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.overrides, "status"))
+            raise InputError(
+                f"no run has a setting {key!r}{nearest(key, known)}; `fedssl-runs show RUN` lists settings"
+            )
+        unknown = [value for value in values.split(",") if key == "status" and value.lower() not in STATES]
+        if unknown:
+            raise InputError(
+                f"there is no status={unknown[0]}{nearest(unknown[0], STATES)}; choose one of {', '.join(STATES)}"
+            )
+        kept = [entry for entry in kept if any(_same(entry.value(key), value) for value in values.split(","))]
+    return kept
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two texts stand for the same value: 0.10 is 0.1, and True is true."""
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one.lower() == other.lower()
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Runs that differ in nothing but the seed, and what they are worth.
+
+    Attributes
+    ----------
+    entries : list of Entry
+        Best first.
+    score : Score
+        Mean over runs, and spread (divisor n - 1) where there are several.
+    """
+
+    entries: list[Entry]
+    score: Score
+
+
+def best(entries: Iterable[Entry], metric: str, *, group: Callable[[Entry], Any]) -> list[Ranked]:
+    """Rank finished runs by a final result, the largest first.
+
+    Parameters
+    ----------
+    group : callable
+        What runs agree in that are one; two with the same seed count once.
+
+    Raises
+    ------
+    InputError
+        No finished run has that result.
+    """
+    finished = [entry for entry in entries if entry.run.finished]
+    groups: dict[Any, dict[str, Entry]] = {}
+    for entry in finished:
+        if metric in entry.results:
+            groups.setdefault(group(entry), {}).setdefault(entry.run.seed, entry)
+    if not groups:
+        known = dict.fromkeys(name for entry in finished for name in entry.results)
+        raise InputError(
+            f"no finished run has the result {metric!r}{nearest(metric, known)}; there are {', '.join(known) or 'none'}"
+        )
+    ranked = []
+    for one in groups.values():
+        members = sorted(one.values(), key=lambda entry: entry.results[metric].value, reverse=True)
+        values = [entry.results[metric].value for entry in members]
+        spread = stdev(values) if len(values) > 1 else None
+        ranked.append(Ranked(members, Score(mean(values), members[0].results[metric].unit, spread)))
+    return sorted(ranked, key=lambda one: one.score.value, reverse=True)

@@ -1,0 +1,137 @@
+"""A run folder opened again to look into its models: the settings, the method, and the models that it keeps."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedssl.arrays import Layers
+from fedssl.config.load import load_run
+from fedssl.config.overrides import quote
+from fedssl.config.saved_run import read_overrides
+from fedssl.config.settings import Settings
+from fedssl.datasets.base import load_any
+from fedssl.errors import InputError
+from fedssl.machine.process import set_up
+from fedssl.methods.base import SSLMethod
+from fedssl.methods.build import build
+from fedssl.model_arrays import copied_layers, load_layers, travelling_names
+from fedssl.plots.style import look_of
+from fedssl.runs.run import rule_of
+from fedssl.runs.snapshots import KeptRound, kept_rounds, read_layers
+from fedssl.schedule.phases import Phase, make_phases, phase_at
+from fedssl.schedule.stages import at_stage
+from fedssl.seeding import torch_generator
+
+# What a run folder may not choose for whoever looks into it: where decoded pictures are written, and an engine.
+INSTEAD = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
+
+
+@dataclass(frozen=True, eq=False)
+class OpenRun:
+    """A run whose models are looked into.
+
+    Attributes
+    ----------
+    folder : Path
+    settings : Settings
+    kept : list of KeptRound
+        At least one.
+    device : torch.device
+        Where its method is.
+    """
+
+    folder: Path
+    settings: Settings
+    kept: list[KeptRound]
+    device: torch.device
+
+    @cached_property
+    def method(self) -> SSLMethod:
+        """The method, as it is before the first round."""
+        return build(self.settings.model).to(self.device)
+
+    @cached_property
+    def phases(self) -> Sequence[Phase]:
+        """Those of the run's schedule."""
+        return make_phases(self.settings.model.schedule, stages=len(self.method.encoder.stage_names))
+
+    @property
+    def color(self) -> str:
+        """That of its rule."""
+        return look_of(rule_of(self.folder)).color
+
+    def pictures(self, most: int) -> tuple[Tensor, Tensor | None]:
+        """Some pictures of the clients, or of the test where those are on devices, and their labels if they have any.
+
+        uint8 ``(n, channels, height, width)``, and int64 ``(n,)``; always the same ones.
+        """
+        data = self.settings.data
+        found = load_any(data, "federated") or load_any(data, "test")
+        if found is None:
+            raise InputError(f"{self.folder}: the data set has no pictures here; choose another figure")
+        order = torch.randperm(len(found.images), generator=torch_generator(self.settings.seed, "figures"))[:most]
+        return found.images[order], None if found.labels is None else found.labels[order]
+
+    def untrained(self) -> Layers:
+        """Layers of the model before the first round."""
+        method = build(self.settings.model)
+        return copied_layers(method, travelling_names(method))
+
+    def layers(self, file: Path) -> Layers:
+        """Layers of one of the models that are kept; raises `InputError` if the file is damaged."""
+        return read_layers(file, self.method.tensors)
+
+    def only_model(self, kept: KeptRound, *, figure: str) -> Path:
+        """The server's model after a round; raises `InputError` if there are several."""
+        if len(kept.models) > 1:
+            raise InputError(
+                f"{self.folder} has {len(kept.models)} global models, and {figure} is of one; choose another figure, "
+                "or a run with one global model"
+            )
+        return next(iter(kept.models.values()))
+
+    @contextmanager
+    def loaded(self, file: Path, *, round: int) -> Iterator[SSLMethod]:
+        """The method with one of the models in it, with the stages of the encoder that ran in its round.
+
+        Raises
+        ------
+        InputError
+            The file is damaged, or lacks layers of the encoder, as where a strategy exchanges some of them only.
+        """
+        with at_stage(self.method, depth=phase_at(self.phases, round).depth):
+            layers = self.layers(file)
+            needed = {name for name in travelling_names(self.method) if name.startswith("encoder.")}
+            if not layers.keys() >= needed:
+                raise InputError(
+                    f"{file} has {len(needed & layers.keys())} of the {len(needed)} layers of the encoder, for the "
+                    "strategy exchanges no more; choose another figure, or a run of another strategy"
+                )
+            load_layers(self.method, layers)
+            yield self.method
+
+
+def open_run(folder: Path, overrides: Sequence[str]) -> OpenRun:
+    """Open a run folder that keeps models.
+
+    Parameters
+    ----------
+    folder : Path
+    overrides : sequence of str
+        The user's own, which name folders of settings that the run was made with.
+
+    Raises
+    ------
+    InputError
+        It keeps no models, or its settings cannot be used.
+    """
+    kept = kept_rounds(folder)
+    saved = {word.partition("=")[0] for word in read_overrides(folder / "overrides.yaml") or []}
+    overrides = [*overrides, *(word for key, word in INSTEAD.items() if key in saved)]
+    settings = load_run([*overrides, f"resume={quote(str(folder.resolve()))}"])
+    return OpenRun(folder, settings, kept, set_up(settings.machine))

@@ -1,0 +1,72 @@
+"""Linear CKA: by hand, against the formula in features, and what it does not see."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedssl.plots.cka import centred_gram, cka_matrix, draw_cka, linear_cka
+from fedssl.plots.cka_layers import between_clients
+from fedssl.runs.representations import Representations
+
+
+def cka_of_features(x: np.ndarray, y: np.ndarray) -> float:
+    """Kornblith et al., section 3: ||Y'X||_F^2 / (||X'X||_F ||Y'Y||_F) of centred columns."""
+    x, y = x - x.mean(axis=0), y - y.mean(axis=0)
+    return np.linalg.norm(y.T @ x) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
+
+
+def cka(x: np.ndarray, y: np.ndarray) -> float:
+    return linear_cka(centred_gram(x), centred_gram(y))
+
+
+def test_by_hand():
+    # Centred: x = (-1, 0, 1), y = (-1, 2, -1)/3 * ... y = (0, 1, 0) has the mean 1/3: (-1/3, 2/3, -1/3). x'y = 0.
+    x, y = np.array([[0.0], [1], [2]]), np.array([[0.0], [1], [0]])
+    assert cka(x, y) == pytest.approx(0, abs=1e-15)
+    # z = (0, 0, 1) is (-1/3, -1/3, 2/3): x'z = 1/3 + 2/3 = 1, x'x = 2, z'z = 6/9: 1 / (2 * 6/9) = 0.75.
+    assert cka(x, np.array([[0.0], [0], [1]])) == pytest.approx(0.75)
+
+
+def test_is_the_formula_in_features():
+    draw = np.random.default_rng(1).normal
+    x, y = draw(size=(20, 5)), draw(size=(20, 30))
+    assert cka(x, y) == pytest.approx(cka_of_features(x, y))
+    assert 0 < cka(x, y) < 1
+
+
+def test_rotation_scale_and_shift_do_not_count():
+    draw = np.random.default_rng(2).normal
+    x = draw(size=(20, 5))
+    rotation, _ = np.linalg.qr(draw(size=(5, 5)))
+    assert cka(x, 3 * x @ rotation + draw(size=5)) == pytest.approx(1)
+    assert cka(x, 3 * x @ draw(size=(5, 5))) < 0.999  # another map does
+
+
+def test_a_constant_representation_has_nothing_in_common():
+    x = np.random.default_rng(3).normal(size=(10, 4))
+    assert cka(x, np.full((10, 2), 0.25)) == 0
+
+
+def test_matrix_and_pairs_of_clients():
+    draw = np.random.default_rng(4).normal
+    one, two, three = ([centred_gram(draw(size=(12, 3))) for _ in range(2)] for _ in range(3))
+    found = cka_matrix(one, two)
+    assert found.shape == (2, 2)
+    assert found[0, 1] == linear_cka(one[0], two[1])
+    pairs = between_clients([one, two, three])
+    expected = [
+        [linear_cka(a[layer], b[layer]) for layer in (0, 1)] for a, b in ((one, two), (one, three), (two, three))
+    ]
+    np.testing.assert_array_equal(pairs, expected)
+
+
+def test_no_more_pictures_than_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file of a run may hold pictures by the million, and a model takes as many numbers squared."""
+    h = np.random.default_rng(5).normal(size=(2, 9, 3)).astype(np.float16)
+    Representations(names=np.array(["global model", "client 0"]), globals=np.array(1), h=h).save(tmp_path, round=1)
+    monkeypatch.setattr("fedssl.plots.cka.PICTURES", 4)
+    draw_cka(tmp_path, formats=["csv"])
+    rows = list(csv.reader((tmp_path / "figures" / "cka.csv").read_text().splitlines()))
+    assert float(rows[1][2]) == cka(h[0, :4], h[1, :4]) != cka(h[0], h[1])

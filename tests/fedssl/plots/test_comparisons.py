@@ -1,0 +1,164 @@
+"""Figures of several runs: groups, steps, means over seeds, and the value that was swept, from folders made by hand."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedssl.config.overrides import groups
+from fedssl.errors import InputError
+from fedssl.plots.comparisons import draw_accuracy, over_seeds, progress
+from fedssl.plots.divergence import draw_divergence, mean_cosines
+from fedssl.plots.forgetting import Judged, mean_forgetting
+from fedssl.plots.groups import groups_of, looks
+from fedssl.plots.sensitivity import draw_sensitivity, final_scores, swept
+from fedssl.plots.style import LOOKS, look_of
+from fedssl.runs.run import Run, find_runs
+
+
+def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str, Any]:
+    line: dict[str, Any] = {"round": number, "clients": 2, "bytes_down": 60, "bytes_up": 40}
+    line |= {"evaluation": knn} if knn else {}
+    return line if flops is None else {**line, "cost": {"flops": flops, "peak_memory": 1.0}}
+
+
+def made(folder: Path, *overrides: str, knn: float = 0.5, lines: list[dict[str, Any]] | None = None) -> Run:
+    """A run folder of these words; every client's cosine falls by 0.1 in each round."""
+    folder.mkdir(parents=True)
+    summary = {"status": "finished", "reason": None, "overrides": list(overrides), "final": {"federated": {"knn": knn}}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    lines = [round_of(1, knn=knn - 0.1), round_of(2), round_of(3, knn=knn)] if lines is None else lines
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    clients = [
+        {"round": round, "client": client, "model_cosine": 1 - 0.1 * round - 0.02 * client}
+        for round in (1, 2)
+        for client in (0, 1)
+    ]
+    (folder / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in clients))
+    (run,) = find_runs([folder])
+    return run
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> list[Run]:
+    """Two rules and two values, one of them with two seeds."""
+    jobs = [("fedavg", 0.1, 0, 0.5), ("fedavg", 0.5, 0, 0.6), ("fedavg", 0.5, 1, 0.8), ("l_dawa", 0.1, 0, 0.7)]
+    return [
+        made(tmp_path / str(n), f"strategy={rule}", f"regularizer.weight={value}", f"seed={seed}", knn=knn)
+        for n, (rule, value, seed, knn) in enumerate(jobs)
+    ]
+
+
+def rows_of(file: Path) -> list[list[str]]:
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert file.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+    with file.with_suffix(".csv").open(newline="") as stream:
+        return list(csv.reader(stream))
+
+
+FORMATS = {"formats": ("png", "pdf", "csv")}
+
+
+def test_every_rule_has_a_look_of_its_own():
+    assert LOOKS.keys() <= set(groups()["strategy"])
+    assert len(set(LOOKS.values())) == len(LOOKS)
+    assert look_of("l_dawa").color == look_of("l_dawa_fedu").color
+    assert look_of("mine") == look_of("mine")
+    assert look_of("mine").linestyle == ":"  # none of the known ones has it
+    assert {look.linestyle for look in LOOKS.values()} == {"-", "--", "-."}
+
+
+def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
+    found = groups_of(sweep)
+    assert [one.label for one in found] == [
+        "fedavg, regularizer.weight=0.1",
+        "fedavg, regularizer.weight=0.5",
+        "l_dawa, regularizer.weight=0.1",
+    ]
+    assert [len(one.runs) for one in found] == [1, 2, 1]
+    assert [(look["color"], look["marker"]) for look in looks(found)] == [
+        ("#000000", "o"),
+        ("#000000", "s"),
+        ("#D55E00", "o"),
+    ]
+
+
+def test_progress_by_hand():
+    # (60 + 40) bytes / 2 clients = 50 a round.
+    first, second = progress([round_of(1, knn=0.5), round_of(2), round_of(3, knn=0.6, other=0.1)])
+    assert (first.round, first.bytes, first.flops, first.scores) == (1, 50, 10, {"knn": 0.5})
+    assert (second.round, second.bytes, second.flops, second.scores) == (3, 150, 30, {"knn": 0.6, "other": 0.1})
+    unmeasured = progress([round_of(1, knn=0.5), round_of(2, None, knn=0.5)])
+    assert [step.flops for step in unmeasured] == [10, None]
+    nats = {**round_of(1, nll=2.0), "units": {"nll": "nats"}}
+    assert progress([nats]) == []
+
+
+def test_over_seeds_takes_rounds_that_all_have():
+    one = progress([round_of(1, knn=0.5), round_of(2, knn=0.6)])
+    other = progress([round_of(1), round_of(2, knn=0.8, flops=None)])
+    ((round, sent, flops, mean, deviation),) = over_seeds([one, other], "knn")
+    assert (round, sent, flops) == (2, 100, None)
+    assert (mean, deviation) == pytest.approx((0.7, 0.1))
+
+
+def test_accuracy_figure(sweep: list[Run], tmp_path: Path):
+    header, *rows = rows_of(draw_accuracy(sweep, tmp_path, **FORMATS))
+    assert header == ["run", "protocol", "round", "bytes", "flops", "accuracy", "deviation"]
+    assert len(rows) == 6
+    assert rows[3][:5] == ["fedavg, regularizer.weight=0.5", "knn", "3", "150.0", "30.0"]
+    assert [float(cell) for cell in rows[3][5:]] == pytest.approx([0.7, 0.1])
+
+
+def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):
+    lines = [{"round": 2, "model_cosine": 0.5}, {"round": 1, "model_cosine": 0.9}, {"round": 1, "model_cosine": 0.7}]
+    assert mean_cosines([*lines, {"round": 3, "model_cosine": None}]) == pytest.approx({1: 0.8, 2: 0.5})
+    _, *rows = rows_of(draw_divergence(sweep, tmp_path, **FORMATS))
+    assert len(rows) == 6
+    assert [float(row[2]) for row in rows[:2]] == pytest.approx([0.89, 0.79])
+
+
+def test_sensitivity(sweep: list[Run], tmp_path: Path):
+    found = groups_of(sweep)
+    assert swept(found) == "regularizer.weight"
+    scores = final_scores(found[:2], "regularizer.weight", "knn")
+    np.testing.assert_allclose(scores, [(0.1, 0.5, 0, 1), (0.5, 0.7, 0.1, 2)], atol=1e-12)
+    header, *rows = rows_of(draw_sensitivity(sweep, tmp_path, **FORMATS))
+    assert header == ["run", "protocol", "regularizer.weight", "accuracy", "deviation", "runs"]
+    assert [(row[0], row[2], row[5]) for row in rows] == [
+        ("fedavg", "0.1", "1"),
+        ("fedavg", "0.5", "2"),
+        ("l_dawa", "0.1", "1"),
+    ]
+
+
+def test_what_runs_lack_is_said(sweep: list[Run], tmp_path: Path):
+    with pytest.raises(InputError, match="sensitivity needs runs in which one number differs, and none does"):
+        draw_sensitivity(sweep[:1], tmp_path)
+    more = made(tmp_path / "more", "strategy=fedavg", "regularizer.weight=0.1", "local_epochs=3")
+    other = made(tmp_path / "other", "strategy=fedavg", "regularizer.weight=0.2", "local_epochs=2")
+    with pytest.raises(InputError, match=r"and 2 do \(regularizer.weight, local_epochs\)"):
+        draw_sensitivity([more, other], tmp_path)
+    bare = made(tmp_path / "bare", "strategy=fedavg", lines=[round_of(1)])
+    with pytest.raises(InputError, match="no run was evaluated in its rounds"):
+        draw_accuracy([bare], tmp_path)
+    (bare.folder / "clients.jsonl").unlink()
+    with pytest.raises(InputError, match="no run has cosines of clients' models"):
+        draw_divergence([bare], tmp_path)
+
+
+def test_forgetting_by_hand():
+    # Round 1: 0.8 - 0.6 = 0.2 and 0.5 - 0.5 = 0: mean 0.1, deviation 0.1. Round 3: 0.4 - 0.5 = -0.1.
+    rest = {"local_all": 0.0, "global_all": 0.0}
+    found = [
+        Judged(round=3, client=0, local_own=0.4, global_own=0.5, **rest),
+        Judged(round=1, client=0, local_own=0.8, global_own=0.6, **rest),
+        Judged(round=1, client=1, local_own=0.5, global_own=0.5, **rest),
+    ]
+    means = mean_forgetting(found)
+    assert list(means) == [1, 3]
+    assert means[1] == pytest.approx((0.1, 0.1))
+    assert means[3] == pytest.approx((-0.1, 0))

@@ -1,0 +1,234 @@
+"""The page, from run folders made by hand: its parts, what hostile words become, and that it needs nothing else."""
+
+import fcntl
+import json
+import re
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from fedssl.plots.style import new_figure
+from fedssl.report.accuracy_table import run_table
+from fedssl.report.html_page import SCRIPT, page
+from fedssl.report.run_tables import differences, states
+from fedssl.report.svg import inline
+from fedssl.runs.run import find_runs
+
+HOSTILE = "</svg></td><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m&amp;\"'"
+VOID = {"meta", "br"}
+
+
+def job(folder: Path, *words: str, status: str = "finished", reason: str | None = None, knn: float = 0.5) -> Path:
+    """A run of two rounds with four pictures at two clients."""
+    folder.mkdir(parents=True)
+    summary = {"status": status, "reason": reason, "overrides": list(words), "final": {"federated": {"knn": knn}}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    given = dict(word.partition("=")[::2] for word in words)
+    settings = {"rounds": 2, "seed": int(given.get("seed", 0)), "optimizer": {"lr": float(given.get("lr", 0.1))}}
+    (folder / "config.yaml").write_text(json.dumps({**settings, "run_id": str(folder)}))
+    (folder / "choices.yaml").write_text(json.dumps({"strategy": given.get("strategy", "l_dawa")}))
+    cost = {"clients": 2, "bytes_down": 8, "bytes_up": 4, "seconds": 1, "cost": {"flops": 10, "peak_memory": 5}}
+    lines = [{"round": n, "loss": 1 / n, "evaluation": {"knn": n * knn / 2}, **cost} for n in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "partition.csv").write_text("client,examples,0,1\n0,3,1,2\n1,1,1,0\n")
+    return folder
+
+
+class Elements(HTMLParser):
+    """All elements with their attributes; every one that opens must close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def page_of(folder: Path, **more: Any) -> str:
+    runs = find_runs([folder])
+    return page(runs, [run_table(runs)], **more)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> str:
+    """The page of two runs with hostile names, one of which failed with a hostile reason."""
+    folder = tmp_path_factory.mktemp("runs")
+    name = HOSTILE.replace("/", "")
+    job(folder / name, f"strategy={HOSTILE}", "seed=0")
+    job(folder / "failed", "strategy=fedavg", f"note={HOSTILE}", status="failed", reason=HOSTILE)
+    classes = f'client,examples,0,"{HOSTILE.replace(chr(34), chr(34) * 2)}"\n0,3,1,2\n'
+    (folder / name / "partition.csv").write_text(classes)
+    return page_of(folder)
+
+
+def test_words_of_others_are_words(hostile: str):
+    elements = Elements(hostile)
+    assert [tag for tag, _ in elements.found if tag in ("script", "img", "iframe", "object", "a", "form")] == ["script"]
+    assert not [key for _, attributes in elements.found for key in attributes if key.startswith("on")]
+    assert "\x1b" not in hostile
+    shown = HOSTILE.replace("\x1b", " ")
+    assert sum(shown in words for words in elements.words) >= 4  # strategy, note, reason, and the name of a class
+    assert any(tag == "text" for tag, _ in elements.found)
+
+
+def test_the_page_needs_nothing_else(hostile: str):
+    elements = Elements(hostile)
+    assert not re.search(r"https?://|url\(|@import|//[a-z]", hostile)
+    loading = {"src", "srcset", "href", "data", "action", "poster", "background"}
+    links = [(tag, attributes[key]) for tag, attributes in elements.found for key in loading & attributes.keys()]
+    names = {f"#{attributes['id']}" for _, attributes in elements.found if "id" in attributes}
+    assert links
+    assert {tag for tag, _ in links} == {"use"}
+    assert {target for _, target in links} <= names
+    assert not {tag for tag, _ in elements.found} & {"link", "base", "foreignobject", "image"}
+
+
+def test_the_browser_is_told_to_load_nothing_and_to_run_this_script_alone(hostile: str):
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', hostile)
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
+    assert hostile.count(f"<script>{SCRIPT}</script>") == 1
+    assert "unsafe-inline" not in policy.partition("script-src")[2]
+
+
+def test_names_of_elements_are_there_once(hostile: str):
+    names = [attributes["id"] for _, attributes in Elements(hostile).found if "id" in attributes]
+    assert len(names) == len(set(names)) > 0
+
+
+def test_a_page_has_results_costs_figures_differences_and_commands(tmp_path: Path):
+    for seed, knn in ((0, 0.80), (1, 0.82)):
+        job(tmp_path / f"a{seed}", "strategy=l_dawa", f"seed={seed}", knn=knn)
+        job(tmp_path / f"b{seed}", "strategy=fedavg", f"seed={seed}", "lr=0.2", knn=knn - 0.1)
+    text = page_of(tmp_path)
+    assert text == page_of(tmp_path)  # the same runs give the same page
+    words = Elements(text).words
+    assert "4 of 4 runs finished, 0 running, 0 ended otherwise" in words
+    assert "<strong>81.0 ± 1.4</strong>" in text  # 10 points lead, the deviations are 1.4
+    assert text.count("<strong>") == 1
+    assert "In all rows: rounds=2." in words
+    assert f'data-value="{mean([0.80 - 0.1, 0.82 - 0.1])!r}"' in text  # every digit, by which it is sorted
+    assert "fedssl strategy=fedavg seed=1 lr=0.2" in words
+    assert words.count(f"{tmp_path / 'a0'}: loss and results over the rounds") == 1
+    assert f"{tmp_path / 'a1'}: loss and results over the rounds" not in words
+    assert text.count("<svg") == 1 + 2 * 2  # accuracies; of each rule the metrics and the partition
+    assert 'http-equiv="refresh"' not in text
+    assert '<meta http-equiv="refresh" content="30">' in page_of(tmp_path, again=30.2)
+
+
+def test_settings_in_which_runs_differ(tmp_path: Path):
+    job(tmp_path / "0", "strategy=l_dawa", "lr=0.1", "seed=0")
+    job(tmp_path / "1", "strategy=fedavg", "lr=0.2", "seed=1")
+    runs = find_runs([tmp_path])
+    grid = differences(runs)  # strategy, lr, seed, optimizer.lr: more than runs, so a column for each run
+    assert list(grid.header) == ["setting", str(tmp_path / "0"), str(tmp_path / "1")]
+    assert [[one.text for one in row] for row in grid.rows] == [
+        ["strategy", "l_dawa", "fedavg"],
+        ["lr", "0.1", "0.2"],
+        ["seed", "0", "1"],
+        ["optimizer.lr", "0.1", "0.2"],
+    ]
+    job(tmp_path / "2", "strategy=fedavg", "lr=0.2")
+    job(tmp_path / "3", "strategy=fedavg", "lr=0.2")
+    grid = differences(find_runs([tmp_path]))
+    assert list(grid.header) == ["run", "strategy", "lr", "seed", "optimizer.lr"]
+    assert [one.text for one in grid.rows[3]] == [str(tmp_path / "3"), "fedavg", "0.2", "0", "0.2"]
+    assert grid.rows[3][2].value == 0.2
+    assert differences(runs[:1]).rows == []
+
+
+def test_settings_are_shown_as_they_stand(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("SECRET", "hunter2")
+    for name, value in (("0", "${oc.env:SECRET}"), ("1", "fp32")):
+        folder = job(tmp_path / name)
+        (folder / "config.yaml").write_text(json.dumps({"precision": value, "rounds": 2, "seed": 0}))
+    grid = differences(find_runs([tmp_path]))
+    assert [[one.text for one in row] for row in grid.rows] == [
+        [str(tmp_path / "0"), "${oc.env:SECRET}"],
+        [str(tmp_path / "1"), "fp32"],
+    ]
+
+
+def test_the_command_is_made_of_the_words_alone(tmp_path: Path):
+    words = ("+experiment=mine", "dataset.path=/my pictures; rm -rf x", "output_dir=/elsewhere")
+    folder = job(tmp_path / "0", *words)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "command": "rm -rf /"}))
+    ((_, state, rounds, seed, command, reason),) = states(find_runs([folder])).rows
+    assert shlex.split(command.text) == ["fedssl", *words[:2]]
+    assert (state.text, rounds.text, seed.text, reason.text) == ("finished", "2 of 2 rounds", "0", "")
+
+
+def test_a_running_run_is_told_by_its_lock(tmp_path: Path):
+    folder = job(tmp_path / "0", "strategy=fedavg")
+    (folder / "summary.json").unlink()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs = find_runs([folder])
+        assert [one.text for one in states(runs).rows[0]][1:3] == ["running", "2 of 2 rounds"]
+        assert "0 of 1 runs finished, 1 running, 0 ended otherwise; as of 20" in page_of(folder)
+        table = run_table(runs)
+        assert (table.running, table.failures) == ([f"{folder}: 2 of 2 rounds done"], [])
+    (ended,) = find_runs([folder])
+    assert (ended.running, ended.state) == (False, "ended from outside")
+    assert run_table([ended]).failures[0].startswith(f"{folder}: no readable summary.json")
+
+
+def test_a_figure_is_the_same_text_every_time():
+    def figure():
+        drawing = new_figure(height=2)
+        drawing.add_subplot(title="<b>$x$").plot([0, 1], [1, 3], marker="o")
+        return drawing
+
+    first, second = (inline(figure(), name="a", label='"<') for _ in range(2))
+    assert first == second
+    assert "&lt;b&gt;$x$" in first
+    assert 'aria-label="&quot;&lt;"' in first
+    assert 'href="#a-' in first
+
+
+def test_numbers_stand_behind_two_columns_of_words(tmp_path: Path):
+    for number, words in enumerate([("strategy=eua", "lr=1", "wd=0"), ("strategy=fedavg", "lr=2", "wd=1")]):
+        job(tmp_path / str(number), *words)
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page_of(tmp_path).partition("</thead>")[0])
+    assert heads[:3] == ["strategy", "lr", "knn (%)"]
+    assert heads[-1] == "wd"
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page_of(tmp_path).partition("<tbody>")[2].partition("</tr>")[0])
+    assert (cells[0], cells[-1]) == ("eua", "0")
+
+
+def test_what_tells_rows_apart_stands_before_the_numbers(tmp_path: Path):
+    """Of five columns that differ the three that tell all rows apart, in their own order; a and b tell few apart."""
+    for number, values in enumerate(("11111", "11211", "11221", "22322", "12321")):
+        words = (f"{key}={value}" for key, value in zip("abcde", values, strict=True))
+        job(tmp_path / str(number), "strategy=eua", *words)
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page_of(tmp_path).partition("</thead>")[0])
+    assert heads[:4] == ["a", "c", "d", "knn (%)"]
+
+
+def test_a_run_of_which_only_words_are_known_differs_in_these_alone(tmp_path: Path):
+    for name, rule in (("a", "eua"), ("b", "fedavg"), ("c", "fedu")):
+        job(tmp_path / name, f"strategy={rule}")
+    for file in ("config.yaml", "choices.yaml"):
+        (tmp_path / "c" / file).unlink()
+    assert differences(find_runs([tmp_path])).header == ["run", "strategy"]

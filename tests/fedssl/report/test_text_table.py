@@ -1,0 +1,41 @@
+"""Tables as text, written by hand."""
+
+from fedssl.report.tables import align, latex, latex_escaped, markdown, to_csv
+from fedssl.report.text_table import entry
+
+LINES = [["strategy", "n", "knn"], ["fedavg|2", "10", "9.5"]]
+
+
+def test_columns_start_or_end_at_the_same_place():
+    assert align(LINES, left=1) == "strategy   n  knn\nfedavg|2  10  9.5"
+    assert align([["a", "b"], ["long", ""]], left=2) == "a     b\nlong"
+
+
+def test_markdown_has_a_rule_and_keeps_bars_apart():
+    expected = "| strategy | n | knn |\n| --- | ---: | ---: |\n| fedavg\\|2 | 10 | 9.5 |\n"
+    assert markdown(LINES, left=1) == expected
+
+
+def test_csv_has_every_digit_and_nothing_for_nothing():
+    assert to_csv([["a", "b,c"], [0.1 + 0.2, None]]) == 'a,"b,c"\n0.30000000000000004,\n'
+
+
+def test_a_mark_in_every_form():
+    marked = {(1, 2)}
+    assert align(LINES, left=1, marked=marked) == "strategy   n   knn\nfedavg|2  10  *9.5"
+    assert markdown(LINES, left=1, marked=marked).endswith("| fedavg\\|2 | 10 | **9.5** |\n")
+    assert latex(LINES, left=1, marked=marked) == (
+        "\\begin{tabular}{lrr}\n\\toprule\nstrategy & n & knn \\\\\n\\midrule\n"
+        "fedavg\\textbar{}2 & 10 & \\textbf{9.5} \\\\\n\\bottomrule\n\\end{tabular}\n"
+    )
+
+
+def test_latex_takes_no_word_for_a_command():
+    hostile = "\\input{x} % & $ # _ ~ ^ \n[1] *"
+    expected = "\\textbackslash{}input\\{x\\} \\% \\& \\$ \\# \\_ \\textasciitilde{} \\textasciicircum{}  {[}1] {*}"
+    assert latex_escaped(hostile) == expected
+    assert latex_escaped("60.0 ± 1.4") == "60.0 $\\pm$ 1.4"
+
+
+def test_what_is_a_number_is_sorted_as_one():
+    assert [entry(text).value for text in ("0.1", "-1e-3", "l_dawa", "", "nan", "inf")] == [0.1, -0.001, *[None] * 4]

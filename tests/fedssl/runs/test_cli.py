@@ -1,0 +1,173 @@
+"""The command ``fedssl-runs``: lists, ranks and shows runs, and gets over folders that are damaged or another's."""
+
+import fcntl
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedssl.config.load import compose, save_run
+from fedssl.runs.cli import main
+from fedssl.runs.run import LOCK
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run the command; returns exit status, standard output and standard error."""
+
+    def call(*overrides: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedssl-runs", *map(str, overrides)])
+        status = main()
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def job(folder: Path, *overrides: str, status: str | None = "finished", **results: float) -> Path:
+    """A folder as runs leave it."""
+    folder.mkdir(parents=True)
+    save_run(compose(overrides).recording, folder)
+    summary = {"status": status, "reason": None if status == "finished" else "no GPU", "rounds": 20}
+    summary |= {"overrides": overrides, "command": " ".join(["fedssl", *overrides])}
+    summary |= {"final": {"federated": results}} if status == "finished" else {}
+    if status is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds of a sweep, the first of them twice; others, a failed run, one at work, and folders of others."""
+    root = tmp_path_factory.mktemp("runs")
+    sweep = root / "2026-01-02_03-04-05"
+    job(sweep / "0", "strategy=fedavg", "seed=0", knn=0.5)
+    job(sweep / "1", "strategy=fedavg", "seed=1", knn=0.75)
+    job(root / "2026-01-01_00-00-00", "strategy=fedavg", "seed=0", "tracker=tensorboard", knn=0.5)
+    job(root / "2026-01-03_00-00-00", "partition.alpha=0.1", "method=byol", knn=0.7, norm=3.5)
+    job(root / "2026-01-04_00-00-00", "strategy=eua", status="failed")
+    work = job(root / "2026-01-05_00-00-00", "strategy=fedavg", "rounds=9", status=None)
+    lines = [{"round": 1, "evaluation": {"knn": 0.25}}, {"round": 2}]
+    (work / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"rou')
+    for name, file, text in (
+        ("damaged", "config.yaml", "a: &b [*b"),
+        ("foreign", "summary.json", "[1, 2]"),
+        ("broken", "summary.json", '{"status": 7'),
+    ):
+        (root / name).mkdir()
+        (root / name / file).write_text(text)
+    return root
+
+
+def test_list(runs, command):
+    status, out, _ = command("list", runs)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].split() == [
+        "date",
+        "run",
+        "status",
+        "rounds",
+        "strategy",
+        "method",
+        "partition",
+        "alpha",
+        "K",
+        "results",
+    ]
+    columns = [re.split(r"\s{2,}", line) for line in lines[1:7]]
+    assert [row[2] for row in columns] == ["ended from outside", "failed", *["finished"] * 4]
+    assert columns[0][0] == "2026-01-05 00:00:00"
+    assert lines[1].split()[6:] == ["2/9", "fedavg", "simclr", "dirichlet", "0.5", "10", "knn", "25.0%"]
+    assert lines[3].split()[5:] == ["l_dawa", "byol", "dirichlet", "0.1", "10", "knn", "70.0%", "norm", "350.0%"]
+    assert lines[4].split()[:3] == ["2026-01-02", "03:04:05", f"{runs}/2026-01-02_03-04-05/1"]
+    said = lines[7:]
+    assert len(said) == 3
+    assert any("damaged/config.yaml cannot be used (" in line for line in said)
+    assert sum("no readable summary.json and no config.yaml" in line for line in said) == 2
+
+
+def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
+    with (runs / "2026-01-05_00-00-00" / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert len(json.loads(command("list", "status=running", runs, "--json")[1])["runs"]) == 1
+    assert not json.loads(command("list", "status=running", runs, "--json")[1])["runs"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "number"),
+    [
+        (["strategy=fedavg"], 4),
+        (["strategy=fedavg,eua", "status=finished"], 3),
+        (["partition.alpha=0.10"], 1),
+        (["allocator=true", "rounds=20.0"], 5),
+        (["seed=7"], 0),
+    ],
+)
+def test_words_keep_what_agrees(runs, command, overrides, number):
+    status, out, _ = command("list", *overrides, runs, "--json")
+    assert (status, len(json.loads(out)["runs"])) == (0, number)
+
+
+def test_best_takes_seeds_for_one(runs, command):
+    _, out, _ = command("best", "knn", runs)
+    # 0.5 of seed 0, which ran twice and counts once, and 0.75: mean 0.625, sample deviation 0.25 / sqrt(2) = 0.17678.
+    table = [line.split() for line in out.splitlines()[:3]]
+    assert table[0] == ["knn", "(%)", "runs", "rounds", "strategy", "method", "partition", "alpha", "K", "best", "run"]
+    assert table[1][:6] == ["1", "70.0", "1", "20", "l_dawa", "byol"]
+    assert table[2][:7] == ["2", "62.5", "±", "17.7", "2", "20", "fedavg"]
+    assert table[2][-1] == f"{runs}/2026-01-02_03-04-05/1"
+    ranked = json.loads(command("best", "knn", runs, "--json")[1])["ranked"]
+    assert [(round(row["knn"], 6), len(row["runs"])) for row in ranked] == [(0.7, 1), (0.625, 2)]
+
+
+def test_best_of_single_runs(runs, command):
+    ranked = json.loads(command("best", "knn", runs, "--seeds", "--json")[1])["ranked"]
+    assert [row["knn"] for row in ranked] == [0.75, 0.7, 0.5, 0.5]
+
+
+def test_show(runs, command):
+    status, out, _ = command("show", runs / "2026-01-03_00-00-00")
+    assert status == 0
+    parts = out.split("\n\n")
+    assert parts[0].splitlines()[1] == "2026-01-03 00:00:00  finished after 20 rounds"
+    differs = {line.split()[0]: line.split()[1:] for line in parts[1].splitlines()[1:]}
+    assert differs == {"method": ["byol", "simclr"], "partition.alpha": ["0.1", "0.5"]}
+    assert [line.split() for line in parts[2].splitlines()] == [["result"], ["knn", "70.0%"], ["norm", "350.0%"]]
+    assert parts[3] == "repeat it:  fedssl partition.alpha=0.1 method=byol"
+    assert [line.split()[0] for line in parts[4].splitlines()[1:]] == [
+        "choices.yaml",
+        "config.yaml",
+        "overrides.yaml",
+        "summary.json",
+    ]
+    told = json.loads(command("show", runs / "2026-01-04_00-00-00", "--json")[1])
+    assert told["differs"] == {"strategy": {"value": "eua", "default": "l_dawa"}}
+    assert "failed after 0 rounds  (no GPU)" in command("show", runs / "2026-01-04_00-00-00")[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["list", "{runs}", "stratgy=fedavg"], "no run has a setting 'stratgy'; did you mean strategy"),
+        (
+            ["best", "knm", "{runs}"],
+            "no finished run has the result 'knm'; did you mean knn or norm; there are knn, norm",
+        ),
+        (
+            ["list", "{runs}", "status=interupted"],
+            "no status=interupted; did you mean interrupted; choose one of finished",
+        ),
+        (["list", "nowhere"], "there is no folder nowhere"),
+        (["list"], "there is neither runs nor multirun here"),
+        (["show", "{runs}"], "is no folder of a run"),
+        (["show", "{runs}/damaged"], "cannot be used"),
+        (["show", "{runs}/foreign"], "it is no run, or was none yet"),
+    ],
+)
+def test_what_is_refused(runs, command, tmp_path, monkeypatch, overrides, sentence):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = command(*(word.format(runs=runs) for word in overrides))
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert sentence in err

@@ -1,0 +1,199 @@
+"""Models that a run keeps, and every figure that looks into them, of one small run."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.config.load import compose
+from fedssl.errors import InputError
+from fedssl.methods.build import build
+from fedssl.model_arrays import load_layers
+from fedssl.plots import landscape
+from fedssl.plots.cka import centred_gram, cka_matrix
+from fedssl.plots.cka_layers import layer_outputs
+from fedssl.plots.forgetting import judge
+from fedssl.plots.partition import read_table
+from fedssl.report.cli import main
+from fedssl.runs.loaded_run import OpenRun, open_run
+from fedssl.runs.representations import read_representations
+from fedssl.runs.snapshots import forget_after, kept_rounds, read_layers, save_layers
+from fedssl.seeding import torch_generator
+from server_app.build import check_updates
+from server_app.checkpoint import latest_checkpoint
+from server_app.keeper import Keeper
+from simulation.cli import run
+
+TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]
+DRAWN = ("partition", "cka", "landscape", "cka_layers", "forgetting")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two clients and two rounds, with its figures."""
+    folder = tmp_path_factory.mktemp("kept") / "out"
+    more = ["strategy=fedavg", "keep_models=1", "evaluate_every=1", "final_evaluation=knn", "health_pictures=20"]
+    run([*TINY, *more, "engine=local", f"output_dir={folder}"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(landscape, "POINTS", 3)
+        patch.setattr(sys, "argv", ["fedssl-report", str(folder), "--figures", *DRAWN, "accuracy"])
+        assert main() == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path) -> OpenRun:
+    return open_run(folder, [])
+
+
+def rows_of(folder: Path, name: str) -> list[list[str]]:
+    with (folder / "figures" / f"{name}.csv").open(newline="") as stream:
+        return list(csv.reader(stream))[1:]
+
+
+def test_every_figure_is_there_in_every_form(folder: Path):
+    for name in (*DRAWN, "accuracy"):
+        files = [folder / "figures" / f"{name}.{end}" for end in ("png", "pdf", "csv")]
+        assert [file.read_bytes()[:4] for file in files[:2]] == [b"\x89PNG", b"%PDF"]
+        assert len(files[2].read_text().splitlines()) > 1
+
+
+def test_kept_models_are_those_of_the_round(folder: Path, opened: OpenRun):
+    assert [one.round for one in opened.kept] == [1, 2]
+    last = opened.kept[-1]
+    assert (list(last.models), list(last.clients)) == (["global"], [0, 1])
+    model = opened.layers(last.models["global"])
+    state = latest_checkpoint(folder / "checkpoints")
+    assert state is not None
+    expected = state.models["global"].layers
+    assert list(model) == list(expected)
+    assert all((model[name] == expected[name]).all() for name in model)
+    # FedAvg: the model after the round is the mean of what clients sent, by their pictures.
+    lines = map(json.loads, (folder / "clients.jsonl").read_text().splitlines())
+    shares = {line["client"]: line["examples"] / 120 for line in lines if line["round"] == 2}
+    sent = {client: opened.layers(file) for client, file in last.clients.items()}
+    name = next(name for name in model if name.endswith("weight"))
+    mean = sum(shares[client] * sent[client][name].astype(np.float64) for client in (0, 1))
+    np.testing.assert_allclose(model[name], mean, atol=1e-6)
+
+
+def test_partition_is_the_table_of_the_run(folder: Path):
+    counts, names = read_table(folder / "partition.csv") or (np.empty(0), [])
+    assert counts.sum() == 120
+    assert [list(map(int, row[1:])) for row in rows_of(folder, "partition")] == counts.tolist()
+    assert len(names) == 10
+
+
+def test_landscape_has_the_loss_of_its_models(folder: Path, opened: OpenRun):
+    way = [row for row in rows_of(folder, "landscape") if row[0] == "model"]
+    assert [row[1] for row in way] == ["0", "1", "2"]
+    assert [float(cell) for cell in way[-1][3:5]] == [0, 0]  # the last model is the origin
+    kinds = [row[0] for row in rows_of(folder, "landscape")]
+    assert (kinds.count("client"), kinds.count("grid")) == (2, 9)
+    # The loss of the last model, by the method itself, on the same views: one whole batch of 64 of the 120 pictures.
+    method = build(opened.settings.model)
+    load_layers(method, opened.layers(opened.kept[-1].models["global"]))
+    images, _ = opened.pictures(landscape.PICTURES)
+    views = opened.settings.training.augmentation.make()(
+        images[:64], torch_generator(opened.settings.seed, "landscape views")
+    )
+    with torch.no_grad():
+        expected = float(method.train().loss(*views))
+    assert float(way[-1][5]) == pytest.approx(expected, rel=1e-6)
+    assert float(way[0][5]) > expected
+
+
+def test_cka_is_that_of_the_representations(folder: Path):
+    _, kept = read_representations(folder) or (0, None)
+    assert kept is not None
+    grams = [centred_gram(h) for h in kept.h]
+    found = [list(map(float, row[1:])) for row in rows_of(folder, "cka")]
+    np.testing.assert_array_equal(found, cka_matrix(grams, grams))
+    assert [row[0] for row in rows_of(folder, "cka")] == ["global model", "client 0", "client 1"]
+
+
+def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: OpenRun):
+    kept = opened.kept[-1]
+    images, _ = opened.pictures(256)
+    outputs = []
+    for client in (0, 1):
+        with opened.loaded(kept.clients[client], round=2) as method:
+            outputs.append(layer_outputs(method.encoder, images, run=opened))
+    assert list(outputs[0]) == [*method.encoder.stage_names, "h"]
+    expected = [
+        cka_matrix([centred_gram(a)], [centred_gram(b)])[0, 0] for a, b in zip(*map(dict.values, outputs), strict=True)
+    ]
+    rows = rows_of(folder, "cka_layers")
+    pairs = [float(row[4]) for row in rows if row[0] == "client 0"]
+    np.testing.assert_allclose(pairs, expected)
+    assert len(rows) == 5 * 5 + 5
+
+
+def test_forgetting_is_that_of_the_models(folder: Path, opened: OpenRun):
+    found = judge(opened)
+    assert [(one.round, one.client) for one in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    expected = [[one.local_own, one.global_own, one.local_all, one.global_all, one.forgetting] for one in found]
+    np.testing.assert_array_equal([list(map(float, row[2:])) for row in rows_of(folder, "forgetting")], expected)
+    # The evaluation of the run itself: all test pictures of the digits, by the same protocol.
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert [line["evaluation"]["knn"] for line in lines] == pytest.approx([found[0].global_all, found[2].global_all])
+
+
+def test_damaged_models_are_named(tmp_path: Path):
+    like = {"encoder.weight": torch.zeros(2)}
+    save_layers(tmp_path, 7, "model-global", {"encoder.weight": np.ones(2, dtype=np.float32)})
+    (kept,) = kept_rounds(tmp_path)
+    assert kept.round == 7
+    np.testing.assert_array_equal(read_layers(kept.models["global"], like)["encoder.weight"], [1, 1])
+    bad = [{"encoder.weight": np.ones(3, dtype=np.float32)}, {"other": np.ones(2, dtype=np.float32)}]
+    bad += [{"encoder.weight": np.ones(2)}, {"encoder.weight": np.array([1, np.nan], dtype=np.float32)}]
+    for layers in bad:
+        save_layers(tmp_path, 7, "model-global", layers)
+        with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not hold layers of this run"):
+            read_layers(kept.models["global"], like)
+    kept.models["global"].write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not hold layers\)"):
+        read_layers(kept.models["global"], like)
+
+
+@pytest.mark.parametrize("use", [kept_rounds, lambda folder: forget_after(folder, 0)])
+def test_a_file_in_the_place_of_models_is_named(tmp_path: Path, use):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "round-000001").touch()
+    with pytest.raises(InputError, match="round-000001 has the place of the models of a round, but is no folder"):
+        use(tmp_path)
+
+
+def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
+    keeper, layers = Keeper(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
+    keeper.observe(0, layers)
+    keeper.observe(4, layers)
+    with pytest.raises(InputError, match="keeps no models of its rounds"):
+        kept_rounds(tmp_path)
+    keeper.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
+    (kept,) = kept_rounds(tmp_path)
+    assert list(kept.clients) == [4]
+    Keeper(tmp_path, 5).finish({"global": layers}, used=[])
+    forget_after(tmp_path, 3)  # resumed behind round 3
+    assert [one.round for one in kept_rounds(tmp_path)] == [3]
+    assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
+
+
+def test_few_rounds_give_no_plane(opened: OpenRun):
+    alone = OpenRun(opened.folder, opened.settings, opened.kept[-1:], opened.device)
+    with pytest.raises(InputError, match=r"keeps the models of 1 round\(s\) .* needs 2; run it again with a smaller"):
+        landscape.landscape_of(alone)
+
+
+def test_a_sum_has_no_models_of_clients():
+    with pytest.raises(InputError, match="secure=secagg_plus shows the server no client's model; set keep_models=0"):
+        check_updates(compose(["secure=secagg_plus", "keep_models=1"]), devices=False)
+
+
+def test_what_noise_hides_is_not_kept():
+    with pytest.raises(InputError, match="which kept models of clients show; set keep_models=0"):
+        check_updates(compose(["privacy=central", "keep_models=1"]), devices=False)

@@ -1,0 +1,110 @@
+"""Which engine ``engine=auto`` is."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedssl.config.load import compose
+from fedssl.errors import InputError
+from fedssl.machine.memory import peak_memory
+from simulation import resources
+from simulation.cli import run
+from simulation.resources import Choice, choose_engine, number_of_steps, seconds_per_step
+
+WORDS = ["num_clients=4", "clients_per_round=3", "rounds=5", "local_epochs=2", "dataset.limit=400", "batch_size=50"]
+
+
+def test_steps_by_hand():
+    """Each of 4 clients has 100 pictures, i.e. 2 batches; 5 rounds of 3 clients with 2 epochs make 30 epochs."""
+    assert number_of_steps(compose(WORDS)) == 60
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "step", "expected"),
+    [
+        # 60 steps of 1 s; a client more at a time saves 60 (1 - 1/n) s.
+        (2, 1, 1.0, Choice("ray", 2, "about 60 s of training, clients at a time: 2")),
+        (2, 1, 0.3, Choice("local", 2, "about 18 s of training, clients at a time: 2")),  # saves 9 s
+        (16, 1, 0.3, Choice("ray", 3, "about 18 s of training, clients at a time: 3")),  # saves 12 s
+        (2, 2, 100.0, Choice("local", 1, "no two clients have place at a time")),
+        (1, 1, 100.0, Choice("local", 1, "no two clients have place at a time")),
+    ],
+)
+def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, step, expected):
+    monkeypatch.setattr(resources, "available_cores", lambda: cores)
+    monkeypatch.setattr(resources, "seconds_per_step", lambda settings: step)
+    assert choose_engine(compose([*WORDS, f"threads={threads}", "device=cpu"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        (
+            2_500_000_000,
+            Choice("ray", 2, "about 60 s of training, clients at a time: 2, since each takes 1.0 GB of memory"),
+        ),
+        (
+            500_000_000,
+            Choice("local", 1, "about 60 s of training, clients at a time: 1, since each takes 1.0 GB of memory"),
+        ),
+        (None, Choice("ray", 3, "about 60 s of training, clients at a time: 3")),
+    ],
+)
+def test_no_more_at_a_time_than_memory_has_place_for(monkeypatch, free, expected):
+    for name, value in {"available_cores": 16, "available_memory": free, "peak_memory": 1_000_000_000}.items():
+        monkeypatch.setattr(resources, name, lambda value=value: value)
+    monkeypatch.setattr(resources, "seconds_per_step", lambda settings: 1.0)
+    assert choose_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
+
+
+def test_few_steps_are_not_measured(monkeypatch):
+    monkeypatch.setattr(resources, "available_cores", lambda: 2)
+    monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("measured"))
+    overrides = [*WORDS, "rounds=1", "threads=1", "device=cpu"]  # 3 clients, 2 epochs of 2 batches
+    assert choose_engine(compose(overrides)) == Choice("local", 2, "12 training steps")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in a second way")
+def test_the_memory_of_this_process():
+    status = Path("/proc/self/status").read_text().splitlines()
+    told = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    assert peak_memory() == pytest.approx(told, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        (1, [], "local"),
+        (2, [], "ray"),
+        (4, ["clients_per_round=1"], "local"),
+        (2, ["device=cpu", "threads=99"], "local"),
+    ],
+)
+def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert choose_engine(compose([*WORDS, *overrides])).engine == expected
+
+
+def test_a_step_is_measured():
+    assert 0 < seconds_per_step(compose([*WORDS, "encoder.width=4"])) < 60
+    assert seconds_per_step(compose(["num_clients=50", "dataset.limit=100", "method=barlow_twins"])) == 0
+
+
+def test_the_choice_changes_no_number(tmp_path):
+    overrides = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+    overrides += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "method=byol"]
+    for engine in ("auto", "local"):
+        run([*overrides, f"engine={engine}", f"output_dir={tmp_path / engine}"])
+    auto, local = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("auto", "local"))
+    rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
+    assert auto | rest == local | rest
+
+
+def test_what_a_strategy_refuses_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(resources, "available_cores", lambda: 2)
+    monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("it was measured"))
+    with pytest.raises(InputError, match="strategy.topology=rin is not a choice"):
+        choose_engine(compose([*WORDS, "threads=1", "device=cpu", "strategy=gossip", "strategy.topology=rin"]))
