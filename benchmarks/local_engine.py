@@ -31,7 +31,7 @@ import torch
 from client_app.app import app as client_app
 from client_app.resident import resident
 from client_app.store import FILES, Store, WriteBehind
-from fedssl.atomic_files import numbered_file, numbered_files, write_whole
+from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.config.load import compose, read_client
 from fedssl.training import batches
 from server_app.app import prepare
@@ -101,14 +101,14 @@ class Pickled:
     """A client's state as earlier versions wrote it."""
 
     def load(self, folder: Path, *, before: int, like: Mapping[str, torch.Tensor]) -> State | None:
-        rounds = [round for round in numbered_files(folder) if round < before]
-        return torch.load(numbered_file(folder, rounds[-1]), weights_only=True) if rounds else None
+        rounds = [round for round in saved_rounds(folder) if round < before]
+        return torch.load(round_file(folder, rounds[-1]), weights_only=True) if rounds else None
 
     def save(self, folder: Path, state: State, *, round: int, keep_from: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(numbered_file(folder, round), lambda partial: torch.save(state, partial))
-        for version in [version for version in numbered_files(folder) if version <= keep_from][:-1]:
-            numbered_file(folder, version).unlink()
+        atomic_write(round_file(folder, round), lambda partial: torch.save(state, partial))
+        for version in [version for version in saved_rounds(folder) if version <= keep_from][:-1]:
+            round_file(folder, version).unlink()
 
 
 class Chosen:

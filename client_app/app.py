@@ -20,7 +20,7 @@ from client_app.secure import answer, is_secure
 from client_app.simulated import Simulated, is_simulated
 from fedssl.config.load import read_client
 from fedssl.config.settings import EXACT
-from fedssl.errors import Refused
+from fedssl.errors import RequestRefused
 from fedssl.fingerprint import code_fingerprint
 from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan, who_reply
 
@@ -53,7 +53,7 @@ def own(message: Message, context: Context) -> Message:
     try:
         client = _client(context)
         if isinstance(client, Device):
-            raise Refused("what a device uses itself stays on it")
+            raise RequestRefused("what a device uses itself stays on it")
         plan, ask = TrainPlan.from_content(message.content), Ask.from_content(message.content)
         settings = read_client(plan.settings)
         folder = settings.states / client.name
@@ -69,7 +69,7 @@ def train_round(message: Message, context: Context) -> Message:
         return answer(message, context, _trained)
     client = _client(context)
     if isinstance(client, Device) and client.sums_only:
-        raise Refused("this device takes part in secure aggregation only (sums-only); set secure=secagg_plus")
+        raise RequestRefused("this device takes part in secure aggregation only (sums-only); set secure=secagg_plus")
     plan, update = _trained(message, context)
     return Message(update.to_content(plan), reply_to=message)
 
@@ -80,7 +80,7 @@ def _trained(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdat
         check_message(message.content, client.limits)
     plan = TrainPlan.from_content(message.content)
     if plan.code != code_fingerprint():
-        raise Refused(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
+        raise RequestRefused(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
     if isinstance(client, Device):
         check_plan(plan)
         settings, clock = client.settings(plan.settings), client.limits.clock()
@@ -101,7 +101,7 @@ def _failed(message: Message, context: Context, error: Exception) -> Message:
     if is_simulated(context.node_config):
         log.debug("the client failed", exc_info=error)
     else:
-        log.error("%s", reason, exc_info=None if isinstance(error, Refused) else error)
+        log.error("%s", reason, exc_info=None if isinstance(error, RequestRefused) else error)
         reason = told(error)
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 

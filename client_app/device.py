@@ -34,10 +34,10 @@ from fedssl.config.device_task import read_task
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES
-from fedssl.errors import InputError, Refused
+from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.threads import default_threads
 from fedssl.untrusted import read_text
-from fedssl.waiting import printable
+from fedssl.waiting import sanitize_line
 from fedssl.wire.messages import Who, check_device_name
 
 log = logging.getLogger("fedssl")
@@ -170,9 +170,9 @@ def told(error: Exception) -> str:
     A sentence that could have a path in it stays on the device, and so does whatever another error says.
     """
     text = str(error)
-    if not isinstance(error, Refused) and (not isinstance(error, InputError) or re.search(r"[/\\~]", text)):
+    if not isinstance(error, RequestRefused) and (not isinstance(error, InputError) or re.search(r"[/\\~]", text)):
         text = f"{type(error).__name__}; the log of the device says more"
-    return printable(text)
+    return sanitize_line(text)
 
 
 def _remember(run: Path, text: str) -> None:
@@ -185,7 +185,9 @@ def _remember(run: Path, text: str) -> None:
         run.mkdir(parents=True, exist_ok=True)
         write_text(file, new)
     elif before != new:
-        raise Refused(f"run_id={run.name} is another run here, with other settings; settings of a run do not change")
+        raise RequestRefused(
+            f"run_id={run.name} is another run here, with other settings; settings of a run do not change"
+        )
 
 
 def _path(value: Value) -> Path:

@@ -22,7 +22,7 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedssl.config.settings import ClientSettings
-from fedssl.errors import InputError, Refused
+from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.methods.build import build
 from fedssl.untrusted import read_yaml
@@ -52,12 +52,12 @@ class Limits:
         return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
 
     def clock(self) -> Callable[[], None]:
-        """What raises `Refused` once the time for a round is up."""
+        """What raises `RequestRefused` once the time for a round is up."""
         end = time.monotonic() + 60 * self.minutes
 
         def check() -> None:
             if time.monotonic() > end:
-                raise Refused(
+                raise RequestRefused(
                     f"training takes longer than the {self.minutes:g} minutes of a round that this device allows; "
                     "lower local_epochs"
                 )
@@ -80,7 +80,7 @@ def read_limits(file: Path) -> Limits:
 
 
 def check_message(content: RecordDict, limits: Limits) -> None:
-    """Refuse more than may be in memory; raises `Refused`."""
+    """Refuse more than may be in memory; raises `RequestRefused`."""
     arrays = [pair for record in content.array_records.values() for pair in record.items()]
     # A shortened number has a byte or two, and becomes one of four.
     brought = sum(len(array.data) * (4 if name == WEIGHTS else 1) for name, array in arrays)
@@ -88,7 +88,7 @@ def check_message(content: RecordDict, limits: Limits) -> None:
 
 
 def check_plan(plan: TrainPlan) -> None:
-    """Refuse numbers of a plan that mean nothing; raises `Refused`."""
+    """Refuse numbers of a plan that mean nothing; raises `RequestRefused`."""
     ranges: dict[str, tuple[float, float, float]] = {
         "round": (plan.round, 1, 10**6),
         "keep-from": (plan.keep_from, 0, plan.round),
@@ -100,11 +100,11 @@ def check_plan(plan: TrainPlan) -> None:
     }
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:
-            raise Refused(f"{name}={value} of the plan is not from {low} to {high:g}")
+            raise RequestRefused(f"{name}={value} of the plan is not from {low} to {high:g}")
 
 
 def check_settings(settings: ClientSettings, limits: Limits, *, pictures: int) -> None:
-    """Refuse training beyond the limits; raises `Refused`.
+    """Refuse training beyond the limits; raises `RequestRefused`.
 
     ``pictures`` is how many the device has.
     """
@@ -116,11 +116,11 @@ def check_settings(settings: ClientSettings, limits: Limits, *, pictures: int) -
     }
     for name, (value, most) in asked.items():
         if value > most:
-            raise Refused(f"{name}={value} but this device allows {most:g} at most")
+            raise RequestRefused(f"{name}={value} but this device allows {most:g} at most")
     for part in (training.augmentation, settings.model.encoder):  # both are told what pictures are like
         for name, value in (("size", data.size), ("channels", data.channels)):
             if part.values.get(name, value) != value:
-                raise Refused(f"{part.name} is for {name}={part.values[name]} but the pictures have {value}")
+                raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the pictures have {value}")
     _check("the pictures take", pictures * data.channels * data.size**2, limits)
     _check("a training step takes about", step_bytes(settings, pictures=pictures), limits)
 
@@ -148,7 +148,7 @@ def step_bytes(settings: ClientSettings, *, pictures: int) -> int:
     except InputError:
         raise
     except Exception as error:  # whatever an encoder or a method of the user's own does
-        raise Refused(
+        raise RequestRefused(
             f"the memory of {settings.model.encoder.name} cannot be told before ({type(error).__name__})"
         ) from error
     weights = sum(tensor.nbytes for tensor in method.tensors.values())
@@ -160,7 +160,7 @@ def step_bytes(settings: ClientSettings, *, pictures: int) -> int:
 def _check(what: str, needed: int, limits: Limits) -> None:
     allowed = limits.bytes()
     if needed > allowed:
-        raise Refused(f"{what} {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}")
+        raise RequestRefused(f"{what} {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}")
 
 
 def _names() -> list[str]:

@@ -15,7 +15,7 @@ from client_app.state import load_state, save_state
 from client_app.store import FILES, Store
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import load_federated
-from fedssl.errors import Refused
+from fedssl.errors import RequestRefused
 from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
 from fedssl.methods.build import build
@@ -23,7 +23,7 @@ from fedssl.model_arrays import copied_layers, layers_of, load_layers, travellin
 from fedssl.partition import split
 from fedssl.regularizers.base import Both, Regularizer
 from fedssl.schedule.stages import at_stage, frozen_names
-from fedssl.seeding import derive, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, TrainResult, train
 from fedssl.wire.messages import OWN, Ask, ClientUpdate, TrainPlan
 from strategies.base import ClientHalf, State
@@ -41,7 +41,7 @@ class Resident:
         self.half: ClientHalf = settings.strategy.make().client
         self.method = build(settings.model).to(self.device)
         if self.method.uses_labels and settings.partition is None:
-            raise Refused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
+            raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = pictures.labels if self.method.uses_labels else None
         self.labels = None if labels is None else labels.to(self.device)
         self.training = LocalTraining.prepare(settings.training, self.method)
@@ -75,12 +75,12 @@ class Resident:
         with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
             private = set(plan.up or ()) - set(travelling_names(self.method))
             if private:
-                raise Refused(f"layer {min(private)!r} was asked for, which is not exchanged")
+                raise RequestRefused(f"layer {min(private)!r} was asked for, which is not exchanged")
             arrived, rows = {*plan.layers, *plan.shared}, self._rows(client)
             plan, state = self._received(plan, state_folder, store)
             chosen, plan = self._choose(plan, client, rows, state, before_step)
             place = (self.settings.seed, "train", plan.round, client)
-            seed_torch(derive(*place), self.device)
+            seed_torch(derive_seed(*place), self.device)
             begun_with = self.half.load(self.method, plan, state)
             result = self._train(self.training, plan, rows, torch_generator(*place), before_step)
             self.method.end_round()
@@ -121,7 +121,7 @@ class Resident:
                 self._train(training, plan, rows, torch_generator(*place, "first"), _nothing)
                 state = self.half.keep(self.method, plan, start=begun_with, state=state)
                 chosen, plan = self._choose(offered, client, rows, state, _nothing)
-            seed_torch(derive(*place), self.device)
+            seed_torch(derive_seed(*place), self.device)
             load_layers(self.method, self.half.own(self.method, plan, state))
             if ask.adapted:
                 self._train(training, plan, rows, torch_generator(*place), _nothing)
@@ -150,7 +150,7 @@ class Resident:
         if not plan.others:
             return 0, plan
         if any(layers.keys() != plan.layers.keys() for layers in plan.others):
-            raise Refused("the models of the plan are not of the same layers")
+            raise RequestRefused("the models of the plan are not of the same layers")
         plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
         place = (self.settings.seed, "choose", plan.round, client)
         pictures = Sample(
@@ -178,7 +178,7 @@ class Resident:
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
-            raise Refused(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
+            raise RequestRefused(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         return plan
 
     def _with_constant(self, plan: TrainPlan, folder: Path) -> TrainPlan:
@@ -196,7 +196,9 @@ class Resident:
         plan = replace(plan, shared={name: value.numpy() for name, value in before.items()} | plan.shared)
         absent = wanted - plan.shared.keys()
         if absent:
-            raise Refused(f"the plan lacks {len(absent)} layers of the method's server half, such as {min(absent)}")
+            raise RequestRefused(
+                f"the plan lacks {len(absent)} layers of the method's server half, such as {min(absent)}"
+            )
         return plan
 
     def _rows(self, client: int) -> torch.Tensor:
@@ -214,7 +216,7 @@ class Resident:
         term: Regularizer,
     ) -> None:
         """Train the method as it is now, with what was random in the first training, and with one term more."""
-        seed_torch(derive(*place), self.device)
+        seed_torch(derive_seed(*place), self.device)
         training = replace(self.training, regularizer=Both(self.training.regularizer, term))
         self._train(training, plan, own, torch_generator(*place), before_step)
 
@@ -227,7 +229,7 @@ class Resident:
         before_step: Callable[[], None],
     ) -> TrainResult:
         if len(own) < self.method.smallest_batch:
-            raise Refused(
+            raise RequestRefused(
                 f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} pictures, "
                 f"and the client has {len(own)}"
             )
@@ -242,7 +244,7 @@ class Resident:
             before_step=before_step,
         )
         if training.epochs and not math.isfinite(result.loss):
-            raise Refused(f"training diverged: the loss is {result.loss}; what it kept from before stays")
+            raise RequestRefused(f"training diverged: the loss is {result.loss}; what it kept from before stays")
         return result
 
 

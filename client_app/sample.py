@@ -8,7 +8,7 @@ from torch import Tensor
 from fedssl.config.settings import DataSettings
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
-from fedssl.seeding import derive, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, batches, taken
 
 
@@ -64,7 +64,7 @@ class Sample:
         """Mean training loss of at most so many pictures, in training mode; nothing is learned."""
         device = next(method.parameters()).device
         generator, training = torch_generator(self._seed, *self._path, "views"), self._training
-        seed_torch(derive(self._seed, *self._path, "loss"), device)
+        seed_torch(derive_seed(self._seed, *self._path, "loss"), device)
         method.train()
         few, total = self._few(number), 0.0
         for batch in batches(few, training.batch_size, generator=generator, smallest=method.smallest_batch):

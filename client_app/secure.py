@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedssl.arrays import Layers
-from fedssl.errors import Refused
+from fedssl.errors import RequestRefused
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 
 log = logging.getLogger("fedssl")
@@ -72,7 +72,7 @@ def way_of(layers: Layers, begun: Layers) -> np.ndarray:
 def _check_way(way: np.ndarray, *, most: float) -> None:
     """Refuse what nobody could find in the sum, and say what will be cut."""
     if not np.isfinite(way).all():
-        raise Refused("training diverged: the update has values that are not finite")
+        raise RequestRefused("training diverged: the update has values that are not finite")
     cut = int(np.count_nonzero(np.abs(way) > most))
     if cut:
         log.warning("%d numbers of the update went further than secure.clipping_range=%g and are cut to it", cut, most)
@@ -85,17 +85,21 @@ def _check(configs: ConfigRecord) -> None:
             value for key in ("sample_num", "share_num", "threshold") if isinstance(value := values.get(key), int)
         ]
         if len(numbers) < 3:
-            raise Refused("secure aggregation was proposed without saying for how many clients")
+            raise RequestRefused("secure aggregation was proposed without saying for how many clients")
         clients, shares, threshold = numbers
         if min(clients, shares) < LEAST_CLIENTS or not shares < 2 * threshold <= 2 * shares:
-            raise Refused(
+            raise RequestRefused(
                 f"secure aggregation of {clients} clients with {shares} shares, {threshold} of which reveal a mask, "
                 f"was proposed; at least {LEAST_CLIENTS} clients and more than half of the shares are needed"
             )
         for key, expected in NUMBERS.items():
             if values.get(key) != expected:
-                raise Refused(f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}")
+                raise RequestRefused(
+                    f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}"
+                )
     if values.get("stage") == "unmask":
         active, dead = values.get("active_nids"), values.get("dead_nids")
         if not (isinstance(active, list) and isinstance(dead, list)) or set(active) & set(dead):
-            raise Refused("secure aggregation was asked for both shares of a client, which would reveal its update")
+            raise RequestRefused(
+                "secure aggregation was asked for both shares of a client, which would reveal its update"
+            )

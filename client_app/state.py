@@ -18,8 +18,8 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from fedssl.atomic_files import mapped, numbered_file, numbered_files, write_whole
-from fedssl.untrusted import TENSORS
+from fedssl.atomic_files import atomic_write, mmap_bytes, round_file, saved_rounds
+from fedssl.untrusted import MAX_TENSORS_BYTES
 from strategies.base import State
 
 log = logging.getLogger("fedssl")
@@ -43,11 +43,11 @@ def load_state(folder: Path, *, before: int, like: Mapping[str, torch.Tensor] | 
     A damaged one is named in the log and the one before it is used, also where a tensor differs in shape or dtype from
     the one of its name in ``like``, or is not finite.
     """
-    for round in reversed(numbered_files(folder, KIND)):
+    for round in reversed(saved_rounds(folder, KIND)):
         if round < before:
-            file = numbered_file(folder, round, KIND)
+            file = round_file(folder, round, KIND)
             try:
-                state = read_state(file, most=TENSORS if like is None else _most(like))
+                state = read_state(file, max_bytes=MAX_TENSORS_BYTES if like is None else _most(like))
                 check(state, like or {})
                 return state
             except Exception as error:  # there is no end to how reading a damaged file can fail
@@ -73,21 +73,21 @@ def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> Non
         stream.write(preface)
         stream.writelines(piece.data for piece in pieces)
 
-    write_whole(numbered_file(folder, round, KIND), write)
-    reachable = [version for version in numbered_files(folder, KIND) if version <= keep_from]
+    atomic_write(round_file(folder, round, KIND), write)
+    reachable = [version for version in saved_rounds(folder, KIND) if version <= keep_from]
     for version in reachable[:-1]:
-        numbered_file(folder, version, KIND).unlink(missing_ok=True)
+        round_file(folder, version, KIND).unlink(missing_ok=True)
 
 
-def read_state(file: Path, *, most: int = TENSORS) -> State:
+def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> State:
     """Read one file; the tensors lie in it, for reading only.
 
     Raises
     ------
     OSError, ValueError
-        It is not whole, something else, or larger than ``most`` bytes.
+        It is not whole, something else, or larger than ``max_bytes`` bytes.
     """
-    content = mapped(file, most=most)
+    content = mmap_bytes(file, max_bytes=max_bytes)
     mark, length, total = _PREFACE.unpack_from(content.numpy().data)
     body = content[_PREFACE.size :]
     if mark != _MARK or _sum(body.numpy()) != total:

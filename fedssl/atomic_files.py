@@ -17,12 +17,12 @@ from typing import BinaryIO
 import torch
 
 from fedssl.errors import InputError
-from fedssl.untrusted import TENSORS, opened
+from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file
 
 _PARTIAL = ".partial"  # end of the names of files that are being written
 
 
-def write_whole(file: Path, write: Callable[[BinaryIO], object]) -> None:
+def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
     """Let ``write`` make a file under a temporary name beside ``file``, then put it in the place of ``file``.
 
     Both are on the disk when this returns: neither a crash nor a loss of power leaves a part of it.
@@ -47,22 +47,22 @@ def write_whole(file: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Write a text file, UTF-8."""
-    write_whole(file, lambda stream: stream.write(text.encode()))
+    atomic_write(file, lambda stream: stream.write(text.encode()))
 
 
 def append_text(file: Path, text: str) -> None:
-    """Write at the end of a text file, UTF-8; `sync` sees to it that it is on the disk."""
+    """Write at the end of a text file, UTF-8; `fsync_file` sees to it that it is on the disk."""
     with file.open("ab") as stream:
         stream.write(text.encode())
 
 
-def sync(file: Path) -> None:
+def fsync_file(file: Path) -> None:
     """Wait until what was written to a file is on the disk; nothing if there is none."""
     with suppress(FileNotFoundError), file.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove what killed processes have left unfinished in a folder and below it; nobody may be at work there."""
     for place, _, files in os.walk(folder):
         for name in files:
@@ -70,7 +70,7 @@ def remove_leftovers(folder: Path) -> None:
                 remove(Path(place, name))
 
 
-def refuse_links(folder: Path) -> None:
+def reject_symlinks(folder: Path) -> None:
     """Refuse, by an `InputError`, links in a folder and below it: what is written there would go elsewhere."""
     for place, folders, files in os.walk(folder):
         for one in (Path(place, name) for name in (*folders, *files)):
@@ -78,7 +78,7 @@ def refuse_links(folder: Path) -> None:
                 raise InputError(f"{one} is a link, which leads out of the folder; put what is meant in its place")
 
 
-def inner_folder(folder: Path, name: str) -> Path:
+def make_subfolder(folder: Path, name: str) -> Path:
     """Make a folder within a folder if it is not there.
 
     Raises
@@ -95,12 +95,12 @@ def inner_folder(folder: Path, name: str) -> Path:
     return inner
 
 
-def mapped(file: Path, *, most: int = TENSORS) -> torch.Tensor:
+def mmap_bytes(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> torch.Tensor:
     """The bytes of a file that is not empty ``(n,)``, uint8, in place and for reading only.
 
     All processes that map it share the memory; what is too large for the memory is read anew from the disk.
     """
-    with opened(file, most=most) as stream, warnings.catch_warnings():
+    with open_regular_file(file, max_bytes=max_bytes) as stream, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
@@ -113,12 +113,12 @@ def remove(file: Path) -> None:
         raise InputError(f"{file} cannot be removed ({error.strerror}); remove it yourself") from error
 
 
-def numbered_file(folder: Path, round: int, kind: str = "pt") -> Path:
+def round_file(folder: Path, round: int, kind: str = "pt") -> Path:
     """Where the version of a round is, or would be; ``kind`` is the end of the name."""
     return folder / f"round-{round:06d}.{kind}"
 
 
-def numbered_files(folder: Path, kind: str = "pt") -> list[int]:
+def saved_rounds(folder: Path, kind: str = "pt") -> list[int]:
     """Rounds of which there is a version, ascending."""
     names = (re.fullmatch(rf"round-(\d+)\.{kind}", file.name) for file in folder.glob(f"round-*.{kind}"))
     return sorted(int(name[1]) for name in names if name)

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl import encoders
-from fedssl.atomic_files import write_whole
+from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
 from fedssl.exporting.weights import read_safetensors
-from fedssl.untrusted import printable, read_tensors
+from fedssl.untrusted import read_tensors, sanitize
 
 FORMAT = "fedssl-encoder-1"
-MOST = 2**33  # bytes of a file
+MAX_BYTES = 2**33  # bytes of a file
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def save_encoder(
             if not name.startswith("bridges.")
         },
     }
-    write_whole(Path(path), lambda stream: torch.save(content, stream))
+    atomic_write(Path(path), lambda stream: torch.save(content, stream))
 
 
 def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = None) -> nn.Module:
@@ -168,7 +168,7 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
         _check_weights(encoder, content["weights"])
         encoder.load_state_dict(content["weights"], strict=True)
     except Exception as error:  # settings of any kind go into any constructor
-        reason = printable(" ".join(str(error).split())[:300])
+        reason = sanitize(" ".join(str(error).split())[:300])
         raise InputError(
             f"the weights in {path} do not fit its settings: {reason}; export the encoder again"
         ) from error
@@ -198,7 +198,7 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
         _check_weights(encoder, content["weights"])
         encoder.load_state_dict(content["weights"], strict=True)
     except Exception as error:  # a name or a value may be of any kind
-        reason = printable(" ".join(str(error).split())[:300])
+        reason = sanitize(" ".join(str(error).split())[:300])
         raise InputError(
             f"{path} holds another encoder than this run's ({reason}); give one with the same settings of encoder"
         ) from error
@@ -226,7 +226,7 @@ def read_content(path: Path) -> dict[str, Any]:
     """
     try:
         own_form = path.suffix != ".safetensors"
-        content = read_tensors(path, most=MOST) if own_form else read_safetensors(path, most=MOST)
+        content = read_tensors(path, max_bytes=MAX_BYTES) if own_form else read_safetensors(path, max_bytes=MAX_BYTES)
     except InputError:
         raise
     except FileNotFoundError as error:
@@ -234,7 +234,7 @@ def read_content(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); give the encoder.pt of a run folder") from error
     except Exception as error:  # there is no end to how reading a damaged or foreign file can fail
-        reason = printable(" ".join(str(error).split())[:200])
+        reason = sanitize(" ".join(str(error).split())[:200])
         raise InputError(
             f"{path} is damaged or not an encoder's file ({reason}); give the encoder.pt of a run folder"
         ) from error

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 
-def derive(seed: int, *path: int | str) -> int:
-    """Seed of 63 bits for the place ``path`` in the run, e.g. ``derive(seed, "train", round, client)``.
+def derive_seed(seed: int, *seed_path: int | str) -> int:
+    """Seed of 63 bits for the place ``seed_path`` in the run, e.g. ``derive_seed(seed, "train", round, client)``.
 
     Words and numbers are hashed by NumPy's ``SeedSequence``; different paths give independent streams.
     """
-    overrides = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in path]
-    return int(np.random.SeedSequence([seed, *overrides]).generate_state(1, np.uint64)[0] >> 1)
+    entropy = [int.from_bytes(part.encode(), "little") if isinstance(part, str) else part for part in seed_path]
+    return int(np.random.SeedSequence([seed, *entropy]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -29,11 +29,11 @@ def seed_torch(seed: int, device: torch.device) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def numpy_generator(seed: int, *path: int | str) -> np.random.Generator:
-    """NumPy generator for the place ``path`` in the run."""
-    return np.random.default_rng(derive(seed, *path))
+def numpy_generator(seed: int, *seed_path: int | str) -> np.random.Generator:
+    """NumPy generator for the place ``seed_path`` in the run."""
+    return np.random.default_rng(derive_seed(seed, *seed_path))
 
 
-def torch_generator(seed: int, *path: int | str) -> torch.Generator:
-    """CPU torch generator for the place ``path`` in the run."""
-    return torch.Generator().manual_seed(derive(seed, *path))
+def torch_generator(seed: int, *seed_path: int | str) -> torch.Generator:
+    """CPU torch generator for the place ``seed_path`` in the run."""
+    return torch.Generator().manual_seed(derive_seed(seed, *seed_path))

@@ -10,17 +10,17 @@ from fedssl import untrusted
 
 log = logging.getLogger("fedssl")
 
-SAY_EVERY = 30.0  # seconds between two lines
-OUTPUT_IN = "; output in "  # what stands before the run folder in the log
+LOG_INTERVAL = 30.0  # seconds between two lines
+RUN_FOLDER_MARKER = "; output in "  # what stands before the run folder in the log
 
 
 @contextmanager
-def saying(what: str) -> Iterator[None]:
+def log_while_waiting(what: str) -> Iterator[None]:
     """Say every now and then what the block waits for."""
     begun, left = time.monotonic(), threading.Event()
 
     def say() -> None:
-        while not left.wait(SAY_EVERY):
+        while not left.wait(LOG_INTERVAL):
             log.warning("%s (waiting for %.0f s so far)", what, time.monotonic() - begun)
 
     thread = threading.Thread(target=say, daemon=True)
@@ -32,6 +32,6 @@ def saying(what: str) -> Iterator[None]:
         thread.join()
 
 
-def printable(text: str | None, *, most: int = 300) -> str:
+def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:
     """Text of somebody else's, as much of it as fits a line, and nothing that a terminal would obey."""
-    return untrusted.printable((text or "")[:most])
+    return untrusted.sanitize((text or "")[:max_chars])

@@ -20,7 +20,7 @@ from fedssl.methods.build import build
 from fedssl.model_arrays import load_layers, travelling_layers
 from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
-from fedssl.waiting import OUTPUT_IN
+from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import record_bytes, to_message
 from server_app.build import Prepared, prepare
 from server_app.devices import NO_PICTURES
@@ -107,7 +107,7 @@ def run(
     prepared.federation.strategy.server.draw(recorder.folder / "figures")
     pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
     log.info(
-        f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{OUTPUT_IN}%s",
+        f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",
         *(settings.num_clients, pictures, settings.rounds),
         *(record_bytes(to_message(travelling_layers(prepared.method), settings.transport)), recorder.folder),
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from server_app.messaging import Post
 from server_app.report import RoundReport
-from server_app.round import Observe, Round, TooFewUpdates
+from server_app.round import Observe, Round, TooFewUpdatesError
 from server_app.round_context import Federation
 from strategies.state import ServerState
 
@@ -33,7 +33,7 @@ def run_round(
 
     Raises
     ------
-    TooFewUpdates
+    TooFewUpdatesError
         The last repetition had too few, too.
     """
     attempt = 0
@@ -50,7 +50,7 @@ def run_round(
             if federation.secure:
                 return one.end_with_sum(post, federation.secure)
             return one.end(replies, late=post.late, observe=observe)
-        except TooFewUpdates as reason:
+        except TooFewUpdatesError as reason:
             if attempt == updates.repeats:
                 raise
             attempt += 1

@@ -20,7 +20,7 @@ from fedssl.partition import auxiliary
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.stages import at_stage
-from fedssl.seeding import derive, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, train
 
 
@@ -89,7 +89,7 @@ class Calibration:
             load_layers(self._method, layers)
             self._method.start_round(first=True)
             place = (self._seed, "calibrate", round)
-            seed_torch(derive(*place), self._device)
+            seed_torch(derive_seed(*place), self._device)
             self._training.restart(lr_factor=self._lr_schedule(round))
             train(
                 self._method,

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from fedssl.atomic_files import numbered_file, numbered_files, remove, write_text, write_whole
+from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, write_text
 from fedssl.errors import InputError
-from fedssl.untrusted import TENSORS, opened, printable, read_tensors
+from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
 from server_app.proven import Expected
 from strategies.state import Model, ServerState
 
@@ -24,7 +24,7 @@ FORMAT = 3  # of the run; 1 had one model and no name for it, 2 had what clients
 def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
     """Write the state with its SHA-256 beside it and leave the newest ``keep`` checkpoints in the folder."""
     folder.mkdir(exist_ok=True)
-    file = numbered_file(folder, state.round)
+    file = round_file(folder, state.round)
 
     def write(stream: BinaryIO) -> None:
         torch.save({"format": FORMAT, **_to_plain(state)}, stream)
@@ -32,13 +32,13 @@ def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
         write_text(_sum_file(file), _digest(Path(stream.name)))
 
     try:
-        write_whole(file, write)
+        atomic_write(file, write)
     except BaseException:
         if not file.exists():
             _sum_file(file).unlink(missing_ok=True)
         raise
-    for round in numbered_files(folder)[:-keep]:
-        old = numbered_file(folder, round)
+    for round in saved_rounds(folder)[:-keep]:
+        old = round_file(folder, round)
         remove(old)
         remove(_sum_file(old))
 
@@ -59,12 +59,12 @@ def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerS
     InputError
         There are checkpoints, all of them damaged or of another model, or they are of an earlier version.
     """
-    rounds = numbered_files(folder)
+    rounds = saved_rounds(folder)
     problem = ""
     for round in reversed(rounds):
-        file = numbered_file(folder, round)
+        file = round_file(folder, round)
         try:
-            state = _load(file, most=TENSORS if expected is None else expected.most)
+            state = _load(file, max_bytes=MAX_TENSORS_BYTES if expected is None else expected.max_bytes)
             if state.round != round:
                 raise ValueError(f"it is of round {state.round}")
             if expected is not None:
@@ -73,7 +73,7 @@ def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerS
         except InputError:
             raise
         except Exception as error:  # there is no end to how reading a foreign file can fail
-            problem = " ".join(printable(error).split())[:200] or type(error).__name__
+            problem = " ".join(sanitize(error).split())[:200] or type(error).__name__
             log.warning("checkpoint %s is damaged (%s); trying the one before", file, problem)
     if rounds:
         raise InputError(
@@ -84,22 +84,22 @@ def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerS
 
 def drop_after(folder: Path, round: int) -> None:
     """Remove checkpoints of later rounds: damaged ones, which would count among those that are kept."""
-    for later in numbered_files(folder):
+    for later in saved_rounds(folder):
         if later > round:
-            remove(numbered_file(folder, later))
-            remove(_sum_file(numbered_file(folder, later)))
+            remove(round_file(folder, later))
+            remove(_sum_file(round_file(folder, later)))
 
 
 def _sum_file(file: Path) -> Path:
     return file.with_suffix(".sha256")
 
 
-def _load(file: Path, *, most: int) -> ServerState:
+def _load(file: Path, *, max_bytes: int) -> ServerState:
     """Read a checkpoint; raises `InputError` if it is of an earlier version, and anything if it is something else."""
-    with opened(_sum_file(file), most=64) as stream:
-        if stream.read() != _digest(file, most=most).encode():
+    with open_regular_file(_sum_file(file), max_bytes=64) as stream:
+        if stream.read() != _digest(file, max_bytes=max_bytes).encode():
             raise ValueError("its sum is another one")
-    saved = read_tensors(file, most=most)
+    saved = read_tensors(file, max_bytes=max_bytes)
     version = saved.pop("format", 1)
     if version in range(1, FORMAT):
         raise InputError(f"{file} is of an earlier version of fedssl; go on with that version, or start anew")
@@ -108,8 +108,8 @@ def _load(file: Path, *, most: int) -> ServerState:
     return _to_state(saved)
 
 
-def _digest(file: Path, *, most: int = TENSORS) -> str:
-    with opened(file, most=most) as stream:
+def _digest(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> str:
+    with open_regular_file(file, max_bytes=max_bytes) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -125,8 +125,10 @@ def _to_plain(value: Any) -> Any:
 
 def _to_state(saved: dict[str, Any]) -> ServerState:
     """The state that `_to_plain` took apart."""
-    plain = _to_arrays(saved)
-    return ServerState(**{**plain, "models": {name: Model(**model) for name, model in plain["models"].items()}})
+    iter_leaves = _to_arrays(saved)
+    return ServerState(
+        **{**iter_leaves, "models": {name: Model(**model) for name, model in iter_leaves["models"].items()}}
+    )
 
 
 def _to_arrays(value: Any) -> Any:

@@ -55,7 +55,7 @@ class FlowerStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The layers of the first model, by name, and how many updates were used; raises `RunFailed` without any."""
+        """The layers of the first model, by name, and how many updates were used; raises `RunError` without any."""
         self.state, self.report = self._round.end(replies)
         del self._round  # it holds the models of the round before
         first = self.state.models[self.state.names()[0]]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedssl.errors import RunFailed
-from fedssl.untrusted import printable
+from fedssl.errors import RunError
+from fedssl.untrusted import sanitize
 from server_app.screen import Screen
 
 log = logging.getLogger("fedssl")
@@ -44,7 +44,7 @@ class _Printable(logging.Formatter):
     """Lines without what a terminal would take for a command: clients and files of others have their words in them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), lines=True)
+        return sanitize(super().format(record), lines=True)
 
 
 class _LogFile(logging.FileHandler):
@@ -77,8 +77,8 @@ def writing(folder: Path) -> Iterator[None]:
         raise unwritable(folder, error) from error
 
 
-def unwritable(folder: Path, error: OSError) -> RunFailed:
+def unwritable(folder: Path, error: OSError) -> RunError:
     """Make the error for a run folder that cannot be written any more."""
-    return RunFailed(
+    return RunError(
         f"{folder} cannot be written ({error.strerror or error}); make room there and go on with fedssl resume={folder}"
     )

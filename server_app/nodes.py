@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedssl.errors import InputError, RunFailed
-from fedssl.waiting import printable, saying
+from fedssl.errors import InputError, RunError
+from fedssl.waiting import log_while_waiting, sanitize_line
 from fedssl.wire.messages import Who, read_who
 from server_app.replies import receive
 
@@ -133,13 +133,13 @@ class Roll:
 
         Raises
         ------
-        RunFailed
+        RunError
             They are fewer for longer than the timeout.
         """
         if not self.clients.numbers:
             return self.clients
         last = time.monotonic() + self._timeout
-        with saying(f"fewer devices are there than the {least} that a round needs"):
+        with log_while_waiting(f"fewer devices are there than the {least} that a round needs"):
             while True:
                 there = list(self._grid.get_node_ids())
                 self._welcome([node for node in there if node not in self._asked])
@@ -147,7 +147,7 @@ class Roll:
                 if len(nodes) >= least:
                     return replace(self.clients, nodes=nodes)
                 if time.monotonic() > last:
-                    raise RunFailed(
+                    raise RunError(
                         f"{len(nodes)} devices are there and {least} are needed (updates.min_updates); start their "
                         "SuperNodes, then resume the run"
                     )
@@ -221,7 +221,7 @@ def _who(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[
     """Node and what it is, or what is wrong with it, of each that answers."""
     messages = [Message(RecordDict(), node, "query.who") for node in nodes]
     asked: dict[str, int] = {}
-    with saying("clients do not answer yet: their processes are still starting"):
+    with log_while_waiting("clients do not answer yet: their processes are still starting"):
         for reply in receive(grid, messages, timeout=timeout):
             # An error that Flower itself makes bears the server's node id, so only the message tells the node.
             asked = asked or {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
@@ -229,19 +229,19 @@ def _who(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[
             if node is None:
                 continue
             if reply.has_error():
-                yield node, printable(reply.error.reason)
+                yield node, sanitize_line(reply.error.reason)
                 continue
             try:
                 yield node, read_who(reply)
             except Exception as error:  # whatever a peer may have put into a message
-                yield node, printable(f"it answered what cannot be read ({type(error).__name__}: {error})")
+                yield node, sanitize_line(f"it answered what cannot be read ({type(error).__name__}: {error})")
 
 
 def _wait_for_nodes(grid: Grid, number: int, *, timeout: float) -> list[int]:
     """All nodes; without any for ``timeout`` seconds none, and too few once no more have come for a while."""
     nodes = list(grid.get_node_ids())
     last_change = time.monotonic()
-    with saying("the federation has fewer SuperNodes than clients yet"):
+    with log_while_waiting("the federation has fewer SuperNodes than clients yet"):
         while len(nodes) < number and time.monotonic() - last_change < (NODE_WAIT if nodes else timeout):
             time.sleep(0.05)
             found = list(grid.get_node_ids())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedssl.arrays import Layers
-from fedssl.untrusted import plain
+from fedssl.untrusted import iter_leaves
 from strategies.state import Model, ServerState
 
 
@@ -32,7 +32,7 @@ class Expected:
     recalls: Callable[[Mapping[str, Any]], bool]
 
     @property
-    def most(self) -> int:
+    def max_bytes(self) -> int:
         """Bytes that a checkpoint may have: what algorithm and server optimiser remember is a few more models."""
         arrays = (*self.untrained.layers.values(), *self.untrained.shared.values())
         return 2**26 + 16 * (self.clients + 1) * sum(array.nbytes for array in arrays)
@@ -58,7 +58,7 @@ class Expected:
 
 
 def _check_memory(memory: Any, knows: Callable[[Mapping[str, Any]], bool]) -> None:
-    for value in plain(_mapping(memory)):
+    for value in iter_leaves(_mapping(memory)):
         if isinstance(value, np.ndarray | float) and not np.isfinite(value).all():
             raise ValueError("what the algorithm remembers is not finite")
     if not knows(memory):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.atomic_files import append_text, numbered_files, refuse_links, remove_leftovers, sync, write_text
+from fedssl.atomic_files import append_text, fsync_file, reject_symlinks, remove_partial_files, saved_rounds, write_text
 from fedssl.config.load import DEVICES, save_run
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
@@ -35,8 +35,7 @@ from fedssl.report.cost_table import totals
 from fedssl.runs.jsonl import read_lines
 from fedssl.runs.run import LOCK
 from fedssl.runs.snapshots import forget_after
-from fedssl.untrusted import LINES as MOST
-from fedssl.untrusted import damaged, read_text, read_yaml
+from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
 from server_app.collapse_monitor import Measurement, summary, warn_of_collapse
 from server_app.held import Held
@@ -101,7 +100,7 @@ class Recorder:
     def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            refuse_links(self.folder)
+            reject_symlinks(self.folder)
             if self._settings.resumed is None and (self.folder / "config.yaml").exists():
                 raise InputError(
                     f"output_dir={self.folder} holds a run already; choose another folder, "
@@ -145,9 +144,9 @@ class Recorder:
         found = read_yaml(file, dict) or {}
         numbers = list(found.values())
         if not all(isinstance(name, str) and type(number) is int and number >= 0 for name, number in found.items()):
-            raise damaged(file, "it does not give every name a number")
+            raise corrupt_file_error(file, "it does not give every name a number")
         if len(set(numbers)) < len(numbers):
-            raise damaged(file, "two names have the same number")
+            raise corrupt_file_error(file, "two names have the same number")
         return found
 
     def register(self, numbers: Mapping[str, int]) -> None:
@@ -170,7 +169,7 @@ class Recorder:
     def _write_division(self, held: Held) -> None:
         pictures, division, file = held.pictures, held.division, self.folder / "partition.csv"
         text = table(held.parts, (pictures.labels, pictures.classes), (division.groups, division.names))
-        if self._settings.resumed is not None and read_text(file, most=MOST) not in (None, text):
+        if self._settings.resumed is not None and read_text(file, max_bytes=MAX_LINES_BYTES) not in (None, text):
             raise InputError(
                 f"{file} says that clients held other pictures: the data, or the file of partition=file, have changed "
                 "since the run began; put back what they were, or begin a new run"
@@ -187,7 +186,7 @@ class Recorder:
         InputError
             The run is further than ``rounds``, or no checkpoint can be used.
         """
-        remove_leftovers(self.folder)
+        remove_partial_files(self.folder)
         state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
         done = self._done = state.round
         self._screen.at(done)
@@ -264,10 +263,10 @@ class Recorder:
         """Save the server's state if a checkpoint is due; if the run ends, whenever rounds would be lost otherwise."""
         due = state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds
         if ends:
-            due = state.round > max(numbered_files(self.folder / "checkpoints"), default=0)
+            due = state.round > max(saved_rounds(self.folder / "checkpoints"), default=0)
         if due:
             for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
-                sync(self.folder / name)
+                fsync_file(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
 
     def stopped(self, state: ServerState, reason: str) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.aggregation_settings import SecureSettings
-from fedssl.errors import InputError, RunFailed
-from fedssl.waiting import printable
+from fedssl.errors import InputError, RunError
+from fedssl.waiting import sanitize_line
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, from_message
 from server_app.messaging import Post
@@ -56,7 +56,7 @@ class _Usable:
     age: int = 0
 
 
-class TooFewUpdates(RunFailed):
+class TooFewUpdatesError(RunError):
     """A round cannot go on with what is usable."""
 
 
@@ -142,7 +142,7 @@ class Round:
 
         Raises
         ------
-        TooFewUpdates
+        TooFewUpdatesError
             Fewer updates than needed could be used.
         """
         for name, aggregation in self._aggregations.items():
@@ -160,7 +160,7 @@ class Round:
         return self._close()
 
     def end_with_sum(self, post: Post, secure: SecureSettings) -> tuple[ServerState, RoundReport]:
-        """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdates`."""
+        """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdatesError`."""
         federation, clients = self._federation, {node: client for client, node in self._federation.nodes.items()}
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
         updates, start = federation.updates, self._starts[GLOBAL]
@@ -170,7 +170,7 @@ class Round:
             )
             mean = ClientUpdate(layers=moved(start.sent.layers, found.way), partition_id=clients[found.nodes[0]])
         except NotEnough as reason:
-            raise TooFewUpdates(f"round {self.number}: {reason}") from reason
+            raise TooFewUpdatesError(f"round {self.number}: {reason}") from reason
         for client in self._start_of.keys() - {clients[node] for node in found.nodes}:
             self._drop(client, NO_REPLY)
         aggregation = self._aggregations[GLOBAL]
@@ -187,9 +187,9 @@ class Round:
         return self._close()
 
     def _close(self) -> tuple[ServerState, RoundReport]:
-        """The new state, if enough updates were used; raises `TooFewUpdates`."""
+        """The new state, if enough updates were used; raises `TooFewUpdatesError`."""
         if len(self._report.clients) < self._federation.updates.min_updates:
-            raise TooFewUpdates(self._too_few())
+            raise TooFewUpdatesError(self._too_few())
         server = self._federation.strategy.server
         fed = {
             name: self._aggregate(name)
@@ -353,7 +353,7 @@ class Round:
         )
 
     def _drop(self, client: int, reason: str) -> None:
-        reason = printable(reason, most=500)
+        reason = sanitize_line(reason, max_chars=500)
         self._report.dropped[client] = reason
         log.warning("client %d dropped: %s", client, reason)
 

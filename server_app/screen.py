@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 from server_app.progress import Standing
 
 TERMINAL = "terminal"  # in the ServerApp's node configuration: whether somebody may sit before it
@@ -82,7 +82,7 @@ class Bar(Screen):
             self._results = f"{'  '.join(standing.results)} (round {standing.round})"
         loss = "" if standing.loss is None else f"loss {standing.loss:.3f}"
         last = standing.round == standing.rounds
-        parts = ("last evaluation" if last else standing.left, loss, printable(self._results))
+        parts = ("last evaluation" if last else standing.left, loss, sanitize(self._results))
         self._bar.update(self._task, completed=standing.round, description="  ".join(part for part in parts if part))
 
     def close(self) -> None:

@@ -16,12 +16,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from client_app.secure import LEAST_CLIENTS, NUMBERS, summed
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureSettings
-from fedssl.errors import RunFailed
+from fedssl.errors import RunError
 from fedssl.wire.records import content_bytes
 from server_app.messaging import Post
 
 
-class NotEnough(RunFailed):
+class NotEnough(RunError):
     """Fewer clients replied than are needed to take the masks away."""
 
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.compose import flatten
 from fedssl.config.settings import RecordingSettings
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 from server_app.trackers.base import Told, Tracker, flat, numbers_of
 
 log = logging.getLogger("fedssl")
@@ -58,5 +58,5 @@ class Tracking:
             tell()
         except Exception as error:  # a tracker may fail in any way: a full disk, a server that is gone
             self._works = False
-            reason = " ".join(printable(f"{type(error).__name__}: {error}").split())[:300]
+            reason = " ".join(sanitize(f"{type(error).__name__}: {error}").split())[:300]
             log.warning("the tracker fails and is told no more of this run, whose folder has all numbers: %s", reason)

@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 
 from fedssl.arrays import Layers
-from fedssl.atomic_files import numbered_files
+from fedssl.atomic_files import saved_rounds
 from fedssl.early_stopping import reason_to_stop
 from fedssl.machine.threads import available_cores
 from fedssl.methods.base import SSLMethod
@@ -193,7 +193,7 @@ def one_round(
             post,
             present,
             state,
-            keep_from=min(numbered_files(recorder.folder / "checkpoints"), default=0),
+            keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
             observe=to_all(observers) if observers else None,
         )
         post.settle()  # whoever resumes from this round's checkpoint finds it

@@ -33,9 +33,9 @@ from fedssl.config.load import compose, load_run
 from fedssl.config.overrides import CONF, parse, quote
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCH, from_arguments
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.runs.run import held, hold, read_summary
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
 JOBS: list[Path] = []
@@ -64,7 +64,7 @@ def main() -> None:
             raise ERRORS[0]
     except InputError as error:
         sys.exit(_say(f"fedssl: {error}", status=2))
-    except RunFailed as error:
+    except RunError as error:
         sys.exit(_say(f"fedssl: {error}", status=1))
     except KeyboardInterrupt as stop:
         sys.exit(_say(f"fedssl: stopped{stop}", status=130))
@@ -87,7 +87,7 @@ def job(hydra_settings: DictConfig) -> None:
     except Exception as error:  # any failure of one job is listed at the end
         ERRORS.append(error)
         if sweep:
-            print(f"[job {folder.name}] failed: {printable(error)}", flush=True)
+            print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
             if not held_a_run:
                 with suppress(OSError):  # the disk may be full
                     _note(folder, overrides, status="failed", reason=str(error))
@@ -196,7 +196,7 @@ def print_table(folders: Sequence[Path]) -> None:
     try:
         table.write(folders[0].parent)
     except OSError as error:
-        raise RunFailed(f"{folders[0].parent} cannot be written ({error.strerror}); make room there") from error
+        raise RunError(f"{folders[0].parent} cannot be written ({error.strerror}); make room there") from error
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
 
 
@@ -220,5 +220,5 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _say(message: str, *, status: int) -> int:
-    print(printable(message), file=sys.stderr)
+    print(sanitize(message), file=sys.stderr)
     return status

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedssl.errors import InputError
 from fedssl.fingerprint import code_fingerprint
-from fedssl.waiting import saying
+from fedssl.waiting import log_while_waiting
 
 VERSIONS = ("python", "torch", "flwr")  # that must be the same
 
@@ -71,7 +71,7 @@ def check_hosts(folder: Path) -> None:
             host: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(mark)
             for node, host in hosts.items()
         }
-        with saying("hosts of the cluster do not answer yet"):
+        with log_while_waiting("hosts of the cluster do not answer yet"):
             for host, answer in answers.items():
                 compare(host, _answer(host, answer), expected, folder)
     finally:

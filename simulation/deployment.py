@@ -25,8 +25,8 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
 from fedssl.config.settings import EngineSettings
-from fedssl.errors import InputError, RunFailed
-from fedssl.waiting import OUTPUT_IN, printable
+from fedssl.errors import InputError, RunError
+from fedssl.waiting import RUN_FOLDER_MARKER, sanitize_line
 
 APP = Path(__file__).resolve().parents[1]
 LOST = 120.0  # seconds in which a SuperLink that has gone may come back
@@ -45,7 +45,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
     ------
     InputError
         There is no such SuperLink, it refuses the run, or the ServerApp has refused the settings.
-    RunFailed
+    RunError
         The run has failed or was stopped, or the SuperLink has gone.
     """
     with control_api(engine) as control, _plain_errors(engine.address):
@@ -98,7 +98,7 @@ class _Run:
                 answered = time.monotonic()
             except httpx.TransportError as error:
                 if time.monotonic() - answered > LOST:
-                    raise RunFailed(
+                    raise RunError(
                         f"the SuperLink has not answered for {LOST:.0f} s ({error}); once it runs again, look at "
                         f"`flwr list`, and go on with {self.resumption}"
                     ) from error
@@ -126,8 +126,8 @@ class _Run:
         sys.stdout.flush()
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            if not self.folder and OUTPUT_IN in line:
-                self.folder = line.rpartition(OUTPUT_IN)[2].strip()
+            if not self.folder and RUN_FOLDER_MARKER in line:
+                self.folder = line.rpartition(RUN_FOLDER_MARKER)[2].strip()
             if line.startswith(REFUSED):
                 self.refusal = line.removeprefix(REFUSED)
 
@@ -145,9 +145,9 @@ def _judge(status: RunStatus, run: _Run) -> None:
         return
     if run.refusal:
         raise InputError(run.refusal)
-    reason = printable(status.details, most=1000) or "no reason was given"
+    reason = sanitize_line(status.details, max_chars=1000) or "no reason was given"
     how = "was stopped" if status.sub_status == "stopped" else f"has failed: {reason.rstrip('.')}"
-    raise RunFailed(f"run {run.id} {how}; go on with {run.resumption}")
+    raise RunError(f"run {run.id} {how}; go on with {run.resumption}")
 
 
 def _where(folder: str, engine: EngineSettings) -> str:

@@ -22,7 +22,7 @@ from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from fedssl.config.settings import EngineSettings, MachineSettings
-from fedssl.errors import RunFailed
+from fedssl.errors import RunError
 from simulation.cluster import check_hosts
 from simulation.grid import SimulatedGrid, answer, context_of, failed, identify, number, own_client_app, run_server
 from simulation.ray_session import ray_session
@@ -31,7 +31,7 @@ from simulation.share import Share, allot
 log = logging.getLogger("fedssl")
 
 POLL = 0.1  # seconds that a look at the actors takes if none of them is done
-SAY_EVERY = 30.0  # seconds between two lines that say that nobody works yet
+LOG_INTERVAL = 30.0  # seconds between two lines that say that nobody works yet
 NO_MEMORY = "OutOfMemoryError"  # what torch raises if a GPU is full
 MORE_MEMORY = "a smaller batch_size or a larger engine.client_gpus may help"
 
@@ -111,7 +111,7 @@ class RayGrid(SimulatedGrid):
 
         Raises
         ------
-        RunFailed
+        RunError
             An actor cannot be started.
         """
         wanted = set(message_ids)
@@ -146,12 +146,12 @@ class RayGrid(SimulatedGrid):
             try:
                 ray.get(task)
             except RayError as error:
-                raise RunFailed(f"a process for clients could not be started: {_reason(error)}") from error
+                raise RunError(f"a process for clients could not be started: {_reason(error)}") from error
             self._idle.append(actor)
             done.remove(task)
         if self._running or self._idle:
             self._someone_worked = time.monotonic()
-        elif time.monotonic() - self._someone_worked > SAY_EVERY:
+        elif time.monotonic() - self._someone_worked > LOG_INTERVAL:
             self._someone_worked = time.monotonic()
             log.warning("waiting for Ray's processes, which are still starting")
         return done
@@ -244,7 +244,7 @@ def run_ray(
     ------
     InputError
         The machine has not what is asked for, or there is no such cluster; no client has run.
-    RunFailed
+    RunError
         Ray's processes cannot be started.
     """
     own_gpus = 0 if machine.device == "cpu" and engine.address is None else None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.machine.threads import WAITING, available_cores
 from simulation.sandbox import Place, private_place
 from simulation.share import Host
@@ -45,7 +45,7 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
     ------
     InputError
         There is no cluster at the address; or on Windows, where processes cannot be found again.
-    RunFailed
+    RunError
         Ray does not start.
     """
     if os.name != "posix":
@@ -77,7 +77,7 @@ def _start(ray: ModuleType, place: Place, *, gpus: int | None) -> None:
             _temp_dir=str(place.path / "ray"),
         )
     except Exception as error:  # Ray has no class of its own for what may go wrong here
-        raise RunFailed(f"Ray could not be started: {error}; engine=local does without it") from error
+        raise RunError(f"Ray could not be started: {error}; engine=local does without it") from error
 
 
 def _join(ray: ModuleType, address: str) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.untrusted import printable, read_text
+from fedssl.untrusted import read_text, sanitize
 
 _LISTED = 8  # clients that an error names
 
@@ -41,7 +41,7 @@ def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int
 def _edge(words: list[str], num_clients: int) -> tuple[int, int]:
     """An edge, the smaller number first."""
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
-        found = printable(" ".join(words))[:50]
+        found = sanitize(" ".join(words))[:50]
         raise InputError(f"{found!r} is no edge; write the numbers of two clients, such as 0 1")
     one, other = sorted(map(int, words))
     if other >= num_clients:

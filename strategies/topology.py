@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.seeding import derive
+from fedssl.seeding import derive_seed
 from strategies.edge_file import read_edges
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ def make_graph(
     if kind == "random_regular":
         _check_degree(degree, num_clients)
         graph = _connected(
-            lambda draw: nx.random_regular_graph(degree, num_clients, seed=derive(seed, "topology", draw)),
+            lambda draw: nx.random_regular_graph(degree, num_clients, seed=derive_seed(seed, "topology", draw)),
             f"strategy.degree={degree}",
         )
     elif kind == "erdos_renyi":
         _check_probability(probability)
         graph = _connected(
-            lambda draw: nx.gnp_random_graph(num_clients, probability, seed=derive(seed, "topology", draw)),
+            lambda draw: nx.gnp_random_graph(num_clients, probability, seed=derive_seed(seed, "topology", draw)),
             f"strategy.probability={probability}, while {math.log(num_clients) / num_clients:.2g} is where graphs of "
             f"{num_clients} clients begin to be connected",
         )

@@ -20,7 +20,7 @@ from fedssl.config.overrides import check_run_id, groups, nearest
 from fedssl.config.settings import ClientSettings, Settings
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
 from fedssl.datasets.base import check as check_pictures
-from fedssl.errors import InputError, Refused
+from fedssl.errors import InputError, RequestRefused
 
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
 PLAIN = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
@@ -68,7 +68,7 @@ def task_of(settings: Settings) -> Task:
     own = search_folders(settings.recording.overrides)
     try:
         composed = compose_task(task.text(), own)
-    except Refused as error:
+    except RequestRefused as error:
         raise InputError(f"devices would refuse this run: {error}") from error
     if learning_of(composed) != learning_of(config):
         raise InputError(
@@ -124,34 +124,34 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
     defaults = {key: value for key, value in flatten(config) if _says(key)}
     for key, value in task.values.items():
         if key not in defaults:
-            raise Refused(f"there is no setting {key!r} that a server may set{nearest(key, defaults)}")
+            raise RequestRefused(f"there is no setting {key!r} that a server may set{nearest(key, defaults)}")
         check_plain(key, value)
         try:
             check_type(key, value, defaults[key])
         except InputError as error:
-            raise Refused(str(error)) from error
+            raise RequestRefused(str(error)) from error
         OmegaConf.update(config, key, value, merge=False)
     missing = [key for key in NEEDED if key not in task.values]
     if missing:
-        raise Refused(f"the task does not say {missing[0]}")
+        raise RequestRefused(f"the task does not say {missing[0]}")
     _check_ranges(config)
     return config
 
 
 def check_plain(key: str, value: Any, *, depth: int = 0) -> None:
-    """Refuse what is no plain value, or a very large one; raises `Refused`."""
+    """Refuse what is no plain value, or a very large one; raises `RequestRefused`."""
     inner: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         inner = value
         odd = [name for name in inner if name.startswith("_") or not name.isidentifier()]
         if odd:
-            raise Refused(f"{key} has the key {odd[0]!r}, which is no name of a setting")
+            raise RequestRefused(f"{key} has the key {odd[0]!r}, which is no name of a setting")
     elif isinstance(value, list):
         inner = {str(number): one for number, one in enumerate(value)}
     else:
         _check_single(key, value)
     if len(inner) > LONGEST_LIST or depth > DEEPEST:
-        raise Refused(f"{key} is longer than {LONGEST_LIST} values, or nested more than {DEEPEST} deep")
+        raise RequestRefused(f"{key} is longer than {LONGEST_LIST} values, or nested more than {DEEPEST} deep")
     for name, one in inner.items():
         check_plain(f"{key}.{name}", one, depth=depth + 1)
 
@@ -159,14 +159,14 @@ def check_plain(key: str, value: Any, *, depth: int = 0) -> None:
 def _check_single(key: str, value: Any) -> None:
     if isinstance(value, str):
         if len(value) > LONGEST_WORD or not value.isprintable() or "${" in value or value == "???":
-            raise Refused(f"{key} is not a plain word of at most {LONGEST_WORD} characters")
+            raise RequestRefused(f"{key} is not a plain word of at most {LONGEST_WORD} characters")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise Refused(f"{key} is {value}, which is no number")
+            raise RequestRefused(f"{key} is {value}, which is no number")
     elif isinstance(value, int):  # true and false too
         largest = LARGEST.get(key.rpartition(".")[2], LARGEST_ELSEWHERE)
         if abs(value) > largest:
-            raise Refused(f"{key} is beyond {largest}, the largest whole number that it may be")
+            raise RequestRefused(f"{key} is beyond {largest}, the largest whole number that it may be")
 
 
 def _says(key: str) -> bool:
@@ -179,35 +179,35 @@ def _says(key: str) -> bool:
 
 def _read(text: str) -> Task:
     if len(text) > LONGEST_TEXT:
-        raise Refused(f"the task is longer than {LONGEST_TEXT} characters")
+        raise RequestRefused(f"the task is longer than {LONGEST_TEXT} characters")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused(
+        raise RequestRefused(
             "the task is no JSON; a device takes choices and plain values, and no settings in full"
         ) from error
     if not isinstance(found, dict) or found.keys() != {"choices", "values"}:
-        raise Refused("the task is not of choices and values")
+        raise RequestRefused("the task is not of choices and values")
     if not all(isinstance(part, dict) for part in found.values()):
-        raise Refused("the task's choices and values must each be a mapping")
+        raise RequestRefused("the task's choices and values must each be a mapping")
     return Task(found["choices"], found["values"])
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
     if choices.keys() != set(GROUPS):
-        raise Refused(f"the task must choose in {', '.join(GROUPS)}, and in nothing else")
+        raise RequestRefused(f"the task must choose in {', '.join(GROUPS)}, and in nothing else")
     for group, name in choices.items():
         if name not in known[group]:
-            raise Refused(f"{group}={name} is no choice of this device{nearest(str(name), known[group])}")
+            raise RequestRefused(f"{group}={name} is no choice of this device{nearest(str(name), known[group])}")
 
 
 def _check_ranges(config: DictConfig) -> None:
     numbers = [*config.dataset.mean, *config.dataset.std]
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
-        raise Refused("dataset.mean and dataset.std must be lists of numbers")
+        raise RequestRefused("dataset.mean and dataset.std must be lists of numbers")
     try:
         check_run_id(config.run_id)
         check(config)
         check_pictures(read_data(config.dataset))
     except InputError as error:
-        raise Refused(str(error)) from error
+        raise RequestRefused(str(error)) from error

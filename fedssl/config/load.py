@@ -35,7 +35,7 @@ from fedssl.config.settings import (
 from fedssl.config.targets import choice_targets, search_folders, with_folders
 from fedssl.early_stopping import StopSettings
 from fedssl.errors import InputError
-from fedssl.untrusted import damaged
+from fedssl.untrusted import corrupt_file_error
 
 log = logging.getLogger("fedssl")
 
@@ -118,7 +118,7 @@ def _prove(overrides: Sequence[str], file: Path) -> None:
     try:
         resolve([word for word in overrides if word.partition("=")[0] != "output_dir"])
     except InputError as error:
-        raise damaged(file, str(error)) from error
+        raise corrupt_file_error(file, str(error)) from error
 
 
 def partition_without_labels(settings: Settings) -> Settings:

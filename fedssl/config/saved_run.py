@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.overrides import check_run_id, groups, parse
 from fedssl.errors import InputError
-from fedssl.untrusted import damaged, plain, printable, read_yaml
+from fedssl.untrusted import corrupt_file_error, iter_leaves, read_yaml, sanitize
 
 # Where decoded pictures are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
 _PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
@@ -29,7 +29,7 @@ def read_overrides(file: Path) -> list[str] | None:
     """The words that a run saved in ``overrides.yaml``; None if there is no such file."""
     overrides: list[str] | None = read_yaml(file, list)
     if overrides is not None and not all(isinstance(word, str) for word in overrides):
-        raise damaged(file, "it does not hold words of a command line")
+        raise corrupt_file_error(file, "it does not hold words of a command line")
     return overrides
 
 
@@ -52,10 +52,10 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
             value = override.value()
             outside = _reaches_out(override, value)
         except (InputError, ValueError, RecursionError) as error:
-            raise damaged(file, " ".join(printable(error).split())[:300]) from error
+            raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
         if outside:
             raise InputError(
-                f"{file} says {printable(word)}, which reaches out of the folder and is taken from your own command "
+                f"{file} says {sanitize(word)}, which reaches out of the folder and is taken from your own command "
                 "only, as the folder may come from elsewhere; add it there if you mean it, a folder of settings as "
                 "--config-dir FOLDER"
             )
@@ -71,7 +71,7 @@ def _reaches_out(override: Override, value: Any) -> bool:
         or any(_SPECIAL.fullmatch(part) for part in key.split("."))
         or (key in _PLACES and value not in _HARMLESS)
         or calls(value)
-        or any(isinstance(one, str) and "${" in one for one in plain([value]))
+        or any(isinstance(one, str) and "${" in one for one in iter_leaves([value]))
     )
 
 
@@ -81,18 +81,18 @@ def read_settings(file: Path) -> DictConfig | None:
     if found is None:
         return None
     try:
-        if any(isinstance(one, str) and "${" in one for one in plain(found)):
-            raise damaged(file, "it has an interpolation, ${...}, which a run resolves")
+        if any(isinstance(one, str) and "${" in one for one in iter_leaves(found)):
+            raise corrupt_file_error(file, "it has an interpolation, ${...}, which a run resolves")
         saved: DictConfig = OmegaConf.create(found)
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise error if isinstance(error, InputError) else damaged(file, "it is no YAML of a run") from error
+        raise error if isinstance(error, InputError) else corrupt_file_error(file, "it is no YAML of a run") from error
     kinds = {"seed": int, "rounds": int, "run_id": str, "dataset": DictConfig}
     if not all(key in saved and isinstance(saved[key], kind) for key, kind in kinds.items()):
-        raise damaged(file, "it does not hold the settings of a run")
+        raise corrupt_file_error(file, "it does not hold the settings of a run")
     try:
         check_run_id(saved.run_id)
     except InputError as error:
-        raise damaged(file, str(error)) from error
+        raise corrupt_file_error(file, str(error)) from error
     _check_dataset(saved.dataset, file)
     OmegaConf.set_struct(saved, True)
     return saved
@@ -113,7 +113,7 @@ def _check_dataset(node: DictConfig, file: Path) -> None:
         wrong += [key for key in ("mean", "std") if not all(isinstance(value, int | float) for value in node[key])]
         wrong += [str(key) for key in node if key != "_target_" and calls({key: node[key]})]
     if wrong:
-        raise damaged(file, f"dataset.{wrong[0]} is missing or of the wrong kind")
+        raise corrupt_file_error(file, f"dataset.{wrong[0]} is missing or of the wrong kind")
 
 
 def calls(value: Any) -> bool:

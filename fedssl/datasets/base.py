@@ -22,7 +22,7 @@ import torch
 from fedssl.config.settings import DataSettings
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 Split = Literal["federated", "train", "test"]
 
@@ -190,7 +190,7 @@ def _read(data: DataSettings, source: str, limit: int | None) -> Pictures | None
     """Read one split of the source."""
     pictures: Pictures | None = data.reader.make(source, limit=limit)
     for notice in pictures.notices if pictures is not None else ():
-        log.warning("%s", printable(notice))
+        log.warning("%s", sanitize(notice))
     if pictures is not None and pictures.labels is not None and data.num_classes is not None:
         highest = int(pictures.labels.max())
         if highest >= data.num_classes:

@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.room import room
 from fedssl.machine.threads import available_cores
-from fedssl.untrusted import opened, printable
+from fedssl.untrusted import open_regular_file, sanitize
 
 # Formats of pictures that are opened, whatever a file is called: none of them runs a program or fetches a file.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -85,7 +85,11 @@ def read_picture(source: bytes | Path, *, channels: int, size: int, max_pixels: 
     Exception
         Of any kind: it is no regular file, of no format of `FORMATS`, damaged, or has more than ``max_pixels``.
     """
-    stream = BytesIO(source) if isinstance(source, bytes) else opened(source, most=_LARGEST_PIXEL * max_pixels + 2**20)
+    stream = (
+        BytesIO(source)
+        if isinstance(source, bytes)
+        else open_regular_file(source, max_bytes=_LARGEST_PIXEL * max_pixels + 2**20)
+    )
     with stream, Image.open(stream, formats=FORMATS) as image:
         pixels = image.width * image.height
         if pixels > max_pixels:
@@ -113,7 +117,7 @@ def told(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: in
     named += f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
     if len(unreadable) == count:
         raise InputError(f"none of the {count} pictures can be read: {named}; check dataset.path")
-    return printable(f"{len(unreadable)} of {count} pictures cannot be read, the rest is used: {named}")
+    return sanitize(f"{len(unreadable)} of {count} pictures cannot be read, the rest is used: {named}")
 
 
 def _reason(error: Exception) -> str:
@@ -122,7 +126,7 @@ def _reason(error: Exception) -> str:
         return f"it is no picture of {', '.join(FORMATS)}"
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-    return printable(f"{kind}{text}")[:200]
+    return sanitize(f"{kind}{text}")[:200]
 
 
 class Canvas:

@@ -25,7 +25,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 import torch
 
-from fedssl.atomic_files import mapped, write_text, write_whole
+from fedssl.atomic_files import atomic_write, mmap_bytes, write_text
 from fedssl.datasets.base import Pictures
 from fedssl.datasets.decoding import NOTED, Canvas
 from fedssl.errors import InputError
@@ -53,7 +53,7 @@ class Entry:
                 columns = dict(about)  # the archive has a checksum of each
             if columns["stamp"].tolist() != _stamp(self._pixels):
                 raise ValueError("its pixels have been changed")
-            images = mapped(self._pixels).view(*columns["shape"].tolist())
+            images = mmap_bytes(self._pixels).view(*columns["shape"].tolist())
         except FileNotFoundError:
             return None
         except Exception as error:  # there is no end to how reading a damaged file can fail
@@ -99,7 +99,7 @@ class Entry:
                 stream.truncate(pictures.images.nbytes)  # without the place of those that could not be read
                 os.fsync(stream)
             self._partial.replace(self._pixels)
-            write_whole(self._about, lambda stream: self._write_about(stream, pictures))
+            atomic_write(self._about, lambda stream: self._write_about(stream, pictures))
             self._note.unlink(missing_ok=True)
         written = self.read()
         assert written is not None

@@ -21,7 +21,7 @@ from fedssl.datasets.cache import Origin, cached
 from fedssl.datasets.decoding import MAX_PIXELS, decode, told
 from fedssl.datasets.entry import NewCanvas
 from fedssl.errors import InputError
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 _CLASSES = 2**20  # most that there can be
 _BATCH = 256  # pictures per task of a decoding thread
@@ -198,7 +198,7 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        reason = printable(" ".join(str(error).split())[:300])
+        reason = sanitize(" ".join(str(error).split())[:300])
         raise InputError(f"{file} cannot be read ({reason}); give parquet or arrow files in dataset.path") from error
 
 

@@ -20,7 +20,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.subject import Subject
 from fedssl.machine.devices import to_device
-from fedssl.seeding import derive, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import batches
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -116,7 +116,7 @@ class Views:
         self._transform, self._device = transform, subject.device
         self.generator = torch_generator(*place)
         for device in {torch.device("cpu"), subject.device}:  # of transforms, and of layers such as dropout
-            seed_torch(derive(*place), device)
+            seed_torch(derive_seed(*place), device)
 
     def __call__(self, images: Tensor) -> Tensor:
         """A view of each of these pictures, uint8 ``(batch, channels, height, width)`` on the CPU."""

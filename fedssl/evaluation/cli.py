@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fedssl.atomic_files import inner_folder, write_text
+from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.config.load import compose_evaluation
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import from_arguments, own_encoder
@@ -30,7 +30,7 @@ from fedssl.evaluation.subject import Subject, lacking, make_subject
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import pick_device
 from fedssl.report.accuracy_table import format_table
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer|\n"
@@ -46,9 +46,9 @@ def main() -> int:
         print(USAGE)
         return 0 if sys.argv[1:] else 2
     try:
-        print(printable(run(from_arguments(sys.argv[1:])), lines=True))
+        print(sanitize(run(from_arguments(sys.argv[1:])), lines=True))
     except InputError as error:
-        print(f"fedssl-evaluate: {printable(error)}", file=sys.stderr)
+        print(f"fedssl-evaluate: {sanitize(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -143,7 +143,7 @@ def _split(word: str) -> tuple[str, str, str]:
 
 def _write(file: Path, content: dict[str, Any]) -> None:
     try:
-        inner_folder(file.parent.parent, file.parent.name)
+        make_subfolder(file.parent.parent, file.parent.name)
         write_text(file, json.dumps(content, indent=2) + "\n")
     except (OSError, ValueError) as error:  # the data set's name may be none of a file
         raise InputError(f"{file} cannot be written ({error}); make its folder writable") from error

@@ -20,7 +20,7 @@ from fedssl.config.load import compose_evaluation
 from fedssl.config.overrides import nearest
 from fedssl.config.targets import SEARCH, from_arguments, own_encoder
 from fedssl.datasets.base import load_federated
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.evaluation.cli import as_in_training, encoder_file
 from fedssl.export import load_encoder, read_content, saved_target
 from fedssl.exporting.formats import FORMATS, TOLERANCE, check_target, export
@@ -29,7 +29,7 @@ from fedssl.exporting.source import Source
 from fedssl.exporting.timm_weights import timm_model
 from fedssl.runs.run import read_run
 from fedssl.seeding import torch_generator
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 USAGE = (
     f"usage: fedssl-export run=DIR format={'|'.join(FORMATS)} [output=FILE_OR_FOLDER]\n"
@@ -46,9 +46,9 @@ def main() -> int:
         print(USAGE)
         return 0 if sys.argv[1:] else 2
     try:
-        print(printable(run(from_arguments(sys.argv[1:])), lines=True))
-    except (InputError, RunFailed) as error:
-        print(f"fedssl-export: {printable(error)}", file=sys.stderr)
+        print(sanitize(run(from_arguments(sys.argv[1:])), lines=True))
+    except (InputError, RunError) as error:
+        print(f"fedssl-export: {sanitize(error)}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     return 0
 
@@ -60,7 +60,7 @@ def run(overrides: Sequence[str]) -> str:
     ------
     InputError
         The words, the encoder or the data set cannot be used, or do not fit each other.
-    RunFailed
+    RunError
         What was written gives other representations.
     """
     own = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in _OWN}

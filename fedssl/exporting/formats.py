@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
 from fedssl.exporting.extras import need
 from fedssl.exporting.hub_folder import run_huggingface, write_huggingface
@@ -99,7 +99,7 @@ def export(source: Source, form: str, target: Path) -> float:
     ------
     InputError
         A package is missing, the format cannot hold this encoder, or the place cannot be written.
-    RunFailed
+    RunError
         The representations differ; nothing is left.
     """
     check_target(source, form, target)
@@ -129,7 +129,7 @@ def write_checked(source: Source, form: str, made: Path) -> float:
     found = [difference(source, form, made, count=count) for count in (5, 1)]
     wrong = [one for one in found if not one <= TOLERANCE]  # not a number is no agreement
     if wrong:
-        raise RunFailed(
+        raise RunError(
             f"the encoder in format={form} gives representations that differ by {wrong[0]:.1e} from fedssl's, where "
             f"{TOLERANCE:.0e} is allowed; nothing was written, so choose another format"
         )

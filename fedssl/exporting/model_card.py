@@ -7,7 +7,7 @@ from fedssl.exporting.source import Source
 from fedssl.plots.partition import read_table
 from fedssl.report.accuracy_table import format_table
 from fedssl.runs.run import Run
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 # Settings of a run that the card has a row for.
 _ROWS = {
@@ -71,7 +71,7 @@ def model_card(source: Source, *, in_timm: bool) -> str:
 def _training(source: Source) -> dict[str, str]:
     """Rows of the table: what the run says; without one, what the encoder's file does."""
     if source.run is None:
-        return {printable(key): printable(value) for key, value in source.content["metadata"].items()}
+        return {sanitize(key): sanitize(value) for key, value in source.content["metadata"].items()}
     rows = {name: source.run.value(key) for name, key in _ROWS.items()}
     if source.run.ended_early:
         rows["rounds"] = f"{source.run.progress}, ended by stop_when"
@@ -92,10 +92,10 @@ def _results(run: Run) -> list[str]:
     return [
         f"## Results\n\nOn the data set above, of one run with seed {run.seed}; the spread, where there is one, is "
         "over draws of labels. `untrained` is the encoder before training, `pixels` are the pictures themselves.",
-        f"```\n{printable(table, lines=True)}\n```",
-        f"Repeat it:\n\n```\n{printable(shlex.join(['fedssl', *summary['overrides']]))}\n```",
+        f"```\n{sanitize(table, lines=True)}\n```",
+        f"Repeat it:\n\n```\n{sanitize(shlex.join(['fedssl', *summary['overrides']]))}\n```",
         "Versions: "
-        + (", ".join(f"{printable(name)} {printable(value)}" for name, value in listed) or "not known")
+        + (", ".join(f"{sanitize(name)} {sanitize(value)}" for name, value in listed) or "not known")
         + ".",
     ]
 

@@ -62,7 +62,7 @@ def export_int8(source: Source, target: Path, pictures: Tensor) -> Quantised:
 
     Raises
     ------
-    InputError, RunFailed
+    InputError, RunError
         As of `fedssl.exporting.formats.export`.
     """
     with workplace(target) as folder:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.exporting.extras import need
-from fedssl.untrusted import opened
+from fedssl.untrusted import open_regular_file
 
 KEY = "fedssl"
 
@@ -32,12 +32,12 @@ def write_weights(file: Path, weights: Mapping[str, Tensor], *, metadata: Mappin
     file.write_bytes(save(tensors, {"format": "pt", **metadata}))
 
 
-def read_safetensors(file: Path, *, most: int) -> dict[str, Any]:
+def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
     """Read what `write_safetensors` wrote, unproven.
 
     Parameters
     ----------
-    most : int
+    max_bytes : int
         Bytes.
 
     Raises
@@ -52,7 +52,7 @@ def read_safetensors(file: Path, *, most: int) -> dict[str, Any]:
     need(f"{file}", "safetensors")
     from safetensors import safe_open
 
-    opened(file, most=most).close()
+    open_regular_file(file, max_bytes=max_bytes).close()
     with safe_open(file, "pt") as stored:
         described: dict[str, Any] = json.loads((stored.metadata() or {})[KEY])
         return {**described, "weights": {name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118, it is no dictionary

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedssl.errors import InputError, Refused
+from fedssl.errors import InputError, RequestRefused
 
 WARM = 3  # steps of a kind before one is recorded: libraries choose their kernels, the optimiser makes its state
 KEPT = 16  # recorded kinds of steps, which differ in their batch size or in what is trained
@@ -124,7 +124,7 @@ def record_on_gpu() -> Record:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise Refused(f"a training step cannot be recorded ({error}); set cuda_graphs=false") from error
+            raise RequestRefused(f"a training step cannot be recorded ({error}); set cuda_graphs=false") from error
         graph.replay()  # so far nothing was done
         return graph.replay, result
 

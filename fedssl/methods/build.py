@@ -5,7 +5,7 @@ import torch
 from fedssl.config.settings import ModelSettings
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import make_phases
-from fedssl.seeding import derive
+from fedssl.seeding import derive_seed
 
 
 def build(model: ModelSettings) -> SSLMethod:
@@ -17,7 +17,7 @@ def build(model: ModelSettings) -> SSLMethod:
         The settings of a part, or the schedule, do not fit.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(model.seed, "initialise"))
+        torch.manual_seed(derive_seed(model.seed, "initialise"))
         encoder = model.encoder.make()
         phases = make_phases(model.schedule, stages=len(encoder.stage_names))
         if phases[0].depth < len(encoder.stage_names):

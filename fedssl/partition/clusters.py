@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedssl.atomic_files import write_whole
+from fedssl.atomic_files import atomic_write
 from fedssl.datasets.cache import WORTH, root
 from fedssl.datasets.entry import unusable
 from fedssl.errors import InputError
@@ -32,7 +32,7 @@ from fedssl.export import load_encoder
 from fedssl.machine.threads import one_thread
 from fedssl.partition.base import Division, Images
 from fedssl.partition.rules import check_counts, check_shares, dirichlet
-from fedssl.seeding import derive
+from fedssl.seeding import derive_seed
 
 MOST_PIXELS = 1024  # numbers of a picture without an encoder: their covariance takes a second for 50,000 pictures
 RESTARTS = 4  # of k-means: the best of so many is taken
@@ -194,7 +194,7 @@ def k_means(points: np.ndarray, *, clusters: int, seed: int) -> np.ndarray:
     from sklearn.cluster import KMeans  # here: a second, which other partitions need not wait for
     from threadpoolctl import threadpool_limits
 
-    start = derive(seed, "partition", "clusters") % 2**32
+    start = derive_seed(seed, "partition", "clusters") % 2**32
     with threadpool_limits(limits=1), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of too few different points, which are refused below
         nearest = KMeans(clusters, n_init=RESTARTS, random_state=start).fit_predict(points)
@@ -244,7 +244,7 @@ def _kept(images: Images, settings: tuple[Any, ...], make: Callable[[], np.ndarr
     if time.perf_counter() - begin > WORTH:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, lambda stream: np.save(stream, made))
+            atomic_write(file, lambda stream: np.save(stream, made))
         except OSError as error:
             if images.cache != "auto":
                 raise unusable(file.parent, error) from error

@@ -11,7 +11,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.partition.base import Images
 from fedssl.partition.rules import MIN_PICTURES, check_counts
-from fedssl.untrusted import LINES, printable, read_text
+from fedssl.untrusted import MAX_LINES_BYTES, read_text, sanitize
 
 COLUMNS = ("client", "label")
 _DIGITS = 9  # more of them are no number of a client
@@ -83,7 +83,7 @@ def write_division(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
 
 def _read(file: Path, num_clients: int, said: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Client of every picture ``(n,)``, -1 for nobody, and their labels if they are there."""
-    text = read_text(file, most=LINES)
+    text = read_text(file, max_bytes=MAX_LINES_BYTES)
     if text is None:
         raise InputError(f"{said} is not there; name a CSV file with a line for each picture")
     try:
@@ -91,7 +91,7 @@ def _read(file: Path, num_clients: int, said: str) -> tuple[np.ndarray, np.ndarr
     except csv.Error as error:
         raise InputError(f"{said} is no CSV file ({error}); name one with a line for each picture") from error
     if sorted(names) not in (["client"], ["client", "label"]):
-        found = printable(",".join(names))[:50]
+        found = sanitize(",".join(names))[:50]
         raise InputError(f"{said} begins with {found!r}; its first line must be client, or client,label")
     columns: dict[str, list[int]] = {name: [] for name in names}
     for line, row in enumerate(rows, start=2):
@@ -107,7 +107,7 @@ def _number(word: str, name: str, num_clients: int, said: str) -> int:
     if name == "client" and not word.strip():
         return -1
     if not (word.isascii() and word.isdigit() and len(word) <= _DIGITS):
-        raise InputError(f"{said}: {printable(word)[:50]!r} is no {name}; write a whole number from 0")
+        raise InputError(f"{said}: {sanitize(word)[:50]!r} is no {name}; write a whole number from 0")
     if name == "client" and int(word) >= num_clients:
         raise InputError(f"{said}: there is no client {word}; the {num_clients} clients are 0 to {num_clients - 1}")
     return int(word)

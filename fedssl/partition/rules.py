@@ -48,7 +48,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.partition import flower
 from fedssl.partition.base import Images
-from fedssl.seeding import derive, numpy_generator
+from fedssl.seeding import derive_seed, numpy_generator
 
 # One picture has no other to be told from: contrastive losses and batch normalisation need two.
 MIN_PICTURES = 2
@@ -104,7 +104,7 @@ def dirichlet(
             num_clients=num_clients,
             alpha=alpha,
             min_size=min_size,
-            seed=derive(seed, "partition", "shares"),
+            seed=derive_seed(seed, "partition", "shares"),
             self_balancing=self_balancing,
         )
     if parts is None:

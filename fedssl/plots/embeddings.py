@@ -15,7 +15,7 @@ import numpy as np
 
 from fedssl.plots.style import BLUE, SCREEN, class_colors, new_figure, save_figure
 from fedssl.runs.representations import Representations, read_representations
-from fedssl.seeding import derive
+from fedssl.seeding import derive_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
         perplexity=min(30.0, (len(points) - 1) / 3),
         # Points that all coincide have no principal directions to begin with.
         init="pca" if np.ptp(points, axis=0).any() else "random",
-        random_state=derive(seed, "t-SNE") % 2**32,
+        random_state=derive_seed(seed, "t-SNE") % 2**32,
     )
     with threadpool_limits(limits=1):  # sums of several threads depend on who is first
         flat: np.ndarray = reducer.fit_transform(points)

@@ -10,7 +10,7 @@ import torch
 
 from fedssl.plots.style import SCREEN, Drawing, class_colors, new_figure, save_figure, write_png
 from fedssl.report.tables import to_csv
-from fedssl.untrusted import LINES, damaged, read_text
+from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,23 +87,23 @@ def read_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
     Columns of other groups are left out, and so are last classes that nobody holds. Without labels there is one column,
     and no names. None: there is no file.
     """
-    text = read_text(path, most=LINES)
+    text = read_text(path, max_bytes=MAX_LINES_BYTES)
     if text is None:
         return None
     header, *lines = list(csv.reader(text.splitlines())) or [[]]
     try:
         table = np.array([[int(cell) for cell in line] for line in lines], dtype=np.int64)
     except (ValueError, OverflowError) as error:
-        raise damaged(path, "it does not hold numbers of pictures") from error
+        raise corrupt_file_error(path, "it does not hold numbers of pictures") from error
     if header[:2] != ["client", "examples"] or table.ndim != 2 or table.shape[1] != len(header) or table.min() < 0:
-        raise damaged(path, "it is no table of clients and pictures")
+        raise corrupt_file_error(path, "it is no table of clients and pictures")
     examples, counts = table[:, 1], table[:, 2:]
     if not counts.size:
         return table[:, 1:2], []
     # Classes come first, and together they have every picture once.
     whole = np.flatnonzero((counts.cumsum(axis=1) == examples[:, None]).all(axis=0))
     if not len(whole):
-        raise damaged(path, "its columns do not add up")
+        raise corrupt_file_error(path, "its columns do not add up")
     used = int(whole[0]) + 1
     return counts[:, :used], header[2 : 2 + used]
 

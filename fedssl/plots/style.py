@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedssl.atomic_files import inner_folder, write_text, write_whole
+from fedssl.atomic_files import atomic_write, make_subfolder, write_text
 from fedssl.errors import InputError
 from fedssl.report.tables import to_csv
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,7 @@ def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
     """Write the figure, whole or not at all; raises `InputError` if it cannot be written."""
     plain_texts(figure)
     try:
-        inner_folder(file.parent.parent, file.parent.name)
+        make_subfolder(file.parent.parent, file.parent.name)
         _write(figure, file, dpi=dpi, format="png")
     except OSError as error:
         raise _unwritable(file, error) from error
@@ -148,7 +148,7 @@ def plain_texts(figure: "Figure") -> None:
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
-        text.set_text(printable(text.get_text(), lines=True)[:_LONGEST])
+        text.set_text(sanitize(text.get_text(), lines=True)[:_LONGEST])
         text.set_parse_math(False)
 
 
@@ -156,7 +156,7 @@ def _write(figure: "Figure", file: Path, **how: Any) -> None:
     from matplotlib import rc_context
 
     with rc_context({"pdf.fonttype": 42}):  # letters as TrueType, which journals ask for
-        write_whole(file, lambda stream: figure.savefig(stream, **how))
+        atomic_write(file, lambda stream: figure.savefig(stream, **how))
 
 
 def _unwritable(file: Path, error: OSError) -> InputError:

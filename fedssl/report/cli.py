@@ -26,7 +26,7 @@ from fedssl.report.paper_table import paper_table
 from fedssl.report.text_table import TextTable
 from fedssl.report.watch import follow
 from fedssl.runs.run import Run, find_runs
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 FORMATS = (".md", ".csv", ".tex", ".html")
 LISTED = 5  # runs that a message names
@@ -47,7 +47,7 @@ def main() -> int:
         report(options.folders, out=options.out, paper=options.paper, watch=options.watch)
         sys.stdout.flush()
     except InputError as error:
-        print(f"fedssl-report: {printable(error)}", file=sys.stderr)
+        print(f"fedssl-report: {sanitize(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fedssl-report: stopped", file=sys.stderr)
@@ -90,7 +90,7 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
         names,
         into=into or folders[0],
         overrides=overrides,
-        say=lambda text: print(printable(text), flush=True),
+        say=lambda text: print(sanitize(text), flush=True),
     )
     print()
 

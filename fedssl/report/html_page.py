@@ -15,7 +15,7 @@ from fedssl.report.page_figures import figures_of_all, figures_of_each
 from fedssl.report.run_tables import differences, states
 from fedssl.report.text_table import Entry, Grid, TextTable
 from fedssl.runs.run import Run
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
 WORDS = (2, 4)  # least and most columns of words before the numbers, for which a page is opened; others stand behind
@@ -47,7 +47,7 @@ def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | Non
 
 def text(words: object) -> str:
     """Words of anybody, which are no markup and no command."""
-    return escape(printable(words))
+    return escape(sanitize(words))
 
 
 def _document(body: str, again: float | None) -> str:

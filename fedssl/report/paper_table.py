@@ -17,7 +17,7 @@ from fedssl.report.paper_numbers import Cell, read_table
 from fedssl.report.tables import to_csv
 from fedssl.report.text_table import Entry, Grid, TextTable, entry
 from fedssl.runs.run import Run, flat
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 # What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.
 FREE = {*MAY_CHANGE, "seed", "evaluation", "experiment", "output_dir", "resume", "run_id"} - {"rounds"}
@@ -159,7 +159,7 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
     if not runs:
         return
     config, choices = resolve([f"{key}={value}" for key, value in settings.items()])
-    values = {key: printable(value) for key, value in flatten(config)}
+    values = {key: sanitize(value) for key, value in flatten(config)}
     found: dict[frozenset[tuple[str, tuple[str, str]]], tuple[Differences, list[Run]]] = {}
     for run in runs:
         if all(run.choices.get(group) == name for group, name in choices.items() if group not in FREE):

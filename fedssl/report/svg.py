@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from fedssl.plots.style import plain_texts
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def inline(figure: "Figure", *, name: str, label: str, kind: str = "plain") -> s
     _tidy(root, name)
     for key in ("width", "height", "version"):
         root.attrib.pop(key, None)
-    root.attrib |= {"class": kind, "role": "img", "aria-label": printable(label)}
+    root.attrib |= {"class": kind, "role": "img", "aria-label": sanitize(label)}
     return ElementTree.tostring(root, encoding="unicode")
 
 

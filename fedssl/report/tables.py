@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -20,7 +20,7 @@ Places = Collection[tuple[int, int]]  # line and column of cells that are marked
 
 def align(lines: Lines, *, left: int, marked: Places = ()) -> str:
     """Give columns equal width; the first ``left`` start, the others end, at the same place. A mark is a star."""
-    lines = _changed(lines, printable, marked, "*{}")
+    lines = _changed(lines, sanitize, marked, "*{}")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -56,12 +56,12 @@ def latex(lines: Lines, *, left: int, marked: Places = ()) -> str:
 
 def escaped(text: str) -> str:
     """Text of others in Markdown: no link, picture, element or cell of its own."""
-    return re.sub(r"([\\`*\[\]<>|~#!])", r"\\\1", printable(text))
+    return re.sub(r"([\\`*\[\]<>|~#!])", r"\\\1", sanitize(text))
 
 
 def latex_escaped(text: str) -> str:
     """Text of others in LaTeX: no command, comment, formula or cell of its own."""
-    return "".join(_LATEX.get(sign, sign) for sign in printable(text))
+    return "".join(_LATEX.get(sign, sign) for sign in sanitize(text))
 
 
 def _changed(lines: Lines, write: Callable[[str], str], marked: Places, mark: str) -> list[list[str]]:
@@ -83,5 +83,5 @@ def _inert(cell: object) -> object:
     """A cell of words; one that a spreadsheet would take for a formula begins with a quote."""
     if not isinstance(cell, str):
         return cell
-    text = printable(cell)
+    text = sanitize(cell)
     return f"'{text}" if re.match(r"\s*[=+\-@]", text) and not _NUMBER.fullmatch(text) else text

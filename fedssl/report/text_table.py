@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fedssl.report.tables import align, escaped, latex, markdown
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 
 class Entry(NamedTuple):
@@ -102,7 +102,7 @@ class TextTable(ABC):
         """For the terminal."""
         grid = self.grid()
         table = align(grid.lines, left=grid.left, marked=grid.marked)
-        return "\n".join([table, *grid.below("  ", "*", printable)])
+        return "\n".join([table, *grid.below("  ", "*", sanitize)])
 
     def markdown(self) -> str:
         """As a Markdown table."""
@@ -113,6 +113,6 @@ class TextTable(ABC):
     def latex(self) -> str:
         """As a table for LaTeX; what stands below it is a comment."""
         grid = self.grid()
-        below = [line for line in grid.below("- ", "bold", printable) if line]
+        below = [line for line in grid.below("- ", "bold", sanitize) if line]
         head = r"% \usepackage{booktabs}" + "\n"
         return head + latex(grid.lines, left=grid.left, marked=grid.marked) + "".join(f"% {line}\n" for line in below)

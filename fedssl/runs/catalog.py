@@ -13,7 +13,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.runs.jsonl import read_lines
 from fedssl.runs.run import MARKS, Run, read_run, run_folders
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 DEFAULT = (Path("runs"), Path("multirun"))
 STATES = ("finished", "failed", "interrupted", "running", "ended from outside")
@@ -96,7 +96,7 @@ def read_entry(folder: Path) -> Entry:
         date=_date(folder),
         status=run.state,
         done=run.rounds_done,
-        results={printable(name): score for name, score in results.items()},
+        results={sanitize(name): score for name, score in results.items()},
     )
 
 

@@ -24,7 +24,7 @@ from fedssl.report.tables import align
 from fedssl.runs.catalog import DEFAULT, Entry, Ranked, best, find_entries, read_entry, select
 from fedssl.runs.differences import from_defaults
 from fedssl.runs.run import MARKS, leaves
-from fedssl.untrusted import printable
+from fedssl.untrusted import sanitize
 
 _COLUMNS = ("strategy", "method", "partition", "partition.alpha", "num_clients")
 _HEADS = ("strategy", "method", "partition", "alpha", "K")
@@ -39,7 +39,7 @@ def main() -> int:
         print(text)
         sys.stdout.flush()
     except InputError as error:
-        print(f"fedssl-runs: {printable(error)}", file=sys.stderr)
+        print(f"fedssl-runs: {sanitize(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # of `fedssl-runs ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,7 +52,7 @@ def list_runs(options: argparse.Namespace) -> str:
     if options.json:
         return _json({"runs": [_plain(entry) for entry in entries], "unreadable": problems})
     if not entries:
-        return "\n".join(["no run agrees with that", *map(printable, problems)])
+        return "\n".join(["no run agrees with that", *map(sanitize, problems)])
     head = ("date", "run", "status", "rounds", *_HEADS, "results")
     return _table(head, [_cells(entry) for entry in entries], problems)
 
@@ -101,7 +101,7 @@ def show_run(options: argparse.Namespace) -> str:
     parts.append(align([(title, ""), *scores], left=1) if scores else "no results")
     parts.append(f"repeat it:  {summary.get('command') or f'fedssl resume={folder}'}")
     parts.append(align([("file", "bytes"), *((name, f"{size:,}") for name, size in sizes.items())], left=1))
-    return "\n\n".join(printable(part, lines=True) for part in parts)
+    return "\n\n".join(sanitize(part, lines=True) for part in parts)
 
 
 def _entries(arguments: Sequence[str]) -> tuple[list[Entry], list[str]]:
@@ -156,7 +156,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], problems: Iterabl
     """Align columns without those that are empty, and put sentences below."""
     columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
     lines = list(zip(*columns, strict=True))
-    return "\n".join([align(lines, left=len(lines[0])), *map(printable, problems)])
+    return "\n".join([align(lines, left=len(lines[0])), *map(sanitize, problems)])
 
 
 def _text(value: Any) -> str:

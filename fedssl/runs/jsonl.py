@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from fedssl.untrusted import LINES, damaged, read_text
+from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 
 Kind = Callable[[Any], bool]
 
@@ -29,7 +29,7 @@ def read_lines(file: Path, *, needs: Collection[str] = ()) -> list[dict[str, Any
     InputError
         The file cannot be read, or a line in it is not one that a run writes.
     """
-    text = read_text(file, most=LINES) or ""
+    text = read_text(file, max_bytes=MAX_LINES_BYTES) or ""
     return [_line(file, number, line, needs) for number, line in enumerate(text.split("\n")[:-1], start=1)]
 
 
@@ -37,16 +37,16 @@ def _line(file: Path, number: int, text: str, needs: Collection[str]) -> dict[st
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise damaged(file, f"line {number} is no JSON") from error
+        raise corrupt_file_error(file, f"line {number} is no JSON") from error
     if not isinstance(line, dict):
-        raise damaged(file, f"line {number} is no JSON object")
+        raise corrupt_file_error(file, f"line {number} is no JSON object")
     for key in ("round", *needs):
         if key not in line:
-            raise damaged(file, f"line {number} has no {key}")
+            raise corrupt_file_error(file, f"line {number} has no {key}")
     kinds = KINDS[file.stem]
     wrong = next((key for key, value in line.items() if key in kinds and not kinds[key](value)), None)
     if wrong is not None:
-        raise damaged(file, f"{wrong} in line {number} has a value that no run writes there")
+        raise corrupt_file_error(file, f"{wrong} in line {number} has a value that no run writes there")
     return line
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.atomic_files import write_whole
-from fedssl.untrusted import damaged, read_arrays
+from fedssl.atomic_files import atomic_write
+from fedssl.untrusted import corrupt_file_error, read_arrays
 
 FILE = "representations.npz"
-MOST = 2**30  # bytes of the file
+MAX_BYTES = 2**30  # bytes of the file
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Representations:
         """Write them into a run folder, in place of those of an earlier round."""
         arrays: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         known = {name: array for name, array in arrays.items() if array is not None}
-        write_whole(folder / FILE, lambda stream: np.savez(stream, round=np.array(round), **known))
+        atomic_write(folder / FILE, lambda stream: np.savez(stream, round=np.array(round), **known))
 
 
 def read_representations(folder: Path) -> tuple[int, Representations] | None:
@@ -54,16 +54,16 @@ def read_representations(folder: Path) -> tuple[int, Representations] | None:
     """
     file = folder / FILE
     try:
-        arrays = read_arrays(file, most=MOST)
+        arrays = read_arrays(file, max_bytes=MAX_BYTES)
         round, found = int(arrays.pop("round")), Representations(**arrays)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise damaged(file, error.strerror or "it is no file of NumPy") from error
+        raise corrupt_file_error(file, error.strerror or "it is no file of NumPy") from error
     except Exception as error:  # there is no end to how reading a damaged or foreign file can fail
-        raise damaged(file, "it does not hold representations") from error
+        raise corrupt_file_error(file, "it does not hold representations") from error
     if not _fit(found):
-        raise damaged(file, "it does not hold representations")
+        raise corrupt_file_error(file, "it does not hold representations")
     return round, found
 
 

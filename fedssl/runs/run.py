@@ -16,7 +16,7 @@ from fedssl.config.saved_run import read_overrides
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.runs.jsonl import each, maybe, number, read_lines, word
-from fedssl.untrusted import opened, printable, read_text, read_yaml
+from fedssl.untrusted import open_regular_file, read_text, read_yaml, sanitize
 
 # Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
 MARKS = ("summary.json", "config.yaml", "run.log")
@@ -76,14 +76,14 @@ class Run:
             return f"{self.progress} done"
         if self.summary is None:
             return "no readable summary.json: it was ended from outside, unless it runs on another machine"
-        return " ".join(printable(self.summary["reason"] or self.summary["status"]).split())
+        return " ".join(sanitize(self.summary["reason"] or self.summary["status"]).split())
 
     @property
     def state(self) -> str:
         """In one or two words: ``running``, how it ended, or that nobody knows."""
         if self.running:
             return "running"
-        return "ended from outside" if self.summary is None else printable(self.summary["status"])
+        return "ended from outside" if self.summary is None else sanitize(self.summary["status"])
 
     @cached_property
     def rounds_done(self) -> int:
@@ -108,7 +108,7 @@ class Run:
     @property
     def command(self) -> str:
         """The command that repeats it, for a shell."""
-        return shlex.join(["fedssl", *map(printable, self.typed)])
+        return shlex.join(["fedssl", *map(sanitize, self.typed)])
 
     @property
     def every_setting(self) -> dict[str, str]:
@@ -127,7 +127,7 @@ class Run:
         value: Any = self.settings
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        return self.overrides.get(key, "") if value is None or isinstance(value, dict) else printable(value)
+        return self.overrides.get(key, "") if value is None or isinstance(value, dict) else sanitize(value)
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
@@ -160,17 +160,17 @@ def read_run(folder: Path) -> Run:
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
     overrides = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
     typed = tuple(word for word in overrides if word.partition("=")[0] not in ("output_dir", "resume"))
-    own = {key.lstrip("+"): value for key, _, value in (printable(word).partition("=") for word in typed)}
+    own = {key.lstrip("+"): value for key, _, value in (sanitize(word).partition("=") for word in typed)}
     choices = read_yaml(folder / "choices.yaml", dict)
     choices = choices or {key: value for key, value in own.items() if key in groups()}
-    names = {printable(group): printable(name) for group, name in choices.items()}
+    names = {sanitize(group): sanitize(name) for group, name in choices.items()}
     return Run(folder, own, typed, names, settings, summary, running)
 
 
 def held(folder: Path) -> bool:
     """Whether a process is at work on the run, or the sweep, of a folder."""
     try:
-        with opened(folder / LOCK) as lock:
+        with open_regular_file(folder / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at the end of the block
     except BlockingIOError:
         return True
@@ -203,7 +203,7 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def flat(settings: Mapping[str, Any]) -> dict[str, str]:
     """Dotted keys and values of nested settings as text."""
-    return {printable(key): printable(value) for key, value in leaves(settings)}
+    return {sanitize(key): sanitize(value) for key, value in leaves(settings)}
 
 
 def rule_of(folder: Path) -> str:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fedssl.arrays import Layers
-from fedssl.atomic_files import inner_folder, remove, write_whole
+from fedssl.atomic_files import atomic_write, make_subfolder, remove
 from fedssl.errors import InputError
-from fedssl.untrusted import damaged, read_tensors
+from fedssl.untrusted import corrupt_file_error, read_tensors
 
 FOLDER = "models"
 
@@ -30,9 +30,9 @@ def round_folder(folder: Path, round: int) -> Path:
 
 def save_layers(folder: Path, round: int, name: str, layers: Layers) -> None:
     """Write layers to ``models/round-<round>/<name>.pt`` of a run folder."""
-    place = inner_folder(inner_folder(folder, FOLDER), round_folder(folder, round).name)
+    place = make_subfolder(make_subfolder(folder, FOLDER), round_folder(folder, round).name)
     tensors = {layer: torch.from_numpy(np.asarray(array)) for layer, array in layers.items()}
-    write_whole(place / f"{name}.pt", lambda stream: torch.save(tensors, stream))
+    atomic_write(place / f"{name}.pt", lambda stream: torch.save(tensors, stream))
 
 
 def forget_after(folder: Path, round: int) -> None:
@@ -95,9 +95,9 @@ def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
         The file is damaged, or of another model.
     """
     try:
-        found = read_tensors(file, most=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)
+        found = read_tensors(file, max_bytes=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)
     except Exception as error:  # there is no end to how reading a foreign file can fail
-        raise damaged(file, "it does not hold layers") from error
+        raise corrupt_file_error(file, "it does not hold layers") from error
     if not isinstance(found, dict) or not all(
         name in like
         and isinstance(tensor, torch.Tensor)
@@ -105,7 +105,7 @@ def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
         and (not tensor.is_floating_point() or bool(tensor.isfinite().all()))
         for name, tensor in found.items()
     ):
-        raise damaged(file, "it does not hold layers of this run's model")
+        raise corrupt_file_error(file, "it does not hold layers of this run's model")
     return {name: tensor.numpy() for name, tensor in found.items()}
 
 

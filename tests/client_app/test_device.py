@@ -14,7 +14,7 @@ from client_app.device import Device, told
 from client_app.limits import Limits, read_limits
 from client_app.simulated import MARK, is_simulated
 from fedssl.config.load import compose
-from fedssl.errors import InputError, Refused
+from fedssl.errors import InputError, RequestRefused
 from fedssl.wire.messages import PLAN, ClientUpdate, Who, read_who
 from server_app import nodes
 from server_app.build import prepare
@@ -216,7 +216,7 @@ def test_limits_by_default():
     clock = Limits(minutes=0.001).clock()
     clock()
     time.sleep(0.07)
-    with pytest.raises(Refused, match="takes longer than the 0.001 minutes"):
+    with pytest.raises(RequestRefused, match="takes longer than the 0.001 minutes"):
         clock()
 
 
@@ -279,7 +279,7 @@ def test_what_is_a_simulation():
 def test_what_is_told_of_an_error():
     assert told(InputError("no /home/anna/pictures here")) == "InputError; the log of the device says more"
     assert told(ValueError("secret")) == "ValueError; the log of the device says more"
-    assert told(Refused("method=fedu/byol\x1b[2J\n" + "x" * 500)) == "method=fedu/byol [2J " + "x" * 279
+    assert told(RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500)) == "method=fedu/byol [2J " + "x" * 279
 
 
 def test_pictures_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):

@@ -6,7 +6,7 @@ import torch
 from client_app.sample import Sample
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
-from fedssl.errors import Refused
+from fedssl.errors import RequestRefused
 from fedssl.methods.build import build
 from fedssl.schedule.stages import at_stage
 from fedssl.training import LocalTraining
@@ -57,9 +57,9 @@ def test_what_limits_training_limits_choosing():
     def clock():
         calls.append(1)
         if len(calls) > 3:
-            raise Refused("the time is up")
+            raise RequestRefused("the time is up")
 
     pictures, method = sample(before_step=clock)
     pictures.loss(method, 40)  # three batches
-    with pytest.raises(Refused, match="the time is up"):
+    with pytest.raises(RequestRefused, match="the time is up"):
         pictures.represent(method, 8)

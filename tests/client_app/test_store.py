@@ -9,7 +9,7 @@ import torch
 from client_app import store as module
 from client_app.state import load_state, save_state
 from client_app.store import FILES, WriteBehind
-from fedssl.errors import RunFailed
+from fedssl.errors import RunError
 from server_app.checkpoint import latest_checkpoint
 from server_app.recorder import Recorder
 from simulation.cli import run
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_ends_the_run_which_goes_on(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "save_state", full)
-        with pytest.raises(RunFailed, match="No space left on device.*make room there and go on with fedssl resume="):
+        with pytest.raises(RunError, match="No space left on device.*make room there and go on with fedssl resume="):
             run([*RUN, f"output_dir={tmp_path / 'cut'}"])
     assert latest_checkpoint(tmp_path / "cut" / "checkpoints").round == 1
     run([f"resume={tmp_path / 'cut'}"])

@@ -12,7 +12,7 @@ from fedssl.methods.build import build
 from fedssl.model_arrays import copied_layers, kept_names, take_layers, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import Proximal, proximal
-from fedssl.seeding import derive, torch_generator
+from fedssl.seeding import derive_seed, torch_generator
 from fedssl.training import LocalTraining, batches, train
 from tests.federation import Federation
 from tests.local_training import local_training
@@ -181,8 +181,8 @@ def test_no_epochs_leave_the_model_alone():
 
 def test_seeds_differ_by_every_part_of_the_path():
     places = [(0, "train", 1, 2), (1, "train", 1, 2), (0, "clients", 1, 2), (0, "train", 2, 1), (0, "train", 1)]
-    assert len({derive(*place) for place in places}) == len(places)
-    assert derive(0, "train", 1, 2) == derive(0, "train", 1, 2)
+    assert len({derive_seed(*place) for place in places}) == len(places)
+    assert derive_seed(0, "train", 1, 2) == derive_seed(0, "train", 1, 2)
 
 
 def test_the_layout_of_the_views():

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.atomic_files import inner_folder, refuse_links, remove_leftovers, write_text, write_whole
+from fedssl.atomic_files import atomic_write, make_subfolder, reject_symlinks, remove_partial_files, write_text
 from fedssl.errors import InputError
 from fedssl.report.tables import escaped, to_csv
-from fedssl.untrusted import opened, printable, read_arrays, read_tensors, read_text, read_yaml
+from fedssl.untrusted import open_regular_file, read_arrays, read_tensors, read_text, read_yaml, sanitize
 
 
 def saved(path, content):
@@ -131,7 +131,7 @@ def test_only_regular_files_are_opened_and_none_is_waited_for(tmp_path):
     start = time.monotonic()
     for name in ("pipe", "loop", "zero", "."):
         with pytest.raises(OSError, match=r"."):
-            opened(tmp_path / name)
+            open_regular_file(tmp_path / name)
         with pytest.raises(InputError, match="cannot be used"):
             read_text(tmp_path / name)
     assert time.monotonic() - start < 5
@@ -145,8 +145,8 @@ def test_large_files_are_refused_by_their_size(tmp_path):
 
 
 def test_text_of_others_is_printable():
-    assert printable("a\x1b[2J\nb\u202ec\x00\x9b") == "a [2J b c  "
-    assert printable("a\nb", lines=True) == "a\nb"
+    assert sanitize("a\x1b[2J\nb\u202ec\x00\x9b") == "a [2J b c  "
+    assert sanitize("a\nb", lines=True) == "a\nb"
 
 
 def test_cells_are_no_formulas_links_or_cells_of_their_own():
@@ -163,9 +163,9 @@ def test_nothing_is_written_through_links(tmp_path):
     other.mkdir()
     (run / "figures").symlink_to(other)
     with pytest.raises(InputError, match="figures is a link, which leads out of the folder"):
-        inner_folder(run, "figures")
+        make_subfolder(run, "figures")
     with pytest.raises(InputError, match="figures is a link"):
-        refuse_links(run)
+        reject_symlinks(run)
     (other / "file").write_text("as it was")
     (run / "figures").unlink()
     (run / "file").symlink_to(other / "file")
@@ -180,7 +180,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     for file in (*kept, tmp_path / ".a.txt.77.partial", tmp_path / "deep" / ".b.1.partial"):
         file.parent.mkdir(exist_ok=True)
         file.touch()
-    remove_leftovers(tmp_path)
+    remove_partial_files(tmp_path)
     assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == kept
 
 
@@ -189,5 +189,5 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_pat
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: steps.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
     )
-    write_whole(tmp_path / "x", lambda stream: steps.append("written"))
+    atomic_write(tmp_path / "x", lambda stream: steps.append("written"))
     assert steps == ["written", str(tmp_path / f".x.{os.getpid()}.partial"), str(tmp_path)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.atomic_files import numbered_files
+from fedssl.atomic_files import saved_rounds
 from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from strategies.state import GLOBAL, Model, ServerState
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
 def test_only_the_newest_are_left(tmp_path):
     for round in (1, 2, 3, 4):
         save_checkpoint(tmp_path, checkpoint(round), keep=2)
-    assert numbered_files(tmp_path) == [3, 4]
+    assert saved_rounds(tmp_path) == [3, 4]
     assert len(list(tmp_path.iterdir())) == 4
 
 

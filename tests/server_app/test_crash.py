@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from server_app import recorder
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
@@ -81,7 +81,7 @@ def said_of(folder):
     said = "No space left on device"
     try:
         run([*WORDS, f"output_dir={folder}"])
-    except (InputError, RunFailed) as error:
+    except (InputError, RunError) as error:
         said = str(error)
     except Killed:
         pass

@@ -49,7 +49,7 @@ class SlowGrid(SimulatedGrid):
 
 
 def test_late_nodes_and_late_answers_are_waited_for_and_it_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "SAY_EVERY", 0.1)
+    monkeypatch.setattr(waiting, "LOG_INTERVAL", 0.1)
     grid = SlowGrid(there_after=0.35, answers_after=0.35)
     assert find_clients(grid, 3, timeout=60).nodes == {0: 2, 1: 3, 2: 4}
     assert "fewer SuperNodes than clients yet (waiting for" in caplog.text

@@ -80,6 +80,6 @@ def test_none_good_is_one_sentence(tmp_path):
 def test_one_that_is_larger_than_the_models_can_be_is_not_read(tmp_path):
     save_checkpoint(tmp_path, state(), keep=1)
     with (tmp_path / "round-000002.pt").open("r+b") as stream:
-        stream.truncate(EXPECTED.most + 1)
+        stream.truncate(EXPECTED.max_bytes + 1)
     with pytest.raises(InputError, match="bytes and may have"):
         latest_checkpoint(tmp_path, EXPECTED)

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 
 from fedssl.arrays import GlobalLayers
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.replies import receive
@@ -130,13 +130,13 @@ def test_a_bad_update_is_dropped_and_the_round_goes_on(strategy, bad, reason):
 
 
 def test_a_round_without_any_usable_update_fails_with_the_reasons():
-    with pytest.raises(RunFailed, match=r"none of 2 clients .*client 0: it failed with .*no camera.*client 1: layer"):
+    with pytest.raises(RunError, match=r"none of 2 clients .*client 0: it failed with .*no camera.*client 1: layer"):
         run_round(FedAvg(), [crash, not_finite])
 
 
 def test_a_round_without_any_reply_fails():
     configured = configure(FedAvg(), make_grid([good, good]))
-    with pytest.raises(RunFailed, match="client 0, 1: no reply in time"):
+    with pytest.raises(RunError, match="client 0, 1: no reply in time"):
         configured.end([])
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
 from fedssl.runs.run import LOCK, held, hold
 from server_app import training_loop
@@ -269,7 +269,7 @@ def test_a_refused_run_takes_no_folder_from_another_that_began_there(tmp_path, m
     others[0].close()
 
 
-@pytest.mark.parametrize("error", [RunFailed("too few sent a usable update"), KeyboardInterrupt(), ValueError("bug")])
+@pytest.mark.parametrize("error", [RunError("too few sent a usable update"), KeyboardInterrupt(), ValueError("bug")])
 def test_what_ends_a_run_loses_no_finished_round(tmp_path, error, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run([*QUICK, "rounds=4", "checkpoint_every=10", f"output_dir={whole}"])

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from client_app import secure as client_side
 from fedssl.config.load import compose
-from fedssl.errors import InputError, Refused, RunFailed
+from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.wire.messages import TrainPlan
 from server_app.attempts import run_round
 from server_app.build import prepare
@@ -118,7 +118,7 @@ def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, s
 def test_too_few_to_take_the_masks_away_is_said(tmp_path):
     federation = Federation(tmp_path, *SMALL, *SECURE)
     nodes = federation.prepared.federation.nodes
-    with pytest.raises(RunFailed, match="round 1: too few clients took part in secure aggregation to the end"):
+    with pytest.raises(RunError, match="round 1: too few clients took part in secure aggregation to the end"):
         one_round(federation, Watched(federation.grid, lost={nodes[1]: 4, nodes[2]: 4}))
     assert federation.state.round == 0
 
@@ -143,7 +143,7 @@ def test_a_whole_run(tmp_path):
 )
 def test_what_needs_single_updates_is_refused(tmp_path, overrides, reason):
     usual = SECURE if "strategy" not in overrides[0] else SECURE[:1]
-    with pytest.raises((InputError, RunFailed), match=reason):
+    with pytest.raises((InputError, RunError), match=reason):
         Federation(tmp_path, *SMALL, *usual, *overrides).run(1)
 
 
@@ -180,7 +180,7 @@ SETUP = {
 def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
     message = Message(RecordDict({client_side.CONFIGS: ConfigRecord(configs)}), 2, "train")
     state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
-    with pytest.raises((Refused, ValueError), match=reason):
+    with pytest.raises((RequestRefused, ValueError), match=reason):
         client_side.answer(message, state, lambda message, context: pytest.fail("it trained"))
 
 
@@ -198,7 +198,7 @@ def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path
     federation.run(1)
     assert "1 numbers of the update went further than secure.clipping_range=8 and are cut to it" in caplog.text
     monkeypatch.setattr(client_side, "way_of", lambda *layers: original(*layers) * np.nan)
-    with pytest.raises(RunFailed, match="training diverged: the update has values that are not finite"):
+    with pytest.raises(RunError, match="training diverged: the update has values that are not finite"):
         federation.run(1)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.atomic_files import refuse_links
+from fedssl.atomic_files import reject_symlinks
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from server_app.trackers.base import Told, flat, numbers_of
@@ -43,7 +43,7 @@ def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
         for round in rounds:
             tracking.round({**LINE, "round": round, "loss": 2.5 + round})
         tracking.end(SUMMARY if done else {"status": "interrupted", "rounds": 2})
-    refuse_links(folder)  # they would be refused when it is resumed
+    reject_symlinks(folder)  # they would be refused when it is resumed
     assert "the tracker fails" not in caplog.text
     return settings.run_id
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from fedssl.config.load import compose
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from server_app import app, training_loop
 from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
@@ -174,7 +174,7 @@ def test_the_next_round_runs_meanwhile(tmp_path, monkeypatch, cores):
     assert [line["round"] for line in contents(tmp_path / "run")[2]] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RunFailed("too few"), InputError("cannot be")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RunError("too few"), InputError("cannot be")])
 def test_what_ends_the_next_round_leaves_the_one_that_is_evaluated(tmp_path, monkeypatch, cores, error):
     """The third round fails while the second is evaluated, whose checkpoint is not even due."""
     overrides = [*TINY, "checkpoint_every=3"]
@@ -209,7 +209,7 @@ def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "round", full)
-        with pytest.raises(RunFailed, match="No space left"):
+        with pytest.raises(RunError, match="No space left"):
             run([*TINY, f"output_dir={tmp_path / 'run'}"])
     rounds_done, _, lines = contents(tmp_path / "run")
     assert (rounds_done, [line["round"] for line in lines]) == (1, [1])

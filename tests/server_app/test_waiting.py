@@ -9,14 +9,14 @@ import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Error, Message
 
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.messaging import Post
 from server_app.nodes import Clients, Roll
 from server_app.overdue import brought_up
-from server_app.round import TooFewUpdates
+from server_app.round import TooFewUpdatesError
 from simulation.grid import SimulatedGrid, identify, number
 from strategies.base import FedSSLStrategy, ServerHalf
 from strategies.fedavg import FedAvg
@@ -176,7 +176,9 @@ def test_a_round_with_too_few_updates_is_repeated_with_others_and_changes_nothin
 
 def test_the_run_stops_with_the_reason_when_no_attempt_has_enough():
     run = Run(3, lambda client, round: (1, "good" if client == 1 else "error"), min_updates=2, repeats=1)
-    with pytest.raises(TooFewUpdates, match=r"round 1: 1 of 3 clients .* updates.min_updates=2 .*battery is empty"):
+    with pytest.raises(
+        TooFewUpdatesError, match=r"round 1: 1 of 3 clients .* updates.min_updates=2 .*battery is empty"
+    ):
         run.round()
     assert run.grid.asked == [(1, 0), (1, 1), (1, 2)] * 2
     assert run.state == ServerState()
@@ -208,7 +210,7 @@ def test_only_who_is_there_is_asked_and_who_comes_back_takes_part():
     assert roll.call(1).nodes == {0: 2, 1: 3, 2: 4}
     grid.there = [2, 4]
     assert roll.call(2).nodes == {0: 2, 2: 4}
-    with pytest.raises(RunFailed, match=r"2 devices are there and 3 are needed \(updates.min_updates\)"):
+    with pytest.raises(RunError, match=r"2 devices are there and 3 are needed \(updates.min_updates\)"):
         roll.call(3)
     grid.there = [4, 3]
     assert roll.call(2).nodes == {1: 3, 2: 4}
@@ -256,7 +258,7 @@ def test_buffered_rounds_take_what_is_there_and_late_updates_later():
 
 def test_a_client_that_never_replies_is_asked_again_after_the_timeout():
     run = Run(2, lambda client, round: (NEVER if round == 1 else 1, "good"), buffered=True, min_updates=1, timeout=0.1)
-    with pytest.raises(TooFewUpdates, match="client 0, 1: no reply in time"):
+    with pytest.raises(TooFewUpdatesError, match="client 0, 1: no reply in time"):
         run.round()
     time.sleep(0.15)
     run.state = ServerState(round=1)
@@ -309,7 +311,7 @@ def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_use
 
 def test_bytes_that_are_cut_are_no_array():
     grid = Scripted(1, lambda client, round: (1, "cut"))
-    with pytest.raises(TooFewUpdates, match="array encoder.weight has"):
+    with pytest.raises(TooFewUpdatesError, match="array encoder.weight has"):
         run_round(Post(grid), lambda: federation(grid), ServerState())
 
 

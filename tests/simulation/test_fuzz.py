@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from client_app.state import read_state, save_state
 from fedssl.config.load import load_run
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
 from server_app.checkpoint import _digest
@@ -246,7 +246,7 @@ def ended_well(use, run):
     said = ""
     try:
         use(run)
-    except (InputError, RunFailed) as error:
+    except (InputError, RunError) as error:
         said = str(error)
     assert "\n" not in said
     return not said

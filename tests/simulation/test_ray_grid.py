@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from fedssl.errors import RunFailed
+from fedssl.errors import RunError
 from fedssl.machine.threads import available_cores
 from fedssl.wire.records import from_record, to_record
 from server_app.replies import receive
@@ -246,7 +246,7 @@ def test_the_reason_why_no_actor_starts(hosts):
             return _burn, ()
 
     grid = RayGrid(num_clients=2, actors=1, client=Share(1, 0.0), client_app=Broken())
-    with pytest.raises(RunFailed, match="could not be started: .*the bread is burnt"):
+    with pytest.raises(RunError, match="could not be started: .*the bread is burnt"):
         ask(grid)
 
 

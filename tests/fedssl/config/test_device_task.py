@@ -7,7 +7,7 @@ import pytest
 from fedssl.config.device_task import compose_task, task_of
 from fedssl.config.load import compose, learning_of, read_client
 from fedssl.config.overrides import CONF
-from fedssl.errors import InputError, Refused
+from fedssl.errors import InputError, RequestRefused
 
 EXPERIMENTS = [  # all that lie in no folder of a paper, and one of each paper
     *sorted(file.stem for file in (CONF / "experiment").glob("*.yaml")),
@@ -98,7 +98,7 @@ NOT_PLAIN = [
 def test_what_is_not_plain_is_refused(key, value, sentence):
     task = json.loads(task_of(compose(["dataset=cifar10"])).text())
     task["values"][key] = value
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(RequestRefused, match=sentence):
         compose_task(json.dumps(task))
 
 
@@ -115,7 +115,7 @@ def test_what_is_not_plain_is_refused(key, value, sentence):
     ],
 )
 def test_what_is_no_task(text, sentence):
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(RequestRefused, match=sentence):
         compose_task(text)
 
 
@@ -125,7 +125,7 @@ def test_what_is_no_task(text, sentence):
 def test_a_choice_that_the_device_does_not_have(name):
     task = json.loads(task_of(compose([])).text())
     task["choices"]["method"] = name
-    with pytest.raises(Refused, match="is no choice of this device"):
+    with pytest.raises(RequestRefused, match="is no choice of this device"):
         compose_task(json.dumps(task))
 
 

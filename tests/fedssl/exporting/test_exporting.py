@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedssl import encoders
 from fedssl.config.load import compose
-from fedssl.errors import InputError, RunFailed
+from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder, read_content, save_encoder
 from fedssl.exporting import cli, extras, quantised
 from fedssl.exporting.formats import FORMATS, export
@@ -368,7 +368,7 @@ def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypat
         return sound(source, made, pictures) + (error if len(pictures) == 1 else 0)
 
     monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(FORMATS["torchscript"], run=wrong))
-    with pytest.raises(RunFailed, match="differ by"):
+    with pytest.raises(RunError, match="differ by"):
         export(source, "torchscript", file)
     assert file.read_text() == "what was there before"
     assert {one.name for one in tmp_path.iterdir()} == {"encoder.pt", file.name}

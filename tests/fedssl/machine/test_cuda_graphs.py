@@ -7,7 +7,7 @@ import torch
 
 from client_app.resident import resident
 from fedssl.config.load import compose
-from fedssl.errors import InputError, Refused
+from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs, devices
 from fedssl.machine.cuda_graphs import Graphs
 from fedssl.methods.build import build
@@ -220,5 +220,5 @@ def test_a_gpu_records_its_steps(method):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_says_what_cannot_be_recorded():
     record = cuda_graphs.record_on_gpu()
-    with pytest.raises(Refused, match=r"a training step cannot be recorded \(.*\); set cuda_graphs=false"):
+    with pytest.raises(RequestRefused, match=r"a training step cannot be recorded \(.*\); set cuda_graphs=false"):
         record(lambda: torch.ones(2, device="cuda") * torch.ones((), device="cuda").item())

@@ -20,7 +20,7 @@ from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import flower
 from fedssl.plots.partition import draw, table
-from fedssl.seeding import derive, numpy_generator
+from fedssl.seeding import derive_seed, numpy_generator
 
 KINDS = {
     "iid": {},
@@ -104,7 +104,7 @@ def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
     parts = split("dirichlet", labels, 4, seed=5, alpha=2.0, min_size=2, **settings)
     full = 0
     order = numpy_generator(5, "partition", "order").permutation(100)
-    generator = np.random.default_rng(derive(5, "partition", "shares"))
+    generator = np.random.default_rng(derive_seed(5, "partition", "shares"))
     expected: list[list[int]] = [[], [], [], []]
     for name in range(3):
         members = [position for position in order if labels[position] == name]
