@@ -33,7 +33,7 @@ from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.machine.threads import default_threads, tune_allocator
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record
-from strategies.eua import EUARule, solve
+from strategies.eua import EUAAggregator, solve
 from strategies.fedavg import fedavg
 from strategies.gram import deviation_gram
 from strategies.l_dawa import l_dawa
@@ -216,7 +216,7 @@ def with_all_updates(layers: Layers, updates: list[ClientUpdate], repetitions: i
     all_cosines = reference.compare_all(models)
 
     def whole() -> None:
-        rule = EUARule()
+        rule = EUAAggregator()
         rule.start(reference)
         for update, cosines in zip(updates, all_cosines, strict=True):
             rule.add(update, cosines)

@@ -29,8 +29,8 @@ os.environ.update(WAITING | os.environ)  # before torch is imported, as the comm
 import torch
 
 from client_app.app import app as client_app
-from client_app.resident import resident
 from client_app.store import FILES, Store, WriteBehind
+from client_app.worker import resident
 from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.config.load import compose, read_client
 from fedssl.training import batches

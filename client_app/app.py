@@ -13,11 +13,11 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from client_app.device import Device, told
+from client_app.edge_client import Device, told
 from client_app.limits import check_message, check_plan
-from client_app.resident import resident
 from client_app.secure import answer, is_secure
 from client_app.simulated import Simulated, is_simulated
+from client_app.worker import resident
 from fedssl.config.load import read_client
 from fedssl.config.settings import EXACT
 from fedssl.errors import RequestRefused

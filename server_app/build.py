@@ -38,7 +38,7 @@ from server_app.represent import Represent
 from server_app.round_context import Federation, no_pictures
 from server_app.stopping import check_stopping
 from server_app.teacher import give_teacher
-from strategies.base import Circumstances, FedSSLStrategy
+from strategies.base import FedSSLStrategy, StrategyContext
 from strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("fedssl")
@@ -244,7 +244,7 @@ def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> t
     strategy: FedSSLStrategy = settings.algorithm.strategy.make()
     server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
     strategy.check(
-        Circumstances(
+        StrategyContext(
             method=method,
             clients_per_round=settings.clients_per_round,
             num_clients=settings.num_clients,

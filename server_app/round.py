@@ -30,7 +30,7 @@ from server_app.round_context import Federation
 from server_app.secure_aggregation import NotEnough, mean_way, moved
 from strategies.base import Outcome, Rule
 from strategies.state import GLOBAL, Model, ServerState, suffix
-from strategies.weighted_sum import UNMEASURED, adds_equally
+from strategies.weighted_sum import NO_COSINES, is_uniform_sum
 
 log = logging.getLogger("fedssl")
 
@@ -182,7 +182,7 @@ class Round:
             aggregation.received[client] = self._received[client]
             self._bytes_down[client] = found.bytes_down[node]
             self._report.clients.append(
-                self._row(_Usable(replace(mean, partition_id=client), UNMEASURED, found.bytes_up[node]))
+                self._row(_Usable(replace(mean, partition_id=client), NO_COSINES, found.bytes_up[node]))
             )
         return self._close()
 
@@ -225,7 +225,7 @@ class Round:
 
     def _check_sum(self, what: str) -> None:
         self._check_whole(what)
-        if not all(adds_equally(aggregation.rule) for aggregation in self._aggregations.values()):
+        if not all(is_uniform_sum(aggregation.rule) for aggregation in self._aggregations.values()):
             raise InputError(
                 f"{what} needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
                 "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"

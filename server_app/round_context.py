@@ -19,7 +19,7 @@ from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
 from server_app.differential_privacy import Privacy
 from strategies.base import FedSSLStrategy
-from strategies.server_optimizer import Assign, ServerOptimizer
+from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
 from strategies.state import Model
 
 
@@ -92,7 +92,7 @@ class Federation:
     settings: str
     code: str
     metrics: tuple[str, ...] = ()
-    server_optimizer: ServerOptimizer = field(default_factory=Assign)
+    server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
     lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibration | None = None
     updates: UpdateSettings = field(default_factory=UpdateSettings)

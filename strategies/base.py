@@ -1,6 +1,6 @@
 """What an aggregation algorithm is: a half that runs on the server and a half that runs on the clients.
 
-An algorithm is a `FedSSLStrategy` with a `ServerHalf` and a `ClientHalf`. The server half says which model a client
+An algorithm is a `FedSSLStrategy` with a `ServerStrategy` and a `ClientStrategy`. The server half says which model a client
 starts from and which models its update goes into, which layers travel, and by which `Rule` updates become new layers.
 The client half says how a client merges what it receives with what it kept, what it keeps, and what it sends. What is
 not said is as in federated averaging. `server_app.round.Round` makes rounds of it.
@@ -21,7 +21,7 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.state import GLOBAL, Model, ServerState
 
 State = dict[str, torch.Tensor]
-TrainWith = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
+TrainAgain = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
 
 
 class Rule(Protocol):
@@ -66,7 +66,7 @@ class Travels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circumstances:
+class StrategyContext:
     """What an algorithm may refuse to work with.
 
     Attributes
@@ -101,7 +101,7 @@ class Circumstances:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A round that is done, as `ServerHalf.conclude` sees it.
+    """A round that is done, as `ServerStrategy.conclude` sees it.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ class Outcome:
     represent: Callable[[Layers], torch.Tensor]
 
 
-class ServerHalf:
+class ServerStrategy:
     """The server half of an algorithm; this one has one model, which all clients exchange as a whole.
 
     Parameters
@@ -156,7 +156,7 @@ class ServerHalf:
     def candidates(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
         """Names of the models of which a client chooses its start; it takes the first if it cannot tell.
 
-        Of several it receives all, as wholes, and `ClientHalf.choose` chooses.
+        Of several it receives all, as wholes, and `ClientStrategy.choose` chooses.
         """
         return (self.start_of(state, round, client),)
 
@@ -231,7 +231,7 @@ class ServerHalf:
         """Whether a memory that a checkpoint holds is one that `conclude` makes; the file may be another's."""
         return not memory
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         """Refuse circumstances by an `InputError`, and take from them what the algorithm must know; comes first."""
 
     def draw(self, folder: Path) -> None:
@@ -242,8 +242,8 @@ class ServerHalf:
         return replace(usual, needs=self.rule(1).needs)
 
 
-class OwnPictures(Protocol):
-    """A client's own pictures, for `ClientHalf.choose`; what is drawn of them is the same at every call."""
+class LocalData(Protocol):
+    """A client's own pictures, for `ClientStrategy.choose`; what is drawn of them is the same at every call."""
 
     def represent(self, method: SSLMethod, number: int) -> torch.Tensor:
         """What the encoder makes of at most so many, float32 ``(n, feature_dim)``, on the CPU."""
@@ -254,7 +254,7 @@ class OwnPictures(Protocol):
         ...
 
 
-class ClientHalf:
+class ClientStrategy:
     """The client half of an algorithm; this one takes what it receives, and keeps what the method keeps.
 
     Attributes
@@ -265,7 +265,7 @@ class ClientHalf:
 
     trainings: int = 1
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: OwnPictures) -> int:
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: LocalData) -> int:
         """The place of the plan that the client follows, among several that differ in their layers only.
 
         The first is the one to take if the client cannot tell. The method is left as it happens to be.
@@ -277,7 +277,7 @@ class ClientHalf:
 
         ``state`` is what `keep` returned last; None: the client kept nothing yet.
         """
-        return start_from(method, {**plan.layers, **as_layers(state or {}, method)})
+        return start_from(method, {**plan.layers, **layers_in_state(state or {}, method)})
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         """What the client keeps until its next participation; called after training, before `send`.
@@ -288,7 +288,7 @@ class ClientHalf:
         """
         return copies(method, kept_names(method))
 
-    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainWith) -> State:
+    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
         """Train what the client has beside the model that it sends; what is returned is kept beside `keep`'s.
 
         Called after training, before `keep`; the method is left as it was found. ``state`` is what `load` was given.
@@ -304,9 +304,9 @@ class ClientHalf:
 
     def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         """The layers that the client sends back; they may be taken out of the model."""
-        return take_layers(method, sent_names(method, plan))
+        return take_layers(method, upload_names_of(method, plan))
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         """Refuse circumstances by an `InputError`."""
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
@@ -319,15 +319,15 @@ class FedSSLStrategy:
 
     Parameters
     ----------
-    server : ServerHalf
-    client : ClientHalf, optional
+    server : ServerStrategy
+    client : ClientStrategy, optional
         None: that of federated averaging.
     """
 
-    def __init__(self, server: ServerHalf, client: ClientHalf | None = None) -> None:
-        self.server, self.client = server, client or ClientHalf()
+    def __init__(self, server: ServerStrategy, client: ClientStrategy | None = None) -> None:
+        self.server, self.client = server, client or ClientStrategy()
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         """Refuse circumstances that the algorithm cannot work with; raises `InputError`."""
         self.server.check(circumstances)
         self.client.check(circumstances)
@@ -345,11 +345,11 @@ class FedSSLStrategy:
         )
 
 
-def sent_names(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
+def upload_names_of(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
     """Names under which a client sends layers."""
     return tuple(travelling_names(method)) if plan.up is None else plan.up
 
 
-def as_layers(state: State, method: SSLMethod) -> Layers:
+def layers_in_state(state: State, method: SSLMethod) -> Layers:
     """What of a client's state are layers of the method."""
     return {name: value.numpy() for name, value in state.items() if name in method.tensors}

@@ -11,9 +11,10 @@ from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, load_layers
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientHalf, OwnPictures, State, Travels
+from strategies.base import ClientStrategy, LocalData, State, Travels
 
-OWN = "own."  # in a client's state, before the names of its encoder's layers as its last training left them
+# In a client's state, before the names of its encoder's layers as its last training left them.
+LAST_ENCODER_PREFIX = "own."
 
 
 def feature_distance(z1: torch.Tensor, z2: torch.Tensor) -> float:
@@ -24,7 +25,7 @@ def feature_distance(z1: torch.Tensor, z2: torch.Tensor) -> float:
     return -float(F.cosine_similarity(z1.double(), z2.double(), dim=1).mean())
 
 
-def nearest(distances: Sequence[float]) -> int:
+def argmin(distances: Sequence[float]) -> int:
     """The place of the smallest distance, the first of equals; what is no number is the farthest."""
     return min(range(len(distances)), key=lambda place: (math.isnan(distances[place]), distances[place]))
 
@@ -34,7 +35,7 @@ def encoder_names(plan: TrainPlan) -> list[str]:
     return [name for name in plan.layers if name.startswith("encoder.")]
 
 
-class ByFeatures(ClientHalf):
+class SelectByFeatures(ClientStrategy):
     """A client that takes the model whose representations of its pictures are nearest to those of its own last model.
 
     Parameters
@@ -46,8 +47,12 @@ class ByFeatures(ClientHalf):
     def __init__(self, *, pictures: int) -> None:
         self.pictures = pictures
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: OwnPictures) -> int:
-        own = {name.removeprefix(OWN): value.numpy() for name, value in (state or {}).items() if name.startswith(OWN)}
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: LocalData) -> int:
+        own = {
+            name.removeprefix(LAST_ENCODER_PREFIX): value.numpy()
+            for name, value in (state or {}).items()
+            if name.startswith(LAST_ENCODER_PREFIX)
+        }
         if not own:
             return 0
         encoders = [{name: plan.layers[name] for name in encoder_names(plan)} for plan in plans]
@@ -58,19 +63,22 @@ class ByFeatures(ClientHalf):
         for encoder in encoders:
             load_layers(method, encoder)
             distances.append(feature_distance(mine, pictures.represent(method, self.pictures)))
-        return nearest(distances)
+        return argmin(distances)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         kept = super().keep(method, plan, start=start, state=state)
         if not plan.others:
             return kept
-        return {**kept, **{f"{OWN}{name}": value for name, value in copies(method, encoder_names(plan)).items()}}
+        return {
+            **kept,
+            **{f"{LAST_ENCODER_PREFIX}{name}": value for name, value in copies(method, encoder_names(plan)).items()},
+        }
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, stays=", ".join([*method.kept, "own encoder"]))
 
 
-class ByLoss(ClientHalf):
+class SelectByLoss(ClientStrategy):
     """A client that takes the model with the smallest training loss on its pictures (IFCA, Ghosh et al. 2020).
 
     Parameters
@@ -82,9 +90,9 @@ class ByLoss(ClientHalf):
     def __init__(self, *, pictures: int) -> None:
         self.pictures = pictures
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: OwnPictures) -> int:
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: LocalData) -> int:
         losses = []
         for plan in plans:
             self.load(method, plan, state)
             losses.append(pictures.loss(method, self.pictures))
-        return nearest(losses)
+        return argmin(losses)

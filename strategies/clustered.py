@@ -12,20 +12,20 @@ training mode; Briggs et al. cut their tree at a distance, here it is cut into s
 from collections.abc import Callable, Mapping
 
 from fedssl.errors import InputError
-from strategies.base import ClientHalf, FedSSLStrategy, ServerHalf
-from strategies.choosing import ByLoss
-from strategies.clusters import ChosenByClients, SortedOnce
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
+from strategies.choosing import SelectByLoss
+from strategies.clusters import ClientAssignedClusters, OneShotClusters
 from strategies.eua import EUA
 from strategies.featarc import check_pictures
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
-from strategies.loss import Loss
+from strategies.loss import LossWeighted
 from strategies.m_dawa import MDAWA
 from strategies.robust import Median
-from strategies.weighted_sum import one_of
+from strategies.weighted_sum import check_choice
 
 WEIGHTED: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA, "m_dawa": MDAWA}
-OTHERS: Mapping[str, Callable[..., FedSSLStrategy]] = {"eua": EUA, "loss": Loss, "median": Median}
+OTHERS: Mapping[str, Callable[..., FedSSLStrategy]] = {"eua": EUA, "loss": LossWeighted, "median": Median}
 CHOICES = ("loss", "weights")
 
 
@@ -63,20 +63,23 @@ class Clustered(FedSSLStrategy):
         pictures: int = 512,
         after: int = 1,
     ) -> None:
-        one_of("strategy.choose_by", choose_by, CHOICES)
+        check_choice("strategy.choose_by", choose_by, CHOICES)
         check_pictures(pictures)
-        server: ServerHalf
-        client: ClientHalf | None = None
+        server: ServerStrategy
+        client: ClientStrategy | None = None
         if choose_by == "weights":
-            server = SortedOnce(within(rule, weighting), clusters=clusters, after=after)
+            server = OneShotClusters(within(rule, weighting), clusters=clusters, after=after)
         else:
-            server, client = ChosenByClients(within(rule, weighting), clusters=clusters), ByLoss(pictures=pictures)
+            server, client = (
+                ClientAssignedClusters(within(rule, weighting), clusters=clusters),
+                SelectByLoss(pictures=pictures),
+            )
         super().__init__(server, client)
 
 
-def within(rule: str, weighting: str | None) -> ServerHalf:
+def within(rule: str, weighting: str | None) -> ServerStrategy:
     """The server half of the rule of this name; raises `InputError` if there is none, or it has no such weighting."""
-    one_of("strategy.rule", rule, (*WEIGHTED, *OTHERS))
+    check_choice("strategy.rule", rule, (*WEIGHTED, *OTHERS))
     if weighting is None:
         return {**WEIGHTED, **OTHERS}[rule]().server
     if rule not in WEIGHTED:

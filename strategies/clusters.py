@@ -13,20 +13,20 @@ from sklearn.cluster import AgglomerativeClustering
 
 from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from strategies.base import Circumstances, Outcome, Rule, ServerHalf, Travels
-from strategies.choosing import feature_distance, nearest
+from strategies.base import Outcome, Rule, ServerStrategy, StrategyContext, Travels
+from strategies.choosing import argmin, feature_distance
 from strategies.gram import deviation_gram
 from strategies.state import GLOBAL, Model, ServerState
 
-MEMBERS = "members"  # in the server's memory: which model each client belongs to
+ASSIGNMENTS = "members"  # in the server's memory: which model each client belongs to
 
 
-class Clusters(ServerHalf):
+class Clusters(ServerStrategy):
     """Several models; subclasses say how clients come to one.
 
     Parameters
     ----------
-    within : ServerHalf
+    within : ServerStrategy
         The server half of the algorithm that is at work in each cluster.
     clusters : int
         C, at least 1.
@@ -37,14 +37,14 @@ class Clusters(ServerHalf):
         ``clusters`` is below 1.
     """
 
-    def __init__(self, within: ServerHalf, *, clusters: int) -> None:
+    def __init__(self, within: ServerStrategy, *, clusters: int) -> None:
         if clusters < 1:
             raise InputError(f"strategy.clusters={clusters} must be at least 1")
         self.within = within
         self.names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
 
     def start_of(self, state: ServerState, round: int, client: int) -> str:
-        members: Mapping[int, str] = state.memory.get(MEMBERS, {})
+        members: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
         return members.get(client, self.names[client % len(self.names)])
 
     def rule(self, round: int, name: str = GLOBAL) -> Rule:
@@ -71,20 +71,20 @@ class Clusters(ServerHalf):
         """The memory with these clients' models in it, and what the log has of it: the clients of each model."""
         if len(self.names) == 1:
             return state.memory, {}
-        before: Mapping[int, str] = state.memory.get(MEMBERS, {})
+        before: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
         members = {name: sorted(client for client in found if found[client] == name) for name in self.names}
         moved = sum(self.start_of(state, state.round, client) != name for client, name in found.items())
-        return {MEMBERS: {**before, **found}}, {"clusters": members, "changed_cluster": moved}
+        return {ASSIGNMENTS: {**before, **found}}, {"clusters": members, "changed_cluster": moved}
 
     def recalls(self, memory: Mapping[str, Any]) -> bool:
-        members = memory.get(MEMBERS, {})
+        members = memory.get(ASSIGNMENTS, {})
         return (
-            memory.keys() <= {MEMBERS}
+            memory.keys() <= {ASSIGNMENTS}
             and isinstance(members, dict)
             and all(isinstance(client, int) and name in self.names for client, name in members.items())
         )
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         self.within.check(circumstances)
         clusters, clients = len(self.names), circumstances.num_clients
         if clusters > clients:
@@ -108,7 +108,7 @@ class Clusters(ServerHalf):
         return self.within.travels(usual)
 
 
-class ChosenByClients(Clusters):
+class ClientAssignedClusters(Clusters):
     """Every client receives all models and chooses; the one that it chose last comes first."""
 
     def candidates(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
@@ -122,10 +122,10 @@ class ChosenByClients(Clusters):
         return replace(usual, down=f"{usual.down} of all {len(self.names)} models", up=f"{usual.up}, model chosen")
 
 
-class ChosenByServer(Clusters):
+class ServerAssignedClusters(Clusters):
     """The server compares what clients' models make of its own pictures with what the new models make of them."""
 
-    def __init__(self, within: ServerHalf, *, clusters: int, pictures: int) -> None:
+    def __init__(self, within: ServerStrategy, *, clusters: int, pictures: int) -> None:
         super().__init__(within, clusters=clusters)
         self.pictures = pictures if clusters > 1 else 0
 
@@ -137,10 +137,10 @@ class ChosenByServer(Clusters):
         for client, names in outcome.into.items():
             # A client stays with its model if another is only as near.
             order = [names[0], *(name for name in views if name != names[0])]
-            found[client] = order[nearest([feature_distance(outcome.seen[client], views[name]) for name in order])]
+            found[client] = order[argmin([feature_distance(outcome.seen[client], views[name]) for name in order])]
         return self._with(found, state)
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         super().check(circumstances)
         if self.pictures and not circumstances.pictures:
             raise InputError(
@@ -149,7 +149,7 @@ class ChosenByServer(Clusters):
             )
 
 
-class SortedOnce(Clusters):
+class OneShotClusters(Clusters):
     """The updates of one round are divided by the angles between them; clients stay where they are from then on.
 
     Until then all train the first model. A client that joins later goes to the model that most belong to.
@@ -160,29 +160,29 @@ class SortedOnce(Clusters):
         The round.
     """
 
-    def __init__(self, within: ServerHalf, *, clusters: int, after: int) -> None:
+    def __init__(self, within: ServerStrategy, *, clusters: int, after: int) -> None:
         super().__init__(within, clusters=clusters)
         if after < 1:
             raise InputError(f"strategy.after={after} must be the number of a round, from 1 on")
         self.after = after
 
     def start_of(self, state: ServerState, round: int, client: int) -> str:
-        members: Mapping[int, str] = state.memory.get(MEMBERS, {})
+        members: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
         if client in members:
             return members[client]
         return max(self.names, key=list(members.values()).count)
 
     def sorts(self, state: ServerState, round: int) -> tuple[str, ...]:
-        return self.names if len(self.names) > 1 and round >= self.after and MEMBERS not in state.memory else ()
+        return self.names if len(self.names) > 1 and round >= self.after and ASSIGNMENTS not in state.memory else ()
 
     def sort(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
-        places = by_angle(list(ways.values()), clusters=len(self.names))
+        places = cluster_by_cosine(list(ways.values()), clusters=len(self.names))
         return {client: self.names[place] for client, place in zip(ways, places, strict=True)}
 
     def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
         return super().conclude(state, outcome) if outcome.round >= self.after else (state.memory, {})
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         super().check(circumstances)
         asked, clients = circumstances.clients_per_round, circumstances.num_clients - circumstances.newcomers
         if len(self.names) == 1:
@@ -199,7 +199,7 @@ class SortedOnce(Clusters):
             )
 
 
-def by_angle(ways: Sequence[Layers], *, clusters: int) -> list[int]:
+def cluster_by_cosine(ways: Sequence[Layers], *, clusters: int) -> list[int]:
     """Divide updates by average linkage on 1 - cosine (Briggs et al., IJCNN 2020, arXiv 2004.11791).
 
     Parameters

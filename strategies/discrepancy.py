@@ -10,12 +10,12 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.weighted_sum import WeightedSum
 
 
-def can_wait(name: str, array: np.ndarray) -> bool:
+def is_deferrable(name: str, array: np.ndarray) -> bool:
     """Whether a layer may be averaged every phi rounds: a weight, but no bias and no part of a normalisation."""
     return is_weight(name, array) and array.ndim >= 2
 
 
-class MeasuredSum:
+class DiscrepancySum:
     """A weighted sum that also measures how far the clients are from the average, layer by layer.
 
     Parameters
@@ -40,7 +40,7 @@ class MeasuredSum:
     def start(self, global_layers: GlobalLayers) -> None:
         """Begin a round."""
         self._global = global_layers
-        self._squares = {name: 0.0 for name, array in global_layers.layers.items() if can_wait(name, array)}
+        self._squares = {name: 0.0 for name, array in global_layers.layers.items() if is_deferrable(name, array)}
         self._weights = 0.0
         self._sum.start(global_layers)
 

@@ -27,11 +27,11 @@ import torch
 from fedssl.arrays import ROW, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, Rule, ServerHalf
+from strategies.base import FedSSLStrategy, Rule, ServerStrategy
 from strategies.gram import deviation_gram
 from strategies.min_norm import min_norm_weights
 from strategies.state import Model
-from strategies.weighted_sum import WeightedSum, check_all, one_of
+from strategies.weighted_sum import WeightedSum, check_choice, check_updates
 
 DEVIATIONS = ("log", "unit")
 STEPS = ("normalized", "constant")
@@ -94,7 +94,7 @@ def _length(coefficients: np.ndarray, gram: np.ndarray, lengths: np.ndarray) -> 
     return float(np.sqrt(square)) if square > _CANCELLED * (coefficients @ lengths) ** 2 else 0.0
 
 
-class EUARule:
+class EUAAggregator:
     """EUA for one round at a time. It keeps references to all updates: what d is depends on every one of them.
 
     Parameters
@@ -114,8 +114,8 @@ class EUARule:
     needs: tuple[str, ...] = ()
 
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
-        self.deviation = one_of("strategy.deviation", deviation, DEVIATIONS)
-        self.step = one_of("strategy.step", step, STEPS)
+        self.deviation = check_choice("strategy.deviation", deviation, DEVIATIONS)
+        self.step = check_choice("strategy.step", step, STEPS)
         if not 0 < server_lr < np.inf:
             raise InputError(f"strategy.server_lr={server_lr} must be positive; 1 moves as far as the clients' mean")
         self.server_lr = server_lr
@@ -214,10 +214,10 @@ def eua(
     InputError
         No updates, an unknown option, or a layer that does not fit or has values that are not finite.
     """
-    rule = EUARule(deviation=deviation, step=step, server_lr=server_lr)
+    rule = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
     reference = GlobalLayers(global_layers)
     rule.start(reference)
-    check_all(reference, updates)
+    check_updates(reference, updates)
     for update in sorted(updates, key=lambda update: update.partition_id):
         cosines = reference.compare(update.layers)
         if not cosines.finite:
@@ -226,13 +226,13 @@ def eua(
     return rule.finish()
 
 
-class UnifiedServer(ServerHalf):
+class EUAServer(ServerStrategy):
     """A server that records what EUA found, see `EUA`."""
 
     def remember(
         self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        assert isinstance(rule, EUARule)
+        assert isinstance(rule, EUAAggregator)
         found = rule.solution
         weights = {str(client): float(p) for client, p in zip(rule.clients, found.weights, strict=True)}
         return model.memory, {
@@ -250,4 +250,4 @@ class EUA(FedSSLStrategy):
     """
 
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
-        super().__init__(UnifiedServer(partial(EUARule, deviation=deviation, step=step, server_lr=server_lr)))
+        super().__init__(EUAServer(partial(EUAAggregator, deviation=deviation, step=step, server_lr=server_lr)))

@@ -26,23 +26,23 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
-    Circumstances,
-    ClientHalf,
+    ClientStrategy,
     FedSSLStrategy,
     Rule,
-    ServerHalf,
+    ServerStrategy,
     State,
+    StrategyContext,
     Travels,
-    as_layers,
-    sent_names,
+    layers_in_state,
+    upload_names_of,
 )
-from strategies.discrepancy import MeasuredSum
+from strategies.discrepancy import DiscrepancySum
 from strategies.fedavg import mean
 from strategies.state import GLOBAL, Model
 from strategies.weighted_sum import WeightedSum
 
 
-def intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, int], *, phi: int) -> dict[str, int]:
+def averaging_intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, int], *, phi: int) -> dict[str, int]:
     """Rounds between two averages of each layer.
 
     Parameters
@@ -74,7 +74,7 @@ def intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, int], *, phi
     return result
 
 
-class Intervals(ServerHalf):
+class EUCServer(ServerStrategy):
     """A server with an interval for each layer, see the module.
 
     A model's memory has the ``intervals`` of layers that wait, from the first adjustment on, and the round in which
@@ -99,10 +99,10 @@ class Intervals(ServerHalf):
         self.interval = interval
         super().__init__(mean(weighting))
 
-    def rule(self, round: int, name: str = GLOBAL) -> WeightedSum | MeasuredSum:
+    def rule(self, round: int, name: str = GLOBAL) -> WeightedSum | DiscrepancySum:
         total = self._make_rule()
         assert isinstance(total, WeightedSum)
-        return MeasuredSum(total) if self._adjusts(round) else total
+        return DiscrepancySum(total) if self._adjusts(round) else total
 
     def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
         waits = model.memory.get("intervals", {})
@@ -132,9 +132,9 @@ class Intervals(ServerHalf):
         intervals_now = dict(model.memory.get("intervals", {}))
         averaged = {**model.memory.get("averaged", {}), **dict.fromkeys(names, round)}
         if self._adjusts(round):  # all layers were averaged
-            assert isinstance(rule, MeasuredSum)
+            assert isinstance(rule, DiscrepancySum)
             per_round = {name: d / intervals_now.get(name, 1) for name, d in rule.discrepancy.items()}
-            new = intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
+            new = averaging_intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
             if new != {name: intervals_now.get(name, 1) for name in new}:
                 findings["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
             intervals_now = new
@@ -146,7 +146,7 @@ class Intervals(ServerHalf):
             for numbers in memory.values()
         )
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         if self.interval > 1 and circumstances.clients_per_round < 2:
             raise InputError(
                 "strategy=euc compares the clients of a round but "
@@ -167,26 +167,26 @@ class Intervals(ServerHalf):
         return self.interval > 1 and round % self.interval == 0
 
 
-class UnsyncedClient(ClientHalf):
+class EUCClient(ClientStrategy):
     """A client that goes on with its own weights where it receives none, and keeps those that it does not send."""
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, stays=", ".join(["layers that are not averaged in the round", *method.kept]))
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
-        return start_from(method, as_layers(state or {}, method) | plan.layers)
+        return start_from(method, layers_in_state(state or {}, method) | plan.layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
-        sent = sent_names(method, plan)
+        sent = upload_names_of(method, plan)
         return copies(method, [*kept_names(method), *(name for name in travelling_names(method) if name not in sent)])
 
 
 class EUC(FedSSLStrategy):
-    """Averaging with an interval for each layer; ``interval`` and ``weighting`` as in `Intervals`."""
+    """Averaging with an interval for each layer; ``interval`` and ``weighting`` as in `EUCServer`."""
 
     def __init__(self, *, interval: int = 2, weighting: str = "uniform") -> None:
         super().__init__(
-            Intervals(interval=interval, weighting=weighting), UnsyncedClient() if interval > 1 else ClientHalf()
+            EUCServer(interval=interval, weighting=weighting), EUCClient() if interval > 1 else ClientStrategy()
         )
 
 

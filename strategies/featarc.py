@@ -16,11 +16,11 @@ its own, so that one model travels down and not C.
 """
 
 from fedssl.errors import InputError
-from strategies.base import FedSSLStrategy, ServerHalf
-from strategies.choosing import ByFeatures
-from strategies.clusters import ChosenByClients, ChosenByServer
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.choosing import SelectByFeatures
+from strategies.clusters import ClientAssignedClusters, ServerAssignedClusters
 from strategies.fedavg import mean
-from strategies.weighted_sum import one_of
+from strategies.weighted_sum import check_choice
 
 PLACES = ("client", "server")
 
@@ -48,13 +48,13 @@ class FeatARC(FedSSLStrategy):
     def __init__(
         self, *, clusters: int = 2, assign_at: str = "client", pictures: int = 512, weighting: str = "uniform"
     ) -> None:
-        one_of("strategy.assign_at", assign_at, PLACES)
+        check_choice("strategy.assign_at", assign_at, PLACES)
         check_pictures(pictures)
-        within = ServerHalf(mean(weighting))
+        within = ServerStrategy(mean(weighting))
         if assign_at == "server":
-            super().__init__(ChosenByServer(within, clusters=clusters, pictures=pictures))
+            super().__init__(ServerAssignedClusters(within, clusters=clusters, pictures=pictures))
         else:
-            super().__init__(ChosenByClients(within, clusters=clusters), ByFeatures(pictures=pictures))
+            super().__init__(ClientAssignedClusters(within, clusters=clusters), SelectByFeatures(pictures=pictures))
 
 
 def check_pictures(pictures: int) -> None:

@@ -9,8 +9,8 @@ from functools import partial
 
 from fedssl.arrays import Layers
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, ServerHalf
-from strategies.weighted_sum import WeightedSum, one_of, weighted_sum
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.weighted_sum import WeightedSum, check_choice, weighted_sum
 
 WEIGHTINGS = ("examples", "uniform")
 
@@ -44,9 +44,9 @@ class FedAvg(FedSSLStrategy):
     """Federated averaging; see `fedavg`."""
 
     def __init__(self, *, weighting: str = "examples") -> None:
-        super().__init__(ServerHalf(mean(weighting)))
+        super().__init__(ServerStrategy(mean(weighting)))
 
 
 def mean(weighting: str) -> Callable[[], WeightedSum]:
     """Makes rules that average; raises `InputError` for an unknown weighting."""
-    return partial(WeightedSum, weighting=one_of("strategy.weighting", weighting, WEIGHTINGS))
+    return partial(WeightedSum, weighting=check_choice("strategy.weighting", weighting, WEIGHTINGS))

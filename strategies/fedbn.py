@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, part_of
 from fedssl.wire.messages import TrainPlan
-from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, State, StrategyContext, Travels
 from strategies.fedavg import mean
 
 
@@ -30,10 +30,10 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
     ]
 
 
-class OwnBatchNorm(ClientHalf):
+class FedBNClient(ClientStrategy):
     """A client that keeps its batch normalisation."""
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         if not batch_norm_names(circumstances.method):
             raise InputError("strategy=fedbn but the model has no batch normalisation; use strategy=fedavg")
 
@@ -49,4 +49,4 @@ class FedBN(FedSSLStrategy):
     """Federated averaging in which every client keeps its own batch normalisation; parameters as in `FedAvg`."""
 
     def __init__(self, *, weighting: str = "examples") -> None:
-        super().__init__(ServerHalf(mean(weighting)), OwnBatchNorm())
+        super().__init__(ServerStrategy(mean(weighting)), FedBNClient())

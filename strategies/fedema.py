@@ -10,7 +10,7 @@ global model.
 As in the authors' code:
 
 - d is the mean distance of the convolution kernels after training from those before it (without convolutions: of all
-  that is trained of the encoder, see `strategies.distance`); the paper compares the client's trained weights with the
+  that is trained of the encoder, see `strategies.encoder_divergence`); the paper compares the client's trained weights with the
   global ones that it receives next;
 - running statistics of encoder and projector come from the global model, those of the predictor from the side with the
   larger share. Counters go with them and are never mixed.
@@ -30,10 +30,19 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, start_from
 from fedssl.wire.messages import TrainPlan
-from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, ServerHalf, State, Travels, as_layers, sent_names
-from strategies.distance import DISTANCES, compared, moved
+from strategies.base import (
+    ClientStrategy,
+    FedSSLStrategy,
+    ServerStrategy,
+    State,
+    StrategyContext,
+    Travels,
+    layers_in_state,
+    upload_names_of,
+)
+from strategies.encoder_divergence import DISTANCES, distance_names, encoder_divergence
 from strategies.fedavg import mean
-from strategies.weighted_sum import one_of
+from strategies.weighted_sum import check_choice
 
 LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # names in a client's state that are no layers
 
@@ -64,7 +73,7 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
     return blended
 
 
-class MixingClient(ClientHalf):
+class FedEMAClient(ClientStrategy):
     """FedEMA's client half.
 
     Parameters
@@ -73,7 +82,7 @@ class MixingClient(ClientHalf):
         Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
         global ones.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.distance`.
+        d, see `strategies.encoder_divergence`.
 
     Raises
     ------
@@ -85,10 +94,10 @@ class MixingClient(ClientHalf):
         if tau < 0:
             raise InputError(f"strategy.tau={tau} must not be negative; FedEMA uses 0.7, 0 takes the global weights")
         self.tau = tau
-        self.distance = one_of("strategy.distance", distance, DISTANCES)
+        self.distance = check_choice("strategy.distance", distance, DISTANCES)
 
-    def check(self, circumstances: Circumstances) -> None:
-        compared(circumstances.method, distance=self.distance)
+    def check(self, circumstances: StrategyContext) -> None:
+        distance_names(circumstances.method, distance=self.distance)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, stays=", ".join([f"own weights of {usual.down}", *method.kept, "distance and lambda"]))
@@ -97,13 +106,13 @@ class MixingClient(ClientHalf):
         layers = plan.layers
         if state is not None:
             mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
-            mine = {*sent_names(method, plan), *kept_names(method)}  # not the stages frozen since
-            own = {name: array for name, array in as_layers(state, method).items() if name in mine}
+            mine = {*upload_names_of(method, plan), *kept_names(method)}  # not the stages frozen since
+            own = {name: array for name, array in layers_in_state(state, method).items() if name in mine}
             layers = blend(plan.layers, own, mu=mu)
         return start_from(method, layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
-        distance = moved(method, start, distance=self.distance)
+        distance = encoder_divergence(method, start, distance=self.distance)
         if not math.isfinite(distance):
             return {}  # training failed: the client goes on from what it kept before
         new = {DISTANCE: torch.tensor(distance, dtype=torch.float64)}
@@ -111,7 +120,7 @@ class MixingClient(ClientHalf):
             new[LAMBDA] = state[LAMBDA]
         elif distance > 0:
             new[LAMBDA] = torch.tensor(self.tau / distance, dtype=torch.float64)
-        layers = {name: plan.layers[name] for name in sent_names(method, plan)}
+        layers = {name: plan.layers[name] for name in upload_names_of(method, plan)}
         mixed = [name for name, array in layers.items() if is_weight(name, array) or name.startswith("predictor.")]
         return new | copies(method, [*mixed, *kept_names(method)])
 
@@ -124,10 +133,10 @@ class FedEMA(FedSSLStrategy):
     weighting : {"examples", "uniform"}
         As in `FedAvg`.
     tau : float
-        As in `MixingClient`.
+        As in `FedEMAClient`.
     distance : str
-        As in `MixingClient`.
+        As in `FedEMAClient`.
     """
 
     def __init__(self, *, weighting: str = "examples", tau: float = 0.7, distance: str = "mean_conv_l2") -> None:
-        super().__init__(ServerHalf(mean(weighting)), MixingClient(tau=tau, distance=distance))
+        super().__init__(ServerStrategy(mean(weighting)), FedEMAClient(tau=tau, distance=distance))

@@ -31,24 +31,24 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, start_from, take_layers, travelling_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
-    Circumstances,
-    ClientHalf,
+    ClientStrategy,
     FedSSLStrategy,
-    ServerHalf,
+    ServerStrategy,
     State,
+    StrategyContext,
     Travels,
-    as_layers,
-    sent_names,
+    layers_in_state,
+    upload_names_of,
 )
-from strategies.distance import DISTANCES, compared, moved
+from strategies.encoder_divergence import DISTANCES, distance_names, encoder_divergence
 from strategies.fedavg import mean
-from strategies.weighted_sum import one_of
+from strategies.weighted_sum import check_choice
 
-TAKE_GLOBAL, DISTANCE = "dapu.global", "dapu.distance"  # names in a client's state that are no layers
+USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # names in a client's state that are no layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialUpdate:
+class FedUOptions:
     """What a client of FedU sends and takes.
 
     Attributes
@@ -60,7 +60,7 @@ class PartialUpdate:
     predictor : {"dapu", "global", "local"}
         "global": the received one. "local": as this client left it. "dapu": global if d < ``predictor_threshold``.
     distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.distance`.
+        d, see `strategies.encoder_divergence`.
     predictor_threshold : float
         mu of Eq. 3, in the unit of d; 0: always local.
     """
@@ -72,10 +72,10 @@ class PartialUpdate:
     predictor_threshold: float = 0.4
 
     def __post_init__(self) -> None:
-        one_of("strategy.aggregate", self.aggregate, ("online", "target"))
-        one_of("strategy.update", self.update, ("online", "target", "both"))
-        one_of("strategy.predictor", self.predictor, ("dapu", "global", "local"))
-        one_of("strategy.distance", self.distance, DISTANCES)
+        check_choice("strategy.aggregate", self.aggregate, ("online", "target"))
+        check_choice("strategy.update", self.update, ("online", "target", "both"))
+        check_choice("strategy.predictor", self.predictor, ("dapu", "global", "local"))
+        check_choice("strategy.distance", self.distance, DISTANCES)
         if self.predictor_threshold < 0:
             raise InputError(
                 f"strategy.predictor_threshold={self.predictor_threshold} must not be negative; "
@@ -83,18 +83,18 @@ class PartialUpdate:
             )
 
 
-class FedUClient(ClientHalf):
+class FedUClient(ClientStrategy):
     """FedU's client half.
 
     Parameters
     ----------
-    options : PartialUpdate
+    options : FedUOptions
     """
 
-    def __init__(self, options: PartialUpdate) -> None:
+    def __init__(self, options: FedUOptions) -> None:
         self.options = options
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         method, options = circumstances.method, self.options
         kind = type(method).__name__
         if not _targets(method) and (options.aggregate, options.update) != ("online", "online"):
@@ -118,7 +118,7 @@ class FedUClient(ClientHalf):
                 "neither; set strategy.predictor=global"
             )
         if options.predictor == "dapu":
-            compared(method, distance=options.distance)
+            distance_names(method, distance=options.distance)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         options, sources = self.options, self._sources(method, travelling_names(method))
@@ -138,26 +138,28 @@ class FedUClient(ClientHalf):
         if state is not None:
             if self.options.update != "online":
                 layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
-            mine = self._own(method, sent_names(method, plan), local_head=True)  # not the stages frozen since
-            layers |= {name: array for name, array in as_layers(state, method).items() if name in mine}
+            mine = self._own(method, upload_names_of(method, plan), local_head=True)  # not the stages frozen since
+            layers |= {name: array for name, array in layers_in_state(state, method).items() if name in mine}
         return start_from(method, layers)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         options = self.options
         if options.predictor != "dapu":
-            return copies(method, self._own(method, sent_names(method, plan), local_head=options.predictor == "local"))
-        distance = moved(method, plan.layers, distance=options.distance)
+            return copies(
+                method, self._own(method, upload_names_of(method, plan), local_head=options.predictor == "local")
+            )
+        distance = encoder_divergence(method, plan.layers, distance=options.distance)
         if not math.isfinite(distance):
             return {}  # training failed: the client goes on from what it kept before
         take_global = distance < options.predictor_threshold  # Eq. 3
         decision = {
-            TAKE_GLOBAL: torch.tensor(take_global),
+            USE_GLOBAL_PREDICTOR: torch.tensor(take_global),
             DISTANCE: torch.tensor(distance, dtype=torch.float64),
         }
-        return decision | copies(method, self._own(method, sent_names(method, plan), local_head=not take_global))
+        return decision | copies(method, self._own(method, upload_names_of(method, plan), local_head=not take_global))
 
     def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
-        sources = self._sources(method, sent_names(method, plan))
+        sources = self._sources(method, upload_names_of(method, plan))
         taken = take_layers(method, sources.values())
         return {name: taken[source] for name, source in sources.items()}
 
@@ -175,7 +177,7 @@ class FedUClient(ClientHalf):
 
 
 class FedU(FedSSLStrategy):
-    """Federated averaging with FedU's client half; ``weighting`` as in `FedAvg`, other options in `PartialUpdate`."""
+    """Federated averaging with FedU's client half; ``weighting`` as in `FedAvg`, other options in `FedUOptions`."""
 
     def __init__(
         self,
@@ -187,14 +189,14 @@ class FedU(FedSSLStrategy):
         distance: str = "mean_conv_l2",
         predictor_threshold: float = 0.4,
     ) -> None:
-        options = PartialUpdate(
+        options = FedUOptions(
             aggregate=aggregate,
             update=update,
             predictor=predictor,
             distance=distance,
             predictor_threshold=predictor_threshold,
         )
-        super().__init__(ServerHalf(mean(weighting)), FedUClient(options))
+        super().__init__(ServerStrategy(mean(weighting)), FedUClient(options))
 
 
 def _targets(method: SSLMethod) -> dict[str, str]:

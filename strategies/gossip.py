@@ -23,17 +23,17 @@ import numpy as np
 from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import Circumstances, FedSSLStrategy, Outcome, Rule, ServerHalf, Travels
+from strategies.base import FedSSLStrategy, Outcome, Rule, ServerStrategy, StrategyContext, Travels
 from strategies.state import GLOBAL, ServerState
 from strategies.topology import KINDS, make_graph, metropolis_weights
-from strategies.topology_figure import draw_topology
-from strategies.weighted_sum import WeightedSum, one_of
+from strategies.topology_plot import draw_topology
+from strategies.weighted_sum import WeightedSum, check_choice
 
 if TYPE_CHECKING:
     import networkx as nx
 
 
-class Mixture:
+class NeighborAverage:
     """One client's new model: the weighted sum over itself and those of its neighbours that are there.
 
     Parameters
@@ -72,7 +72,7 @@ class Mixture:
         return self._sum.finish()
 
 
-class Relay(ServerHalf):
+class GossipServer(ServerStrategy):
     """The server half: a model for each client, and a graph that says whose go into it.
 
     The graph is made by `check`, which learns how many clients there are and the seed of the run.
@@ -98,7 +98,7 @@ class Relay(ServerHalf):
         return (start,) if self._star else (start, *(str(other) for other in self._beside(client)))
 
     def rule(self, round: int, name: str = GLOBAL) -> Rule:
-        return WeightedSum() if name == GLOBAL else Mixture(int(name), self._beside(int(name)))
+        return WeightedSum() if name == GLOBAL else NeighborAverage(int(name), self._beside(int(name)))
 
     def stays(self, name: str, clients: Collection[int]) -> bool:
         return name != GLOBAL and int(name) not in clients
@@ -119,7 +119,7 @@ class Relay(ServerHalf):
         assert self._graph is not None
         draw_topology(self._graph, folder / "topology.png")
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         for given, setting in (
             (circumstances.calibrated, "calibration=auxiliary"),
             (circumstances.server_optimizer, "server_optimizer"),
@@ -199,5 +199,5 @@ class Gossip(FedSSLStrategy):
         probability: float | None = None,
         file: str | None = None,
     ) -> None:
-        one_of("strategy.topology", topology, KINDS)
-        super().__init__(Relay(topology, degree=degree, probability=probability, file=file))
+        check_choice("strategy.topology", topology, KINDS)
+        super().__init__(GossipServer(topology, degree=degree, probability=probability, file=file))

@@ -23,9 +23,9 @@ import numpy as np
 from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import Circumstances, FedSSLStrategy, Rule, ServerHalf
+from strategies.base import FedSSLStrategy, Rule, ServerStrategy, StrategyContext
 from strategies.gram import deviation_gram
-from strategies.robust import Collected, checked
+from strategies.robust import BatchAggregator, checked
 from strategies.state import Model
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
@@ -110,7 +110,7 @@ def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
     return np.asarray(np.sort(distances, axis=1)[:, :neighbours].sum(axis=1))
 
 
-class KrumRule(Collected):
+class KrumAggregator(BatchAggregator):
     """Krum for one round; ``malicious`` and ``select`` as in `krum`.
 
     Attributes
@@ -141,12 +141,12 @@ class KrumRule(Collected):
         return weighted_sum(global_layers, chosen, rule=WeightedSum())
 
 
-class KrumServer(ServerHalf):
+class KrumServer(ServerStrategy):
     """The server half of Krum, which records whom it chose."""
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         rule = self._make_rule()
-        assert isinstance(rule, KrumRule)
+        assert isinstance(rule, KrumAggregator)
         if circumstances.clients_per_round < rule.enough:
             raise InputError(
                 f"strategy=krum with malicious={rule.malicious} and select={rule.select} needs clients_per_round of "
@@ -157,7 +157,7 @@ class KrumServer(ServerHalf):
     def remember(
         self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        assert isinstance(rule, KrumRule)
+        assert isinstance(rule, KrumAggregator)
         return model.memory, {"selected": rule.chosen}
 
 
@@ -165,7 +165,7 @@ class Krum(FedSSLStrategy):
     """Krum and Multi-Krum; ``malicious`` and ``select`` as in `krum`. The chosen clients are recorded."""
 
     def __init__(self, *, malicious: int = 1, select: int = 1) -> None:
-        super().__init__(KrumServer(partial(KrumRule, malicious=malicious, select=select)))
+        super().__init__(KrumServer(partial(KrumAggregator, malicious=malicious, select=select)))
 
 
 def _check_krum(malicious: int, select: int) -> None:

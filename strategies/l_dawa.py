@@ -28,9 +28,18 @@ from fedssl.arrays import GlobalLayers, Layers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from strategies.base import Circumstances, ClientHalf, FedSSLStrategy, Rule, ServerHalf, State, TrainWith, Travels
+from strategies.base import (
+    ClientStrategy,
+    FedSSLStrategy,
+    Rule,
+    ServerStrategy,
+    State,
+    StrategyContext,
+    TrainAgain,
+    Travels,
+)
 from strategies.state import GLOBAL
-from strategies.weighted_sum import BUFFERS, WeightedSum, one_of, weighted_sum
+from strategies.weighted_sum import BUFFERS, WeightedSum, check_choice, weighted_sum
 
 
 def l_dawa(
@@ -87,7 +96,7 @@ def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "avera
     }
 
 
-class WarmedUp(ServerHalf):
+class WarmupServer(ServerStrategy):
     """A server whose first rounds are federated averaging weighted by examples.
 
     Parameters
@@ -117,19 +126,19 @@ class WarmedUp(ServerHalf):
         return replace(super().travels(usual), needs=tuple(dict.fromkeys(ever)))
 
 
-class ScaledClient(ClientHalf):
+class LDAWAScalingClient(ClientStrategy):
     """A client that multiplies what it sends by the cosines; all else is as ``client`` does it.
 
     Parameters
     ----------
-    client : ClientHalf
+    client : ClientStrategy
     buffers : {"average", "scale"}
         As in `l_dawa`.
     warmup_rounds : int
         First rounds in which nothing is scaled.
     """
 
-    def __init__(self, client: ClientHalf, *, buffers: str, warmup_rounds: int) -> None:
+    def __init__(self, client: ClientStrategy, *, buffers: str, warmup_rounds: int) -> None:
         self._client, self._buffers, self._warmup_rounds = client, buffers, warmup_rounds
         self.trainings = client.trainings
 
@@ -139,7 +148,7 @@ class ScaledClient(ClientHalf):
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         return self._client.keep(method, plan, start=start, state=state)
 
-    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainWith) -> State:
+    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
         return self._client.train_own(method, plan, state, train=train)
 
     def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
@@ -151,7 +160,7 @@ class ScaledClient(ClientHalf):
             return layers
         return scale_layers(plan.layers, layers, buffers=self._buffers)
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         self._client.check(circumstances)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
@@ -174,7 +183,7 @@ class LDAWA(FedSSLStrategy):
     scale_at : {"server", "client"}
         Who multiplies the layers by their cosines. The global model is the same up to rounding; with "client" the
         cosines in the log are those of the scaled layers, i.e. absolute values.
-    client : ClientHalf, optional
+    client : ClientStrategy, optional
         None: that of federated averaging.
 
     Raises
@@ -191,10 +200,10 @@ class LDAWA(FedSSLStrategy):
         warmup_rounds: int = 0,
         normalize: bool = False,
         scale_at: str = "server",
-        client: ClientHalf | None = None,
+        client: ClientStrategy | None = None,
     ) -> None:
-        one_of("strategy.scale_at", scale_at, ("server", "client"))
-        one_of("strategy.buffers", buffers, BUFFERS)
+        check_choice("strategy.scale_at", scale_at, ("server", "client"))
+        check_choice("strategy.buffers", buffers, BUFFERS)
         if normalize and scale_at == "client":
             raise InputError(
                 "strategy.normalize=true needs the cosines on the server, which strategy.scale_at=client keeps from it;"
@@ -202,7 +211,7 @@ class LDAWA(FedSSLStrategy):
             )
         scale = "layer" if scale_at == "server" else "none"
         rule = partial(WeightedSum, weighting=weighting, scale=scale, buffers=buffers, normalize=normalize)
-        client = client or ClientHalf()
+        client = client or ClientStrategy()
         if scale_at == "client":
-            client = ScaledClient(client, buffers=buffers, warmup_rounds=warmup_rounds)
-        super().__init__(WarmedUp(rule, rounds=warmup_rounds), client)
+            client = LDAWAScalingClient(client, buffers=buffers, warmup_rounds=warmup_rounds)
+        super().__init__(WarmupServer(rule, rounds=warmup_rounds), client)

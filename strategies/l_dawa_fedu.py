@@ -4,12 +4,12 @@ The paper has one sentence on it and there is no published code. With SimCLR, wh
 the projector; see `strategies.fedu`.
 """
 
-from strategies.fedu import FedUClient, PartialUpdate
+from strategies.fedu import FedUClient, FedUOptions
 from strategies.l_dawa import LDAWA
 
 
 class LDAWAFedU(LDAWA):
-    """L-DAWA with FedU's client half; options as in `LDAWA` and `PartialUpdate`."""
+    """L-DAWA with FedU's client half; options as in `LDAWA` and `FedUOptions`."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class LDAWAFedU(LDAWA):
         distance: str = "mean_conv_l2",
         predictor_threshold: float = 0.4,
     ) -> None:
-        options = PartialUpdate(
+        options = FedUOptions(
             aggregate=aggregate,
             update=update,
             predictor=predictor,

@@ -8,18 +8,18 @@ The server holds a model for every client that has taken part, and in a round th
 """
 
 from fedssl.errors import InputError
-from strategies.base import Circumstances, FedSSLStrategy, ServerHalf
+from strategies.base import FedSSLStrategy, ServerStrategy, StrategyContext
 from strategies.state import ServerState
 from strategies.weighted_sum import WeightedSum
 
 
-class OwnModel(ServerHalf):
+class LocalOnlyServer(ServerStrategy):
     """A server with a model per client; the mean of one client's update is the update."""
 
     def start_of(self, state: ServerState, round: int, client: int) -> str:
         return str(client)
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         if circumstances.calibrated:
             raise InputError(
                 "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share "
@@ -36,4 +36,4 @@ class LocalOnly(FedSSLStrategy):
     """Clients that train alone."""
 
     def __init__(self) -> None:
-        super().__init__(OwnModel(WeightedSum))
+        super().__init__(LocalOnlyServer(WeightedSum))

@@ -10,7 +10,7 @@ from functools import partial
 
 from fedssl.arrays import Layers
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, ServerHalf
+from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
@@ -37,8 +37,8 @@ def loss_weighted(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Lay
     return weighted_sum(global_layers, updates, rule=WeightedSum(weighting="loss"))
 
 
-class Loss(FedSSLStrategy):
+class LossWeighted(FedSSLStrategy):
     """Averaging weighted by the clients' losses; see `loss_weighted`."""
 
     def __init__(self) -> None:
-        super().__init__(ServerHalf(partial(WeightedSum, weighting="loss")))
+        super().__init__(ServerStrategy(partial(WeightedSum, weighting="loss")))

@@ -9,7 +9,7 @@ from functools import partial
 
 from fedssl.arrays import Layers
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, ServerHalf
+from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
@@ -42,4 +42,4 @@ class MDAWA(FedSSLStrategy):
     """Model-wise divergence aware weight aggregation; see `m_dawa`. Clients report nothing but their layers."""
 
     def __init__(self, *, buffers: str = "average") -> None:
-        super().__init__(ServerHalf(partial(WeightedSum, scale="model", buffers=buffers)))
+        super().__init__(ServerStrategy(partial(WeightedSum, scale="model", buffers=buffers)))

@@ -30,13 +30,13 @@ from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
 from fedssl.regularizers.base import Regularizer, Step
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientHalf, FedSSLStrategy, ServerHalf, State, TrainWith, Travels
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, State, TrainAgain, Travels
 from strategies.fedavg import mean
 
 PERSONAL = "personal."  # before the names of v_k's layers in a client's state: they are no layers of the method
 
 
-class Coupling(Regularizer):
+class ProximalTo(Regularizer):
     """Proximal term that pulls the trained weights to given layers.
 
     Parameters
@@ -62,7 +62,7 @@ class Coupling(Regularizer):
         return loss + proximal(self._trained, self._there, weight=self._weight)
 
 
-class PersonalClient(ClientHalf):
+class PersonalClient(ClientStrategy):
     """A client with a model of its own.
 
     Parameters
@@ -89,10 +89,10 @@ class PersonalClient(ClientHalf):
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, stays=", ".join([f"a personal model ({usual.down})", *method.kept]))
 
-    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainWith) -> State:
+    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
         found = {name: value.detach().clone() for name, value in method.tensors.items()}
         self.own(method, plan, state)
-        train(Coupling(plan.layers, weight=self.weight))
+        train(ProximalTo(plan.layers, weight=self.weight))
         names = [*travelling_names(method), *kept_names(method)]
         personal = {PERSONAL + name: value for name, value in copies(method, names).items()}
         with torch.no_grad():
@@ -122,4 +122,4 @@ class PerSSL(FedSSLStrategy):
     """
 
     def __init__(self, *, weighting: str = "examples", weight: float = 0.1) -> None:
-        super().__init__(ServerHalf(mean(weighting)), PersonalClient(weight=weight))
+        super().__init__(ServerStrategy(mean(weighting)), PersonalClient(weight=weight))

@@ -20,8 +20,8 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from fedssl.arrays import TILE, Cosines, GlobalLayers, Layers
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import Circumstances, FedSSLStrategy, ServerHalf
-from strategies.weighted_sum import check_all
+from strategies.base import FedSSLStrategy, ServerStrategy, StrategyContext
+from strategies.weighted_sum import check_updates
 
 log = logging.getLogger("fedssl")
 
@@ -75,7 +75,7 @@ def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta
     return _trimmed(global_layers, updates, beta=_share(beta))
 
 
-class Collected:
+class BatchAggregator:
     """A rule that waits for all updates of a round.
 
     Parameters
@@ -109,17 +109,17 @@ class Median(FedSSLStrategy):
     """Median of the clients, number by number; see `median`."""
 
     def __init__(self) -> None:
-        super().__init__(ServerHalf(partial(Collected, median)))
+        super().__init__(ServerStrategy(partial(BatchAggregator, median)))
 
 
-class TrimmedServer(ServerHalf):
+class TrimmedServer(ServerStrategy):
     """The server half of the trimmed mean; ``beta`` as in `trimmed_mean`."""
 
     def __init__(self, *, beta: float) -> None:
         self.beta = _share(beta)
-        super().__init__(partial(Collected, self._combine))
+        super().__init__(partial(BatchAggregator, self._combine))
 
-    def check(self, circumstances: Circumstances) -> None:
+    def check(self, circumstances: StrategyContext) -> None:
         if not int(self.beta * circumstances.clients_per_round):
             raise InputError(
                 f"strategy.beta={self.beta:g} of clients_per_round={circumstances.clients_per_round} is less than one "
@@ -160,7 +160,7 @@ def checked(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[Clie
     """The updates in order of partition id, if they fit the global layers."""
     if not updates:
         raise InputError("no client sent an update; at least one is needed")
-    check_all(GlobalLayers(global_layers), updates)
+    check_updates(GlobalLayers(global_layers), updates)
     return sorted(updates, key=lambda update: update.partition_id)
 
 

@@ -32,7 +32,7 @@ class ServerOptimizer(Protocol):
         ...
 
 
-class Assign:
+class NoServerOptimizer:
     """The aggregated layers as they are."""
 
     steps = False
@@ -41,7 +41,7 @@ class Assign:
         return moments, aggregated
 
 
-class _Moments:
+class _MomentOptimizer:
     """What the optimisers share: moments by layer that begin at zero, and the settings of the step."""
 
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class _Moments:
         raise NotImplementedError
 
 
-class FedAvgM(_Moments):
+class FedAvgM(_MomentOptimizer):
     """Momentum on the server (Hsu et al., arXiv 1909.06335): v = momentum v + (old - aggregated), new = old - lr v.
 
     Parameters
@@ -95,7 +95,7 @@ class FedAvgM(_Moments):
         return [velocity], np.asarray(old - kind(self.lr) * velocity)
 
 
-class FedAdam(_Moments):
+class FedAdam(_MomentOptimizer):
     """Adam on the server (Algorithm 2 of arXiv 2003.00295, with the bias correction of Flower's FedAdam).
 
     With Delta = aggregated - old: m = beta_1 m + (1 - beta_1) Delta, v = beta_2 v + (1 - beta_2) Delta^2,

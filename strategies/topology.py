@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KINDS = ("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file")
 SERVER = "server"  # the hub of a star
-DRAWS = 100  # of a random graph, until one is connected
+MAX_DRAWS = 100  # of a random graph, until one is connected
 
 Weights = dict[int, dict[int, float]]
 
@@ -46,7 +46,7 @@ def make_graph(
     kind : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
         grid: as square as possible, row by row, without edges around; the last row may be shorter. star: every client
         and `SERVER`. random_regular: every client has ``degree`` neighbours. erdos_renyi: every pair is joined with
-        ``probability``. Random ones are drawn anew, up to `DRAWS` times, until they are connected.
+        ``probability``. Random ones are drawn anew, up to `MAX_DRAWS` times, until they are connected.
     num_clients : int
         At least 1.
     seed : int
@@ -178,14 +178,14 @@ def _edges(kind: str, num_clients: int, *, file: str | Path | None) -> Iterator[
 
 
 def _connected(draw: Callable[[int], "nx.Graph"], said: str) -> "nx.Graph":
-    """The first of `DRAWS` graphs that is connected."""
+    """The first of `MAX_DRAWS` graphs that is connected."""
     import networkx as nx
 
-    for number in range(DRAWS):
+    for number in range(MAX_DRAWS):
         graph = draw(number)
         if nx.is_connected(graph):
             return graph
-    raise InputError(f"none of {DRAWS} random graphs is connected with {said}; set a larger one, or another seed")
+    raise InputError(f"none of {MAX_DRAWS} random graphs is connected with {said}; set a larger one, or another seed")
 
 
 def _check_degree(degree: int | None, num_clients: int) -> None:

@@ -29,10 +29,10 @@ NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
 BUFFERS = ("average", "scale")
 
-UNMEASURED = Cosines(weights={}, buffers={}, model=1.0, offender=None)
+NO_COSINES = Cosines(weights={}, buffers={}, model=1.0, offender=None)
 
 
-def one_of(setting: str, value: str, allowed: Sequence[str]) -> str:
+def check_choice(setting: str, value: str, allowed: Sequence[str]) -> str:
     """``value`` if it is allowed, else an InputError."""
     if value not in allowed:
         raise InputError(f"{setting}={value} is not a choice; allowed are {', '.join(allowed)}")
@@ -75,9 +75,9 @@ class WeightedSum:
     def __init__(
         self, *, weighting: str = "uniform", scale: str = "none", buffers: str = "average", normalize: bool = False
     ) -> None:
-        self.weighting = one_of("strategy.weighting", weighting, tuple(NEEDS))
-        self.scale = one_of("scale", scale, SCALES)
-        self.buffers = one_of("strategy.buffers", buffers, BUFFERS)
+        self.weighting = check_choice("strategy.weighting", weighting, tuple(NEEDS))
+        self.scale = check_choice("scale", scale, SCALES)
+        self.buffers = check_choice("strategy.buffers", buffers, BUFFERS)
         self.normalize = normalize
 
     @property
@@ -107,7 +107,7 @@ class WeightedSum:
     def add_weighted(self, update: ClientUpdate, weight: float) -> None:
         """Fold in one update with a weight of its own, unscaled, whatever the options say."""
         self._total += weight
-        self._fold([_Term(update.layers, UNMEASURED, 1.0, weight)])
+        self._fold([_Term(update.layers, NO_COSINES, 1.0, weight)])
 
     def add_all(self, updates: Sequence[ClientUpdate]) -> None:
         """Check, compare and fold in several updates, reading each in pieces that stay in the cache.
@@ -118,9 +118,9 @@ class WeightedSum:
             An update does not fit the global layers, lacks a metric, or (if cosines are used) has a value that is not
             finite.
         """
-        check_all(self._global, updates)
+        check_updates(self._global, updates)
         if self.scale == "none":
-            all_cosines = [UNMEASURED] * len(updates)
+            all_cosines = [NO_COSINES] * len(updates)
         else:
             all_cosines = self._global.compare_all([update.layers for update in updates])
         for update, cosines in zip(updates, all_cosines, strict=True):
@@ -207,12 +207,12 @@ class WeightedSum:
         return [term.weight * term.cosines.buffers[name] for term in terms]
 
 
-def adds_equally(rule: object) -> bool:
+def is_uniform_sum(rule: object) -> bool:
     """Whether a rule adds clients up, each with the same weight."""
     return isinstance(rule, WeightedSum) and (rule.weighting, rule.scale) == ("uniform", "none")
 
 
-def check_all(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:
+def check_updates(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:
     """`GlobalLayers.check` for every update; the InputError names the client."""
     for update in updates:
         try:

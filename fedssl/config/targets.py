@@ -17,13 +17,15 @@ from fedssl.config.overrides import CONF, nearest, parse, quote
 from fedssl.errors import InputError
 
 SEARCH = "hydra.searchpath"
-# Beginnings of dotted names of earlier versions, and what they are now.
+# Dotted names of earlier versions, or their beginnings up to a dot, and what they are now.
 MOVED = {
     "fedssl.heads.": "fedssl.methods.heads.",
     "fedssl.schedules.": "fedssl.schedule.phases.",
     "fedssl.lr_schedules.": "fedssl.schedule.lr.",
     "strategies.robust.Krum": "strategies.krum.Krum",
     "strategies.orchestra.Orchestra": "strategies.fedavg.FedAvg",
+    "strategies.loss.Loss": "strategies.loss.LossWeighted",
+    "strategies.server_optimizer.Assign": "strategies.server_optimizer.NoServerOptimizer",
 }
 
 FLAGS = ("--config-dir", "-cd")
@@ -116,7 +118,7 @@ def locate(target: str, *, key: str = "_target_") -> Any:
         It cannot be imported.
     """
     for old, new in MOVED.items():
-        if target.startswith(old):
+        if target == old or (old.endswith(".") and target.startswith(old)):
             raise InputError(f"{key}={target} is {new}{target.removeprefix(old)} now; write that")
     module, _, name = target.rpartition(".")
     if not module or not all(part.isidentifier() for part in target.split(".")):

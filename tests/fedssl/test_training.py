@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from client_app import resident
+from client_app import worker
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.machine import devices
@@ -227,7 +227,7 @@ def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, overrides):
 def test_settings_of_speed_reach_the_clients(tmp_path, monkeypatch):
     compiled, given = [], []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
-    monkeypatch.setattr(resident, "train", lambda *args, **kwargs: given.append(kwargs) or train(*args, **kwargs))
+    monkeypatch.setattr(worker, "train", lambda *args, **kwargs: given.append(kwargs) or train(*args, **kwargs))
     Federation(tmp_path, "compile=true", "channels_last=false", "precision=bf16", "num_clients=2").run(1)
     assert compiled == ["ConvSmall"]
     trainings = [overrides["training"] for overrides in given]

@@ -2,13 +2,13 @@
 
 from functools import partial
 
-from strategies.base import FedSSLStrategy, ServerHalf
-from strategies.eua import EUARule, UnifiedServer
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.eua import EUAAggregator, EUAServer
 from strategies.fedavg import mean
 from strategies.weighted_sum import WeightedSum
 
 
-class Groups(ServerHalf):
+class Groups(ServerStrategy):
     """A model for the clients with even partition ids, and one for the others."""
 
     def start_of(self, state, round, client):
@@ -22,7 +22,7 @@ class TwoGroups(FedSSLStrategy):
         super().__init__(Groups(mean("examples")))
 
 
-class Neighbours(ServerHalf):
+class Neighbours(ServerStrategy):
     """A model for every client of a ring, into which its own update goes and those of the clients beside it."""
 
     def __init__(self, *, clients):
@@ -43,7 +43,7 @@ class Ring(FedSSLStrategy):
         super().__init__(Neighbours(clients=clients))
 
 
-class UnifiedGroups(Groups, UnifiedServer):
+class UnifiedGroups(Groups, EUAServer):
     """EUA's server, once for each group."""
 
 
@@ -51,7 +51,7 @@ class TwoUnifiedGroups(FedSSLStrategy):
     """EUA within each of two groups of clients."""
 
     def __init__(self):
-        super().__init__(UnifiedGroups(partial(EUARule)))
+        super().__init__(UnifiedGroups(partial(EUAAggregator)))
 
 
 class Switching(Groups):

@@ -13,7 +13,7 @@ from fedssl.export import load_encoder
 from server_app.differential_privacy import Privacy, _delta, epsilon
 from simulation.cli import run
 from strategies.l_dawa import LDAWA
-from strategies.weighted_sum import adds_equally
+from strategies.weighted_sum import is_uniform_sum
 from tests.federation import Federation
 
 BEGUN = {
@@ -155,5 +155,5 @@ def test_what_it_cannot_cover_is_refused(tmp_path, overrides, reason):
 
 
 def test_l_dawa_scaled_by_the_clients_is_such_a_sum():
-    assert adds_equally(LDAWA(scale_at="client").server.rule(1))
-    assert not adds_equally(LDAWA().server.rule(1))
+    assert is_uniform_sum(LDAWA(scale_at="client").server.rule(1))
+    assert not is_uniform_sum(LDAWA().server.rule(1))

@@ -18,7 +18,7 @@ from server_app.nodes import Clients, Roll
 from server_app.overdue import brought_up
 from server_app.round import TooFewUpdatesError
 from simulation.grid import SimulatedGrid, identify, number
-from strategies.base import FedSSLStrategy, ServerHalf
+from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg
 from strategies.state import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
@@ -266,7 +266,7 @@ def test_a_client_that_never_replies_is_asked_again_after_the_timeout():
 
 
 def test_buffered_needs_clients_that_exchange_the_whole_model():
-    class Half(ServerHalf):
+    class Half(ServerStrategy):
         def up(self, model, round, layers):
             return ("encoder.weight",)
 

@@ -20,10 +20,10 @@ from server_app.replies import receive
 from server_app.round import Round
 from simulation.cli import run
 from simulation.local_grid import LocalGrid
-from strategies.base import Outcome, ServerHalf
-from strategies.choosing import OWN, ByFeatures, ByLoss, feature_distance, nearest
+from strategies.base import Outcome, ServerStrategy
+from strategies.choosing import LAST_ENCODER_PREFIX, SelectByFeatures, SelectByLoss, argmin, feature_distance
 from strategies.clustered import Clustered
-from strategies.clusters import MEMBERS, ChosenByServer, by_angle
+from strategies.clusters import ASSIGNMENTS, ServerAssignedClusters, cluster_by_cosine
 from strategies.eua import eua
 from strategies.featarc import FeatARC
 from strategies.fedavg import mean
@@ -55,9 +55,9 @@ def test_the_distance_of_features_by_hand():
 
 
 def test_the_nearest_is_the_first_of_equals():
-    assert nearest([0.5, -0.5, -0.5]) == 1
-    assert nearest([math.nan, 0.9, math.nan]) == 1  # whose representations are no numbers, is nobody's
-    assert nearest([math.nan, math.nan]) == 0
+    assert argmin([0.5, -0.5, -0.5]) == 1
+    assert argmin([math.nan, 0.9, math.nan]) == 1  # whose representations are no numbers, is nobody's
+    assert argmin([math.nan, math.nan]) == 0
 
 
 def way(*numbers, statistics=0.0):
@@ -74,14 +74,14 @@ def on_circle(degrees):
 def test_updates_are_divided_by_their_angles():
     """Two directions, of any length; what statistics do is no matter; numbers follow the first of each cluster."""
     ways = [way(0, 3), way(1, 0.1), way(0.1, 1, statistics=99), way(50, 1, statistics=-99), way(-0.1, 0.5)]
-    assert by_angle(ways, clusters=2) == [0, 1, 0, 1, 0]
-    assert by_angle(ways[1:], clusters=2) == [0, 1, 0, 1]
+    assert cluster_by_cosine(ways, clusters=2) == [0, 1, 0, 1, 0]
+    assert cluster_by_cosine(ways[1:], clusters=2) == [0, 1, 0, 1]
     statistics = [way(1, 0, statistics=99), way(1, 0, statistics=-99), way(0, 1, statistics=99), way(0, 1)]
-    assert by_angle(statistics, clusters=2) == [0, 0, 1, 1]
-    assert by_angle(ways, clusters=1) == [0] * 5
-    assert by_angle(ways, clusters=5) == [0, 1, 2, 3, 4]
-    assert by_angle(ways[:1], clusters=3) == [0]
-    assert by_angle([way(0, 0), way(0, 1), way(0, 2)], clusters=2) == [0, 1, 1]
+    assert cluster_by_cosine(statistics, clusters=2) == [0, 0, 1, 1]
+    assert cluster_by_cosine(ways, clusters=1) == [0] * 5
+    assert cluster_by_cosine(ways, clusters=5) == [0, 1, 2, 3, 4]
+    assert cluster_by_cosine(ways[:1], clusters=3) == [0]
+    assert cluster_by_cosine([way(0, 0), way(0, 1), way(0, 2)], clusters=2) == [0, 1, 1]
 
 
 def test_average_linkage_by_hand():
@@ -91,8 +91,8 @@ def test_average_linkage_by_hand():
     0.663: it joins, and 0 stays alone.
     """
     ways = [way(*on_circle(angle)) for angle in (0, 50, 90, 139)]
-    assert by_angle(ways, clusters=3) == [0, 1, 1, 2]
-    assert by_angle(ways, clusters=2) == [0, 1, 1, 1]
+    assert cluster_by_cosine(ways, clusters=3) == [0, 1, 1, 2]
+    assert cluster_by_cosine(ways, clusters=2) == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -100,8 +100,8 @@ def test_who_clients_are_changes_no_division(seed):
     rng = np.random.default_rng(seed)
     ways = [way(*row) for row in rng.normal(size=(7, 6))]
     order = rng.permutation(7)
-    places = by_angle(ways, clusters=3)
-    permuted = by_angle([ways[place] for place in order], clusters=3)
+    places = cluster_by_cosine(ways, clusters=3)
+    permuted = cluster_by_cosine([ways[place] for place in order], clusters=3)
     groups = {frozenset(np.flatnonzero(np.array(places) == one)) for one in range(3)}
     assert groups == {frozenset(order[np.flatnonzero(np.array(permuted) == one)]) for one in range(3)}
 
@@ -128,10 +128,15 @@ PLANS = [plan(-1, 1, 1), plan(1, 1, 1), plan(1, -1, -1)]
 
 
 def test_a_client_takes_the_model_that_sees_as_its_own_last_one_did():
-    half, method = ByFeatures(pictures=8), Small()
-    own = {f"{OWN}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
+    half, method = SelectByFeatures(pictures=8), Small()
+    own = {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
     assert half.choose(method, PLANS, own, Pictures()) == 2  # signs of all three agree
-    assert half.choose(method, PLANS[:2], {f"{OWN}encoder.weight": torch.tensor([3.0, 1.0, -2.0])}, Pictures()) == 1
+    assert (
+        half.choose(
+            method, PLANS[:2], {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, 1.0, -2.0])}, Pictures()
+        )
+        == 1
+    )
     assert half.choose(method, PLANS, None, Pictures()) == 0
     assert half.choose(method, PLANS, {"encoder.weight": torch.ones(3)}, Pictures()) == 0  # kept for something else
 
@@ -141,7 +146,7 @@ def test_what_of_the_encoder_is_new_does_not_depend_on_what_a_process_held_befor
         def represent(self, method, number):
             return super().represent(method, number) + method.encoder.bn.running_mean
 
-    half, own = ByFeatures(pictures=8), {f"{OWN}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
+    half, own = SelectByFeatures(pictures=8), {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
     for held in (0.0, 50.0, math.nan):
         method = Small()
         method.encoder.bn.running_mean.fill_(held)
@@ -149,8 +154,8 @@ def test_what_of_the_encoder_is_new_does_not_depend_on_what_a_process_held_befor
 
 
 def test_a_client_takes_the_model_with_the_least_loss():
-    assert ByLoss(pictures=8).choose(Small(), PLANS, None, Pictures()) == 2
-    assert ByLoss(pictures=8).choose(Small(), [PLANS[1], PLANS[1]], None, Pictures()) == 0
+    assert SelectByLoss(pictures=8).choose(Small(), PLANS, None, Pictures()) == 2
+    assert SelectByLoss(pictures=8).choose(Small(), [PLANS[1], PLANS[1]], None, Pictures()) == 0
 
 
 # --- what travels ---
@@ -182,7 +187,9 @@ def model(weight):
     return Model(layers=layers, updates=1)
 
 
-STATE = ServerState(round=1, models={"0": model([1, 0, 0]), "1": model([0, 1, 0])}, memory={MEMBERS: {0: "1", 3: "0"}})
+STATE = ServerState(
+    round=1, models={"0": model([1, 0, 0]), "1": model([0, 1, 0])}, memory={ASSIGNMENTS: {0: "1", 3: "0"}}
+)
 
 
 def test_an_update_goes_into_the_model_that_the_client_took():
@@ -193,7 +200,7 @@ def test_an_update_goes_into_the_model_that_the_client_took():
     assert [row.model for row in report.clients] == ["1", "0", "0", "0"]
     assert state.models["0"].layers["encoder.weight"].tolist() == [4, 3, 3]
     assert state.models["1"].layers["encoder.weight"].tolist() == [1, 2, 1]
-    assert state.memory == {MEMBERS: {0: "1", 1: "0", 2: "0", 3: "0"}}
+    assert state.memory == {ASSIGNMENTS: {0: "1", 1: "0", 2: "0", 3: "0"}}
     assert report.findings["clusters"] == {"0": [1, 2, 3], "1": [0]}
     assert report.findings["changed_cluster"] == 1
     assert all(len(message.content.array_records) == 3 for message in one.messages)  # two models, and what is shared
@@ -224,7 +231,7 @@ def test_a_choice_that_cannot_be_drops_the_update(chosen, reason):
     _, (state, report) = played(STATE, chosen, 0)
     assert list(report.dropped) == [0]
     assert reason in report.dropped[0]
-    assert state.memory[MEMBERS] == {0: "1", 1: "1", 3: "0"}
+    assert state.memory[ASSIGNMENTS] == {0: "1", 1: "1", 3: "0"}
 
 
 def test_models_of_a_plan_arrive_as_they_were_sent():
@@ -255,7 +262,7 @@ def test_the_server_compares_what_models_see():
 
     Clients at 30, 60 and 120 degrees are nearest to 0, 1 and 1, and one on the diagonal stays where it is.
     """
-    half = ChosenByServer(ServerHalf(mean("uniform")), clusters=2, pictures=8)
+    half = ServerAssignedClusters(ServerStrategy(mean("uniform")), clusters=2, pictures=8)
     seen = {client: torch.tensor([on_circle(angle)]) for client, angle in ((3, 30), (5, 60), (9, 120))}
     views = {"0": torch.tensor([[1.0, 0.0]]), "1": torch.tensor([[0.0, 1.0]])}
     state = ServerState(round=1, models={name: Model(layers={"name": name}) for name in views})
@@ -263,7 +270,7 @@ def test_the_server_compares_what_models_see():
     names = {3: ("1",), 5: ("1",), 6: ("0",), 9: ("1",)}
     outcome = Outcome(round=1, into=names, bytes_up={}, seen=seen, represent=lambda layers: views[layers["name"]])
     memory, findings = half.conclude(state, outcome)
-    assert memory == {MEMBERS: {3: "0", 5: "1", 6: "0", 9: "1"}}
+    assert memory == {ASSIGNMENTS: {3: "0", 5: "1", 6: "0", 9: "1"}}
     assert findings == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}
 
 
@@ -271,7 +278,7 @@ def test_a_run_with_the_choice_at_the_server(tmp_path):
     federation = Federation(tmp_path, *FEATARC, "strategy.assign_at=server")
     federation.run(1)
     assert sorted(federation.state.models) == ["0", "1"]
-    assert federation.state.memory[MEMBERS].keys() == set(range(5))
+    assert federation.state.memory[ASSIGNMENTS].keys() == set(range(5))
     assert all(len(plan.array_records) == 2 for plan in federation.plans)  # one model and what is shared
     assert all("chosen" not in update[ANSWERS] for update in federation.updates)
 
@@ -293,12 +300,12 @@ def test_updates_are_sorted_in_their_round_and_clients_stay(tmp_path):
     assert state.models["0"].layers["encoder.weight"].tolist() == [2, 4, 2]
     assert state.memory == {}
     state, report = run_round(post, lambda: federation, state)
-    assert state.memory == {MEMBERS: {0: "0", 1: "1", 2: "1", 3: "0", 4: "1"}}
+    assert state.memory == {ASSIGNMENTS: {0: "0", 1: "1", 2: "1", 3: "0", 4: "1"}}
     assert state.models["0"].layers["encoder.weight"].tolist() == [4.5, 4, 2]
     assert state.models["1"].layers["encoder.weight"].tolist() == pytest.approx([2, 4 + 10 / 3, 2])
     assert {row.client: row.model for row in report.clients} == dict.fromkeys(range(5), "0")  # where they started
     state, report = run_round(post, lambda: federation, state)
-    assert {row.client: row.model for row in report.clients} == state.memory[MEMBERS]
+    assert {row.client: row.model for row in report.clients} == state.memory[ASSIGNMENTS]
     assert federation.strategy.server.start_of(state, 4, 77) == "1"  # a newcomer goes where most are
 
 
@@ -344,13 +351,13 @@ def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
         with at_stage(federation.method, depth=round + 1):  # as the server does
             federation.run(1)
     assert federation.report.dropped == {}
-    assert federation.state.memory[MEMBERS].keys() == {0, 1, 2}
+    assert federation.state.memory[ASSIGNMENTS].keys() == {0, 1, 2}
 
 
 def test_newcomers_are_not_sorted(tmp_path):
     federation = Federation(tmp_path, *SORTED, "newcomers=1", "clients_per_round=4")
     federation.run(1)
-    assert federation.state.memory[MEMBERS].keys() == {0, 1, 2, 3}
+    assert federation.state.memory[ASSIGNMENTS].keys() == {0, 1, 2, 3}
 
 
 def test_a_model_for_each_client_is_every_client_alone(tmp_path):
@@ -418,10 +425,12 @@ def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, overrides, se
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("memory", [{"else": {}}, {MEMBERS: []}, {MEMBERS: {0: "7"}}, {MEMBERS: {"0": "0"}}])
+@pytest.mark.parametrize(
+    "memory", [{"else": {}}, {ASSIGNMENTS: []}, {ASSIGNMENTS: {0: "7"}}, {ASSIGNMENTS: {"0": "0"}}]
+)
 def test_a_memory_of_something_else_is_not_recalled(memory):
     server = FeatARC().server
     assert server.recalls({})
-    assert server.recalls({MEMBERS: {0: "0", 7: "1"}})
+    assert server.recalls({ASSIGNMENTS: {0: "0", 7: "1"}})
     assert not server.recalls(memory)
-    assert not FeatARC(clusters=1).server.recalls({MEMBERS: {0: "1"}})
+    assert not FeatARC(clusters=1).server.recalls({ASSIGNMENTS: {0: "1"}})

@@ -10,7 +10,7 @@ import torch
 from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.eua import EUA, EUARule, eua, solve
+from strategies.eua import EUA, EUAAggregator, eua, solve
 from strategies.gram import deviation_gram
 from tests.federation import Federation
 from tests.strategies.made import clients_of, model, same
@@ -124,7 +124,7 @@ def test_rule_equals_the_equations(deviation, step, dtype):
 
 def run(start, updates, **options):
     """The rule after one round."""
-    rule = EUARule(**options)
+    rule = EUAAggregator(**options)
     reference = GlobalLayers(start)
     rule.start(reference)
     for one in updates:

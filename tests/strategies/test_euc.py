@@ -25,11 +25,11 @@ from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.messaging import Post
 from server_app.round_context import sample_clients
 from simulation.local_grid import LocalGrid
-from strategies.base import Circumstances
-from strategies.discrepancy import MeasuredSum
-from strategies.euc import EUC, intervals
+from strategies.base import StrategyContext
+from strategies.discrepancy import DiscrepancySum
+from strategies.euc import EUC, averaging_intervals
 from strategies.fedavg import FedAvg
-from strategies.server_optimizer import Assign, FedAvgM
+from strategies.server_optimizer import FedAvgM, NoServerOptimizer
 from strategies.state import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation, model_of
@@ -43,19 +43,23 @@ def test_intervals_by_hand():
     #   b: 10 of 100 are left, 30/38 = 0.79 is taken: stop, with b
     d = {"c": 8.0, "b": 20.0, "a": 10.0}
     sizes = {"a": 60, "b": 30, "c": 10}
-    assert intervals(d, sizes, phi=4) == {"c": 1, "b": 4, "a": 4}
-    assert intervals({name: 1e-9 * value for name, value in d.items()}, sizes, phi=4) == {"c": 1, "b": 4, "a": 4}
+    assert averaging_intervals(d, sizes, phi=4) == {"c": 1, "b": 4, "a": 4}
+    assert averaging_intervals({name: 1e-9 * value for name, value in d.items()}, sizes, phi=4) == {
+        "c": 1,
+        "b": 4,
+        "a": 4,
+    }
 
 
 def test_the_walk_goes_on_where_the_shares_are_equal():
     # After a: half the numbers are left, half of d is taken. The authors' code stops at "less", so b is taken, too.
-    assert intervals({"a": 3.0, "b": 3.0}, {"a": 7, "b": 7}, phi=2) == {"a": 2, "b": 2}
+    assert averaging_intervals({"a": 3.0, "b": 3.0}, {"a": 7, "b": 7}, phi=2) == {"a": 2, "b": 2}
     # With the least bit more in a (a is still first: it has more numbers) it stops.
-    assert intervals({"a": 3.0, "b": 3.0}, {"a": 8, "b": 7}, phi=2) == {"a": 2, "b": 1}
+    assert averaging_intervals({"a": 3.0, "b": 3.0}, {"a": 8, "b": 7}, phi=2) == {"a": 2, "b": 1}
 
 
 def test_clients_that_do_not_differ_give_no_reason_to_wait():
-    assert intervals({"a": 0.0, "b": 0.0}, {"a": 7, "b": 7}, phi=2) == {"a": 1, "b": 1}
+    assert averaging_intervals({"a": 0.0, "b": 0.0}, {"a": 7, "b": 7}, phi=2) == {"a": 1, "b": 1}
 
 
 # --- discrepancies ---
@@ -71,7 +75,7 @@ def test_clients_that_do_not_differ_give_no_reason_to_wait():
     ],
 )
 def test_discrepancy_by_hand(weighting, expected):
-    rule = MeasuredSum(WeightedSum(weighting=weighting))
+    rule = DiscrepancySum(WeightedSum(weighting=weighting))
     rule.start(GlobalLayers({"a.weight": np.array([[1.0, 2.0]]), "a.bias": np.zeros(3)}))
     for client, (weight, examples) in enumerate([([[2.0, 2.0]], 1), ([[2.0, 6.0]], 3)]):
         layers = {"a.weight": np.array(weight), "a.bias": np.full(3, client)}
@@ -84,7 +88,7 @@ def test_discrepancy_of_clients_that_are_nearly_equal():
     random = np.random.default_rng(0)
     start = {"a.weight": random.standard_normal((900, 700), np.float32)}  # more than one tile
     clients = [start["a.weight"] + np.float32(1e-3) * random.standard_normal((900, 700), np.float32) for _ in range(4)]
-    rule = MeasuredSum(WeightedSum())
+    rule = DiscrepancySum(WeightedSum())
     rule.start(GlobalLayers(start))
     for client, weight in enumerate(clients):
         rule.add(ClientUpdate(layers={"a.weight": weight}, partition_id=client), None)
@@ -208,7 +212,7 @@ class Toys:
             timeout=60,
             settings="{}",
             code="x",
-            server_optimizer=server_optimizer or Assign(),
+            server_optimizer=server_optimizer or NoServerOptimizer(),
         )
         self.state, self.report = ServerState(), None
 
@@ -373,7 +377,7 @@ def test_a_model_without_biases_may_send_nothing_at_all():
 
     counts = {"num_clients": 4, "clients_per_round": 3}
     toys = Toys(EUC(interval=2), **counts, make=Plain, trained=step)
-    toys.strategy.check(Circumstances(method=toys.method, num_clients=10, clients_per_round=3))
+    toys.strategy.check(StrategyContext(method=toys.method, num_clients=10, clients_per_round=3))
     for round, (new, begun, _, synced) in enumerate(slowly(toys.layers, 7, phi=2, **counts, trained=step), start=1):
         layers = toys.round()
         assert len(synced) == (0 if round in (3, 5, 7) else 3)  # the first adjustment is after round 2
@@ -421,7 +425,7 @@ def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_ever
 
 def test_clients_start_at_every_process_from_files_alone(tmp_path):
     """The same bits when the model object of the clients is new in every round."""
-    from client_app.resident import resident
+    from client_app.worker import resident
 
     overrides = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
     usual, forgetful = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)
@@ -438,9 +442,9 @@ def test_settings_are_refused_with_the_reason():
     with pytest.raises(InputError, match="strategy.weighting=loss is not a choice; allowed are examples, uniform"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
-        EUC().check(Circumstances(method=Toy(), num_clients=10, clients_per_round=1))
-    EUC(interval=1).check(Circumstances(method=Toy(), num_clients=10, clients_per_round=1))
-    EUC().check(Circumstances(method=Toy(), num_clients=10, clients_per_round=2))
+        EUC().check(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
+    EUC(interval=1).check(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
+    EUC().check(StrategyContext(method=Toy(), num_clients=10, clients_per_round=2))
 
 
 def test_what_travels_in_words():

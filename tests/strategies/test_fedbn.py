@@ -9,7 +9,7 @@ from client_app.state import load_state
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
-from strategies.base import Circumstances
+from strategies.base import StrategyContext
 from strategies.fedbn import FedBN, batch_norm_names
 from tests.federation import Federation
 
@@ -31,7 +31,9 @@ def test_batch_norm_is_found_by_type():
 
 def test_models_without_batch_norm_are_refused():
     with pytest.raises(InputError, match="strategy=fedbn but the model has no batch normalisation"):
-        FedBN().check(Circumstances(method=Toy(nn.Linear(2, 2), nn.LayerNorm(2)), num_clients=10, clients_per_round=2))
+        FedBN().check(
+            StrategyContext(method=Toy(nn.Linear(2, 2), nn.LayerNorm(2)), num_clients=10, clients_per_round=2)
+        )
 
 
 def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):

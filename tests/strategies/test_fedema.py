@@ -18,8 +18,8 @@ from fedssl.model_arrays import travelling_layers, travelling_names
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from strategies.base import Circumstances
-from strategies.fedema import DISTANCE, LAMBDA, FedEMA, MixingClient, blend
+from strategies.base import StrategyContext
+from strategies.fedema import DISTANCE, LAMBDA, FedEMA, FedEMAClient, blend
 from strategies.fedu import FedUClient
 from strategies.state import GLOBAL
 from tests.federation import Federation
@@ -250,7 +250,7 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
 
         monkeypatch.setattr(half, "load", load)
 
-    watch(MixingClient)
+    watch(FedEMAClient)
     watch(FedUClient)
     staged = ["method=byol", "schedule=layer_wise", "rounds=8", "calibration=auxiliary", f"calibration.at={at}"]
     federation = Federation(tmp_path, *overrides, *staged, "num_clients=2", "batch_size=16")
@@ -284,7 +284,7 @@ def test_refused_settings():
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):
-        FedEMA().check(Circumstances(method=method, num_clients=10, clients_per_round=2))
+        FedEMA().check(StrategyContext(method=method, num_clients=10, clients_per_round=2))
 
 
 def test_the_server_averages_by_examples():

@@ -19,8 +19,8 @@ from fedssl.model_arrays import travelling_layers, travelling_names
 from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from strategies.base import Circumstances
-from strategies.fedu import DISTANCE, TAKE_GLOBAL, FedU
+from strategies.base import StrategyContext
+from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
 from strategies.state import GLOBAL
@@ -52,7 +52,7 @@ def some_layers(method, seed):
 
 
 def in_pairs(method):
-    return Circumstances(method=method, num_clients=10, clients_per_round=2)
+    return StrategyContext(method=method, num_clients=10, clients_per_round=2)
 
 
 def snapshot(method):
@@ -181,7 +181,7 @@ def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, s
             np.testing.assert_array_equal(array, expected, err_msg=f"round {round}: {name}")
         state = load_state(tmp_path, before=round + 1)
         assert float(state[DISTANCE]) == pytest.approx(step * unit, rel=1e-5)
-        assert bool(state[TAKE_GLOBAL]) == (step == 0.125)
+        assert bool(state[USE_GLOBAL_PREDICTOR]) == (step == 0.125)
         # No more than the next participation needs.
         parts = {name.partition(".")[0] for name in state}
         assert parts == {"dapu", *method.kept, *([] if step == 0.125 else [head])}
@@ -194,7 +194,7 @@ def test_the_threshold_itself_is_far(tmp_path):
     strategy = FedU(predictor_threshold=0.0)
     start = strategy.client.load(method, plan, None)
     state = strategy.client.keep(method, plan, start=start, state=None)  # nothing was trained: d = 0 < 0 is false
-    assert (float(state[DISTANCE]), bool(state[TAKE_GLOBAL])) == (0, False)
+    assert (float(state[DISTANCE]), bool(state[USE_GLOBAL_PREDICTOR])) == (0, False)
 
 
 @pytest.mark.parametrize(("threshold", "takes_global"), [(3861, True), (3859, False)])
@@ -207,7 +207,7 @@ def test_the_squared_distance_counts_every_weight_of_the_encoder(threshold, take
     train(method, step=2)
     state = strategy.client.keep(method, plan, start=start, state=None)
     assert float(state[DISTANCE]) == pytest.approx(3860, rel=1e-5)
-    assert bool(state[TAKE_GLOBAL]) == takes_global
+    assert bool(state[USE_GLOBAL_PREDICTOR]) == takes_global
 
 
 def test_a_failed_training_leaves_what_was_kept_before(tmp_path):
@@ -337,4 +337,4 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method, threshold):
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     # The thresholds lie between the distances of these runs: both decisions take part.
     states = [read_state(file) for file in tmp_path.glob("whole/clients/**/round-*.state")]
-    assert {bool(state[TAKE_GLOBAL]) for state in states} == {True, False}
+    assert {bool(state[USE_GLOBAL_PREDICTOR]) for state in states} == {True, False}

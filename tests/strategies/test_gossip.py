@@ -8,7 +8,7 @@ import pytest
 from fedssl.errors import InputError
 from server_app.replies import receive
 from server_app.round import Round
-from strategies.base import Circumstances
+from strategies.base import StrategyContext
 from strategies.gossip import Gossip, consensus_distance
 from strategies.state import GLOBAL, Model, ServerState
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
@@ -25,7 +25,7 @@ def played(strategy, behaviours, state=None, *, number=1, **options):
     """So many rounds among clients that behave in these ways; the state, and the report of the last."""
     grid = make_grid(behaviours)
     federation = small_federation(grid, strategy, **options)
-    strategy.check(Circumstances(method=federation.method, clients_per_round=1, num_clients=len(behaviours), seed=3))
+    strategy.check(StrategyContext(method=federation.method, clients_per_round=1, num_clients=len(behaviours), seed=3))
     state = state or ServerState()
     for _ in range(number):
         one = Round(federation, state)
@@ -81,7 +81,7 @@ def test_a_client_that_is_missing_gets_no_model_by_what_its_neighbours_send(tmp_
 
 
 def test_without_a_server_nobody_knows_which_devices_there_will_be():
-    circumstances = Circumstances(method=Small(), clients_per_round=3, num_clients=3, devices=True)
+    circumstances = StrategyContext(method=Small(), clients_per_round=3, num_clients=3, devices=True)
     with pytest.raises(InputError, match="strategy=gossip is for simulations"):
         Gossip().check(circumstances)
     Gossip(topology="star").check(circumstances)

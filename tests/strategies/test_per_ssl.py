@@ -18,7 +18,7 @@ from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import Post
 from simulation.cli import run
-from strategies.per_ssl import PERSONAL, Coupling, PersonalClient, PerSSL
+from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
 from strategies.state import GLOBAL
 from tests.federation import Federation
 
@@ -78,7 +78,7 @@ class Slope(torch.nn.Module):
 )
 def test_a_step_by_hand(weight, expected):
     model = Slope([3.0, -1.0])
-    coupling = Coupling({"v": np.array([1.0, 1.0])}, weight=weight)
+    coupling = ProximalTo({"v": np.array([1.0, 1.0])}, weight=weight)
     coupling.start(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     loss = coupling.add_to((model.v * torch.tensor([4.0, 8.0])).sum(), Step(model, NOTHING, NOTHING, None, None, None))

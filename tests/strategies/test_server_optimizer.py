@@ -19,7 +19,7 @@ from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from simulation.local_grid import LocalGrid
 from strategies.l_dawa import l_dawa
-from strategies.server_optimizer import Assign, FedAdam, FedAvgM, FedYogi
+from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
 from strategies.state import GLOBAL, Model, ServerState
 from tests.federation import Federation
 
@@ -165,7 +165,7 @@ def test_an_aggregate_equal_to_the_global_model_changes_nothing(kind):
 
 def test_neutral_settings_assign_the_aggregate():
     old, aggregated = model(0), model(1)
-    moments, new = Assign().step({}, 1, old, aggregated)
+    moments, new = NoServerOptimizer().step({}, 1, old, aggregated)
     assert new is aggregated
     assert moments == {}
     for name, array in FedAvgM(lr=1.0, momentum=0.0).step({}, 1, old, aggregated)[1].items():

@@ -19,7 +19,7 @@ from strategies.topology import (
     second_eigenvalue,
     weight_matrix,
 )
-from strategies.topology_figure import describe, draw_topology, places
+from strategies.topology_plot import describe, draw_topology, places
 
 OPTIONS = {"random_regular": {"degree": 3}, "erdos_renyi": {"probability": 0.4}}
 

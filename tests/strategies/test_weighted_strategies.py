@@ -12,7 +12,7 @@ from server_app.round import Round
 from strategies.base import Travels
 from strategies.fedavg import FedAvg, fedavg
 from strategies.l_dawa import LDAWA, l_dawa, scale_layers
-from strategies.loss import Loss, loss_weighted
+from strategies.loss import LossWeighted, loss_weighted
 from strategies.m_dawa import MDAWA, m_dawa
 from tests.federation import Federation
 from tests.strategies.made import (
@@ -43,7 +43,7 @@ def run(strategy, round):
     [
         (FedAvg(), fedavg, ("num-examples",)),
         (FedAvg(weighting="uniform"), partial(fedavg, weighting="uniform"), ()),
-        (Loss(), loss_weighted, ("train-loss",)),
+        (LossWeighted(), loss_weighted, ("train-loss",)),
         (LDAWA(), l_dawa, ()),
         (LDAWA(weighting="examples"), partial(l_dawa, weighting="examples"), ("num-examples",)),
         (LDAWA(weighting="loss"), partial(l_dawa, weighting="loss"), ("train-loss",)),
@@ -88,7 +88,7 @@ def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
     ("name", "kind", "metrics"),
     [
         ("fedavg", FedAvg, ("num-examples", "train-loss", "seconds")),
-        ("loss", Loss, ("train-loss", "seconds")),
+        ("loss", LossWeighted, ("train-loss", "seconds")),
         ("l_dawa", LDAWA, ("seconds",)),
         ("m_dawa", MDAWA, ("seconds",)),
     ],

@@ -1,7 +1,7 @@
 """Two teams: clients with an even number share one model, those with an odd number another; at times they all mix."""
 
 from fedssl.errors import InputError
-from strategies.base import FedSSLStrategy, ServerHalf
+from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.state import ServerState
 from strategies.weighted_sum import WeightedSum
 
@@ -9,7 +9,7 @@ TEAMS = ("even", "odd")
 """Names of the two models."""
 
 
-class Teams(ServerHalf):
+class Teams(ServerStrategy):
     """The server half: whose update goes into which model."""
 
     def __init__(self, *, mix_every: int) -> None:

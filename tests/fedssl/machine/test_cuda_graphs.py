@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from client_app.resident import resident
+from client_app.worker import resident
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs, devices
@@ -185,7 +185,7 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2"]
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr("client_app.resident.settled", lambda pictures, device: pictures)
+    monkeypatch.setattr("client_app.worker.settled", lambda pictures, device: pictures)
     monkeypatch.setattr("strategies.base.take_layers", copied_layers)  # a CPU gives its memory away
     expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from client_app.resident import Resident
+from client_app.worker import Resident
 from fedssl.config.load import read_client
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError

@@ -12,7 +12,7 @@ from fedssl.model_arrays import kept_names, travelling_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import from_record
 from simulation.cli import main
-from strategies.base import Circumstances
+from strategies.base import StrategyContext
 from tests.federation import Federation
 
 TARGETS = ("target_encoder", "target_projector")
@@ -188,7 +188,7 @@ def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     settings = compose([f"strategy={strategy}", "method=byol", "method.target=average"])
-    circumstances = Circumstances(method=build(settings.model), num_clients=10, clients_per_round=2)
+    circumstances = StrategyContext(method=build(settings.model), num_clients=10, clients_per_round=2)
     with pytest.raises(InputError, match="method.target=average lets .* set method.target=keep, or") as caught:
         settings.algorithm.strategy.make().check(circumstances)
     assert "\n" not in str(caught.value)

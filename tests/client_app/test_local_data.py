@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from client_app.sample import Sample
+from client_app.local_data import Sample
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused

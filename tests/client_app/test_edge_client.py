@@ -10,7 +10,7 @@ import pytest
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from client_app import limits as limits_module
-from client_app.device import Device, told
+from client_app.edge_client import Device, told
 from client_app.limits import Limits, read_limits
 from client_app.simulated import MARK, is_simulated
 from fedssl.config.load import compose

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from client_app.sample import Sample
+from client_app.local_data import Sample
 from client_app.state import load_state, save_state
 from client_app.store import FILES, Store
 from fedssl.config.settings import ClientSettings
@@ -26,7 +26,7 @@ from fedssl.schedule.stages import at_stage, frozen_names
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, TrainResult, train
 from fedssl.wire.messages import OWN, Ask, ClientUpdate, TrainPlan
-from strategies.base import ClientHalf, State
+from strategies.base import ClientStrategy, State
 
 
 class Resident:
@@ -38,7 +38,7 @@ class Resident:
         pictures = load_federated(settings.data)
         self.images = settled(pictures.images, self.device)
         self.parts = None if settings.partition is None else split(settings.partition, pictures)
-        self.half: ClientHalf = settings.strategy.make().client
+        self.half: ClientStrategy = settings.strategy.make().client
         self.method = build(settings.model).to(self.device)
         if self.method.uses_labels and settings.partition is None:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")

@@ -18,7 +18,7 @@ from fedssl.methods.base import SSLMethod
 DISTANCES = ("mean_conv_l2", "squared_l2")
 
 
-def compared(method: SSLMethod, *, distance: str) -> list[str]:
+def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
     """Names of the weights that the distance is made of, in the stage that the method is in.
 
     "squared_l2": all weights of the encoder that are trained. "mean_conv_l2": of these the kernels of convolutions, or
@@ -53,7 +53,7 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
     Parameters
     ----------
     trained : Layers
-        The weights that `compared` names; at least one.
+        The weights that `distance_names` names; at least one.
     start : Layers
         The earlier ones; layers that are not in ``trained`` do not count.
     distance : {"mean_conv_l2", "squared_l2"}
@@ -74,8 +74,8 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
     return sum(math.sqrt(square) for square in squares) / len(squares)
 
 
-def moved(method: SSLMethod, start: Layers, *, distance: str) -> float:
+def encoder_divergence(method: SSLMethod, start: Layers, *, distance: str) -> float:
     """`divergence` of a method's encoder, as it is now, from ``start``."""
-    names = compared(method, distance=distance)
+    names = distance_names(method, distance=distance)
     trained = {name: method.tensors[name].detach().contiguous().cpu().numpy() for name in names}
     return divergence(trained, start, distance=distance)

@@ -21,7 +21,7 @@ from fedssl.model_arrays import copied_layers, travelling_layers
 from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import at_stage
 from simulation.cli import run
-from strategies.distance import DISTANCES, compared, divergence, moved
+from strategies.encoder_divergence import DISTANCES, distance_names, divergence, encoder_divergence
 
 HEAD = partial(MLP, hidden=6, out=4)
 
@@ -86,11 +86,11 @@ def test_distance_by_hand(encoder, frozen, distance, expected):
     for name in frozen:
         method.encoder.get_submodule(name).requires_grad_(False)
     start = copied_layers(method, method.tensors)
-    assert moved(method, start, distance=distance) == 0
+    assert encoder_divergence(method, start, distance=distance) == 0
     with torch.no_grad():
         for name, move in MOVES.items():
             method.tensors[name].add_(move)
-    assert moved(method, start, distance=distance) == pytest.approx(expected, rel=1e-6)
+    assert encoder_divergence(method, start, distance=distance) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-3, 1e25])
@@ -110,12 +110,12 @@ def test_distance_equals_the_equation(size):
 
 def test_a_resnet18_has_17_kernels_to_compare():
     method = SimCLR(resnet18(channels=3, size=32), projector=HEAD, temperature=0.5)
-    kernels = compared(method, distance="mean_conv_l2")
+    kernels = distance_names(method, distance="mean_conv_l2")
     # The reading of the authors' code: "conv" in the name of an array of four axes.
     assert kernels == [name for name, a in travelling_layers(method).items() if "conv" in name and a.ndim == 4]
     assert len(kernels) == 17
     # torchvision's ResNet-18 has 62 parameters, two of them in the classifier, which is not part of the encoder.
-    assert len(compared(method, distance="squared_l2")) == 60
+    assert len(distance_names(method, distance="squared_l2")) == 60
 
 
 @pytest.mark.parametrize("patch", [1, 4])
@@ -123,7 +123,7 @@ def test_a_resnet18_has_17_kernels_to_compare():
 def test_a_transformer_is_compared_as_a_whole(patch, train):
     vit = vit_tiny(channels=1, size=8, patch=patch, depth=2, width=6, heads=1)
     method = MoCoV3(vit, projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9, train_patches=train)
-    names = set(compared(method, distance="mean_conv_l2"))
+    names = set(distance_names(method, distance="mean_conv_l2"))
     assert names == {f"encoder.{name}" for name, parameter in vit.named_parameters() if parameter.requires_grad}
     assert ("encoder.conv_proj.weight" in names) == train
     assert {"encoder.encoder.layers.encoder_layer_0.mlp.0.weight", "encoder.encoder.ln.bias"} < names
@@ -153,13 +153,15 @@ def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
     for phase, distance in [(phase, distance) for phase in phases for distance in DISTANCES]:
         with at_stage(method, depth=phase.depth, frozen=phase.frozen):
             start, found = copied_layers(method, method.tensors), []
-            trained = [tensor for name, tensor in method.tensors.items() if name in compared(method, distance=distance)]
+            trained = [
+                tensor for name, tensor in method.tensors.items() if name in distance_names(method, distance=distance)
+            ]
             for size in (0, 0.1, 10):
                 with torch.no_grad():
                     for parameter in method.parameters():
                         if parameter.requires_grad:
                             parameter.add_(size * torch.randn(parameter.shape, generator=random))
-                found.append(moved(method, start, distance=distance))
+                found.append(encoder_divergence(method, start, distance=distance))
             # A weight of n numbers, each moved by N(0, s^2), has moved by about s sqrt(n), and by s^2 n squared.
             assert found[0] == 0
             sizes = [tensor.numel() for tensor in trained]
