@@ -45,7 +45,7 @@ from fedssl.training import LocalTraining, train
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes, from_record
 from server_app.round import Round
-from server_app.round_context import Federation
+from server_app.round_context import RoundContext
 from simulation.local_grid import LocalGrid
 from strategies.state import GLOBAL, Model, ServerState
 
@@ -118,25 +118,25 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
     """Bytes of all messages to and from a client, and of the encoder's layers in them."""
     layers = travelling_layers(method)
     grid = LocalGrid(ClientApp(), num_clients=1)  # messages are made for it, and never sent
-    federation = Federation(
+    context = RoundContext(
         strategy=settings.algorithm.strategy.make(),
         method=method,
         phases=schedule,
-        initial=lambda: layers,
+        initial_arrays=lambda: layers,
         nodes=dict(enumerate(grid.get_node_ids())),
         seed=settings.seed,
         clients_per_round=1,
         timeout=settings.client_timeout,
-        settings=settings.client_text,
-        code="0123456789abcdef",
+        client_config=settings.client_text,
+        code_fingerprint="0123456789abcdef",
         metrics=settings.algorithm.metrics,
         calibration=Same() if settings.calibration is not None else None,
     )
     state, total = ServerState(), np.zeros(2)
     for number in range(1, settings.rounds + 1):
-        (message,) = Round(federation, state).messages
+        (message,) = Round(context, state).messages
         phase, plan = phase_at(schedule, number), TrainPlan.from_content(message.content)
-        trained = federation.stages.trained(phase, layers)
+        trained = context.stages.trained(phase, layers)
         update = ClientUpdate(layers={name: layers[name] for name in trained}, partition_id=0, num_examples=1)
         for content in (message.content, update.to_content(plan)):
             there = from_record(content.array_records[ARRAYS])

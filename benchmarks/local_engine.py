@@ -34,7 +34,7 @@ from client_app.worker import resident
 from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.config.load import compose, read_client
 from fedssl.training import batches
-from server_app.app import prepare
+from server_app.app import build_run
 from server_app.attempts import run_round
 from server_app.messaging import Post
 from simulation.local_grid import LocalGrid
@@ -51,7 +51,7 @@ class Federation:
         quiet = ["health_pictures=0", "measure_resources=false", f"output_dir={tempfile.mkdtemp()}"]
         self.settings = compose([*COMMON, *quiet, *overrides])
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients, store=store)
-        self.federation = prepare(self.grid, self.settings).federation  # sets threads and allocator as well
+        self.federation = build_run(self.grid, self.settings).context  # sets threads and allocator as well
         self.state = ServerState()
 
     def __call__(self) -> float:

@@ -1,4 +1,4 @@
-"""The ServerApp: prepare, rounds, finish; the same on every engine.
+"""The ServerApp: build, train, finish; the same on every engine.
 
 The run config has the words of the command line, see `server_app.run_config`.
 """
@@ -22,7 +22,7 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import at_stage
 from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import record_bytes, to_message
-from server_app.build import Prepared, prepare
+from server_app.build import RunComponents, build_run
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
 from server_app.log import logging_to, writing
@@ -82,66 +82,68 @@ def run(
     grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None
 ) -> tuple[Judged, Judged, str | None]:
     """All rounds from the last checkpoint on; returns what `finish` does, and why nothing is evaluated, if so."""
-    prepared = prepare(grid, settings, known=recorder.devices())
-    settings = prepared.settings
+    components = build_run(grid, settings, known=recorder.devices())
+    settings = components.settings
     resumed = settings.recording.resumed
-    if resumed not in (None, settings.rounds) and len(prepared.federation.phases) > 1:
+    if resumed not in (None, settings.rounds) and len(components.context.phases) > 1:
         raise InputError(  # they decide which phase a round belongs to
             f"resume={recorder.folder} was run with rounds={resumed} (now {settings.rounds}); leave these as they "
             "were, or start a new run"
         )
     state = ServerState()
     if resumed is not None:
-        federation, numbers = prepared.federation, prepared.roll.clients.numbers
+        context, numbers = components.context, components.roll.clients.numbers
         state = recorder.restore(
             Expected(
-                untrained=federation.untrained(),
+                untrained=context.initial_model(),
                 clients=max([settings.num_clients, *(number + 1 for number in numbers.values())]),
-                phases=len(federation.phases),
-                knows=federation.strategy.server.knows,
-                recalls=federation.strategy.server.recalls,
+                phases=len(context.phases),
+                knows=context.strategy.server.knows,
+                recalls=context.strategy.server.recalls,
             )
         )
-    recorder.begin(settings.recording, prepared.held)
-    recorder.register(prepared.roll.clients.numbers)
-    prepared.federation.strategy.server.draw(recorder.folder / "figures")
-    pictures = f"{len(prepared.held.pictures.images)} pictures" if prepared.held else "their own pictures"
+    recorder.begin(settings.recording, components.held)
+    recorder.register(components.roll.clients.numbers)
+    components.context.strategy.server.draw(recorder.folder / "figures")
+    pictures = f"{len(components.held.pictures.images)} pictures" if components.held else "their own pictures"
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",
         *(settings.num_clients, pictures, settings.rounds),
-        *(record_bytes(to_message(travelling_layers(prepared.method), settings.transport)), recorder.folder),
+        *(record_bytes(to_message(travelling_layers(components.method), settings.transport)), recorder.folder),
     )
     log.info(
         "strategy %s; clients tell of their training: %s",
         settings.recording.choices["strategy"],
-        ", ".join(prepared.federation.reported(state.round + 1)) or "nothing",
+        ", ".join(components.context.requested_metrics(state.round + 1)) or "nothing",
     )
     problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
     post = Post(grid, keep=settings.updates.buffered)
-    overlap = may_overlap(prepared, client_cores)
-    state = rounds(post, prepared, state, recorder, last=settings.rounds, overlap=overlap)
-    judged = finish(prepared, state, settings, recorder)
+    overlap = may_overlap(components, client_cores)
+    state = rounds(post, components, state, recorder, last=settings.rounds, overlap=overlap)
+    judged = finish(components, state, settings, recorder)
     if settings.evaluation.clients:
         trained, epochs = recorder.trained(), settings.evaluation.adapt_epochs
-        with at_stage(prepared.method, depth=prepared.federation.phases[-1].depth):
-            recorder.own_models(own_models(post, prepared, state, trained=trained, epochs=epochs))
+        with at_stage(components.method, depth=components.context.phases[-1].depth):
+            recorder.own_models(own_models(post, components, state, trained=trained, epochs=epochs))
     return (*judged, problem)
 
 
-def finish(prepared: Prepared, state: ServerState, settings: Settings, recorder: Recorder) -> tuple[Judged, Judged]:
+def finish(
+    components: RunComponents, state: ServerState, settings: Settings, recorder: Recorder
+) -> tuple[Judged, Judged]:
     """Export and draw what the rounds have led to; returns the final comparison, and the results of every model."""
-    method = prepared.method
-    with at_stage(method, depth=prepared.federation.phases[-1].depth):
-        models = layers_of(prepared.federation, state)
-        untrained = build(settings.model).to(prepared.device)
-        baselines = prepared.evaluator.baselines(untrained)
-        judged = prepared.evaluator.evaluate(in_turn(method, models), final=True)
+    method = components.method
+    with at_stage(method, depth=components.context.phases[-1].depth):
+        models = layers_of(components.context, state)
+        untrained = build(settings.model).to(components.device)
+        baselines = components.evaluator.baselines(untrained)
+        judged = components.evaluator.evaluate(in_turn(method, models), final=True)
         for name, layers in models.items():
             load_layers(method, layers)
             recorder.encoder(name, method, settings, rounds=state.round)
-    recorder.figures(prepared.held)
+    recorder.figures(components.held)
     if not baselines:  # there are no labelled pictures
         return {}, {}
     federated = over_models(list(judged.values()))

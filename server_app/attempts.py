@@ -6,7 +6,7 @@ from collections.abc import Callable
 from server_app.messaging import Post
 from server_app.report import RoundReport
 from server_app.round import Observe, Round, TooFewUpdatesError
-from server_app.round_context import Federation
+from server_app.round_context import RoundContext
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -14,7 +14,7 @@ log = logging.getLogger("fedssl")
 
 def run_round(
     post: Post,
-    present: Callable[[], Federation],
+    current_context: Callable[[], RoundContext],
     state: ServerState,
     *,
     keep_from: int = 0,
@@ -26,8 +26,8 @@ def run_round(
     ----------
     post : Post
         Of the run.
-    present : callable
-        Gives the federation with the clients that are there.
+    current_context : callable
+        Gives the context with the clients that are there.
     state, keep_from, observe
         As in `Round` and `Round.end`.
 
@@ -38,17 +38,17 @@ def run_round(
     """
     attempt = 0
     while True:
-        federation = present()
-        updates = federation.updates
-        post.forget(older=federation.timeout)
-        one = Round(federation, state, keep_from=keep_from, attempt=attempt, busy=_busy(post, federation))
+        context = current_context()
+        updates = context.updates
+        post.forget(older=context.timeout)
+        one = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(post, context))
         enough = updates.min_updates if updates.buffered else None
         if updates.extra_clients:
-            enough = federation.clients_per_round
-        replies = post.exchange(one.messages, timeout=federation.timeout, deadline=updates.deadline, enough=enough)
+            enough = context.clients_per_round
+        replies = post.exchange(one.messages, timeout=context.timeout, deadline=updates.deadline, enough=enough)
         try:
-            if federation.secure:
-                return one.end_with_sum(post, federation.secure)
+            if context.secure:
+                return one.end_with_sum(post, context.secure)
             return one.end(replies, late=post.late, observe=observe)
         except TooFewUpdatesError as reason:
             if attempt == updates.repeats:
@@ -57,9 +57,9 @@ def run_round(
             log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, updates.repeats)
 
 
-def _busy(post: Post, federation: Federation) -> set[int]:
+def _in_flight(post: Post, context: RoundContext) -> set[int]:
     """Clients whose late updates will be used."""
-    if not federation.updates.buffered:
+    if not context.updates.buffered:
         return set()
     owing = {message.metadata.dst_node_id for message in post.owed.values()}
-    return {client for client, node in federation.nodes.items() if node in owing}
+    return {client for client, node in context.nodes.items() if node in owing}

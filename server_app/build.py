@@ -34,8 +34,8 @@ from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
 from server_app.held import Held
 from server_app.nodes import Roll, find_clients
-from server_app.represent import Represent
-from server_app.round_context import Federation, no_pictures
+from server_app.represent import ServerFeatureExtractor
+from server_app.round_context import RoundContext, raise_no_server_images
 from server_app.stopping import check_stopping
 from server_app.teacher import give_teacher
 from strategies.base import FedSSLStrategy, StrategyContext
@@ -45,14 +45,14 @@ log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class RunComponents:
     """What a run works with, found usable before any round.
 
     Attributes
     ----------
     settings : Settings
         Those of the run, with what only the pictures could tell.
-    federation : Federation
+    context : RoundContext
     lr_schedule : LRSchedule
     roll : Roll
         Who is there.
@@ -65,12 +65,12 @@ class Prepared:
         None: they are not measured.
     device : torch.device
         Where the method is.
-    frozen_only : bool
+    evaluation_is_training_free : bool
         Whether rounds are judged by what frozen encoders make of pictures alone, and no network is trained for it.
     """
 
     settings: Settings
-    federation: Federation
+    context: RoundContext
     lr_schedule: LRSchedule
     roll: Roll
     held: Held | None
@@ -78,15 +78,15 @@ class Prepared:
     monitor: Monitor | None
     costs: Costs | None
     device: torch.device
-    frozen_only: bool
+    evaluation_is_training_free: bool
 
     @property
     def method(self) -> SSLMethod:
         """The server's own copy, into which models are loaded to be looked at."""
-        return self.federation.method
+        return self.context.method
 
 
-def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None = None) -> Prepared:
+def build_run(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None = None) -> RunComponents:
     """Build all parts; ``known`` are the numbers that devices of the run have from before.
 
     Raises
@@ -103,37 +103,37 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build(settings.model).to(device)
-    check_batch(settings, method)
+    validate_batch_size(settings, method)
     results = evaluator.check(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
     method.encoder.check_pictures((data.channels, data.size, data.size))
-    check_updates(settings, devices=bool(task))
+    validate_aggregation(settings, devices=bool(task))
     held = None
     if task:
-        check_devices(method)
-        check_no_clients_judged(settings)
+        validate_edge_method(method)
+        forbid_personalized_evaluation(settings)
     else:
         pictures = federated_pictures(settings, method)
         if pictures.labels is None:
             settings = partition_without_labels(settings)
-        check_clients_judged(settings, pictures)
+        validate_personalized_evaluation(settings, pictures)
         held = Held(pictures, divide(settings.partition, pictures))
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
     check_stopping(settings, method, results=results, phases=len(lr_schedule.phases))
     give_teacher(method, settings.teacher, data=data)
-    federation = Federation(
+    context = RoundContext(
         strategy=strategy,
         method=method,
         phases=lr_schedule.phases,
-        initial=lambda: travelling_layers(build(settings.model)),
+        initial_arrays=lambda: travelling_layers(build(settings.model)),
         nodes=clients.nodes,
         seed=settings.seed,
         clients_per_round=settings.clients_per_round,
         timeout=settings.client_timeout,
-        settings=task or settings.client_text,
-        code=code_fingerprint(),
+        client_config=task or settings.client_text,
+        code_fingerprint=code_fingerprint(),
         metrics=settings.algorithm.metrics,
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
@@ -142,12 +142,12 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         secure=settings.secure,
         privacy=make_privacy(settings, method, devices=bool(task)),
         transport=settings.transport,
-        newcomers=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
-        represent=make_represent(settings, method, strategy.server.pictures, device),
+        unseen_clients=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
+        extract_features=make_feature_extractor(settings, method, strategy.server.pictures, device),
     )
-    return Prepared(
+    return RunComponents(
         settings=settings,
-        federation=federation,
+        context=context,
         lr_schedule=lr_schedule,
         roll=Roll(grid, clients, timeout=settings.client_timeout),
         held=held,
@@ -155,11 +155,11 @@ def prepare(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None =
         monitor=make_monitor(settings, method, training, device),
         costs=make_costs(settings, method, training, held, device, trainings=strategy.client.trainings),
         device=device,
-        frozen_only=results is not None,
+        evaluation_is_training_free=results is not None,
     )
 
 
-def check_batch(settings: Settings, method: SSLMethod) -> None:
+def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
     """Refuse batches of which the method learns nothing; raises `InputError`."""
     batch_size, smallest = settings.training.batch_size, method.smallest_batch
     if batch_size < smallest:
@@ -186,7 +186,7 @@ def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
         )
 
 
-def check_updates(settings: Settings, *, devices: bool) -> None:
+def validate_aggregation(settings: Settings, *, devices: bool) -> None:
     """Refuse, by an `InputError`, to wait for what cannot come."""
     updates, asked, clients = settings.updates, settings.clients_per_round, settings.num_clients
     if updates.min_updates > asked:
@@ -217,13 +217,13 @@ def check_updates(settings: Settings, *, devices: bool) -> None:
         raise InputError("updates.buffered=true waits for updates.min_updates; set updates.extra_clients=0")
 
 
-def check_devices(method: SSLMethod) -> None:
+def validate_edge_method(method: SSLMethod) -> None:
     """Refuse, by an `InputError`, a method that devices cannot be asked for."""
     if method.uses_labels:
         raise InputError(f"{type(method).__name__} needs labels, and devices agree on no classes; set another method")
 
 
-def check_no_clients_judged(settings: Settings) -> None:
+def forbid_personalized_evaluation(settings: Settings) -> None:
     """Refuse, by an `InputError`, to look at what only clients of a simulation show."""
     if settings.evaluation.clients or settings.newcomers:
         raise InputError(
@@ -232,7 +232,7 @@ def check_no_clients_judged(settings: Settings) -> None:
         )
 
 
-def check_clients_judged(settings: Settings, pictures: Pictures) -> None:
+def validate_personalized_evaluation(settings: Settings, pictures: Pictures) -> None:
     """Refuse, by an `InputError`, to judge clients' encoders without labels."""
     problem = lacking(settings.data)
     if settings.evaluation.clients and (problem or pictures.labels is None):
@@ -330,13 +330,13 @@ def make_monitor(
     )
 
 
-def make_represent(
+def make_feature_extractor(
     settings: Settings, method: SSLMethod, pictures: int, device: torch.device
 ) -> Callable[[Layers], torch.Tensor]:
     """What compares models on so many of the server's pictures, if the algorithm asks for any."""
     if not pictures:
-        return no_pictures
-    return Represent(method, data=settings.data, pictures=pictures, device=device, seed=settings.seed)
+        return raise_no_server_images
+    return ServerFeatureExtractor(method, data=settings.data, pictures=pictures, device=device, seed=settings.seed)
 
 
 def federated_pictures(settings: Settings, method: SSLMethod) -> Pictures:

@@ -1,4 +1,4 @@
-"""Any of our strategies as one of Flower's, for a ServerApp of one's own: ``FlowerStrategy(federation).start(...)``.
+"""Any of our strategies as one of Flower's, for a ServerApp of one's own: ``FlowerStrategy(context).start(...)``.
 
 Our ServerApp makes the same rounds itself, because it also resumes, evaluates and records them.
 """
@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from fedssl.wire.records import to_record
 from server_app.report import RoundReport
 from server_app.round import Round
-from server_app.round_context import Federation
+from server_app.round_context import RoundContext
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -27,7 +27,7 @@ class FlowerStrategy(Strategy):
 
     Parameters
     ----------
-    federation : Federation
+    context : RoundContext
     state : ServerState, optional
         To go on from; None: the federation begins.
 
@@ -39,8 +39,8 @@ class FlowerStrategy(Strategy):
         Of the last round; None before the first.
     """
 
-    def __init__(self, federation: Federation, state: ServerState | None = None) -> None:
-        self._federation = federation
+    def __init__(self, context: RoundContext, state: ServerState | None = None) -> None:
+        self._context = context
         self.state = state or ServerState()
         self.report: RoundReport | None = None
 
@@ -49,7 +49,7 @@ class FlowerStrategy(Strategy):
     ) -> Iterable[Message]:
         """One message for each client that trains."""
         # A client keeps no older state than that of its last round: nothing here goes back.
-        self._round = Round(self._federation, self.state, keep_from=self.state.round)
+        self._round = Round(self._context, self.state, keep_from=self.state.round)
         return self._round.messages
 
     def aggregate_train(
@@ -73,4 +73,4 @@ class FlowerStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the algorithm."""
-        log.info("strategy %s", type(self._federation.strategy).__name__)
+        log.info("strategy %s", type(self._context.strategy).__name__)

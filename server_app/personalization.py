@@ -21,7 +21,7 @@ from fedssl.evaluation.subject import Subject
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.wire.messages import Ask
-from server_app.build import Prepared
+from server_app.build import RunComponents
 from server_app.messaging import Post
 from server_app.plans import Plans
 from server_app.replies import BadUpdate, choice, read_update
@@ -57,14 +57,14 @@ class OwnModel:
 
 
 def own_models(
-    post: Post, prepared: Prepared, state: ServerState, *, trained: Collection[int], epochs: int
+    post: Post, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
 ) -> list[OwnModel]:
     """Ask all clients and judge what they show, in order of the clients.
 
     Parameters
     ----------
     post : Post
-    prepared : Prepared
+    components : RunComponents
         Of a simulation whose pictures have labels.
     state : ServerState
         After the last round.
@@ -73,16 +73,16 @@ def own_models(
     epochs : int
         For how long newcomers train.
     """
-    federation, judge = prepared.federation, Judge(prepared)
-    newcomers = sorted(federation.nodes.keys() - set(trained))
+    context, judge = components.context, Judge(components)
+    newcomers = sorted(context.nodes.keys() - set(trained))
     asks = {
-        USED: (sorted(federation.nodes.keys() & set(trained)), Ask()),
+        USED: (sorted(context.nodes.keys() & set(trained)), Ask()),
         RECEIVED: (newcomers, Ask(epochs=epochs)),
         ADAPTED: (newcomers if epochs else [], Ask(epochs=epochs, adapted=True)),
     }
     found = []
     for whose, (clients, ask) in asks.items():
-        for client, model, layers in shown(post, prepared, state, clients, ask):
+        for client, model, layers in shown(post, components, state, clients, ask):
             everywhere, own = judge(client, layers)
             found.append(OwnModel(client=client, model=model, whose=whose, everywhere=everywhere, own=own))
     return sorted(found, key=lambda one: (list(asks).index(one.whose), one.client))
@@ -99,24 +99,24 @@ def means(found: Sequence[OwnModel]) -> dict[str, dict[str, Score]]:
 
 
 def shown(
-    post: Post, prepared: Prepared, state: ServerState, clients: Sequence[int], ask: Ask
+    post: Post, components: RunComponents, state: ServerState, clients: Sequence[int], ask: Ask
 ) -> Iterator[tuple[int, str, Layers]]:
     """Encoders as they arrive, each with its client and the name of the model that it comes from."""
     # Newcomers learn at the optimiser's own rate, and the server does not train once more.
-    federation = replace(prepared.federation, lr_factor=lambda round: 1.0)
-    if federation.calibration is not None:
-        federation = replace(federation, calibration=AtRest())
-    candidates = {client: federation.strategy.server.candidates(state, state.round + 1, client) for client in clients}
-    plans = Plans(federation, state, candidates=candidates, also=(), keep_from=0)
+    context = replace(components.context, lr_factor=lambda round: 1.0)
+    if context.calibration is not None:
+        context = replace(context, calibration=AtRest())
+    candidates = {client: context.strategy.server.candidates(state, state.round + 1, client) for client in clients}
+    plans = Plans(context, state, candidates=candidates, also=(), keep_from=0)
     messages = [Message(ask.beside(plan.content), plan.metadata.dst_node_id, "train.own") for plan in plans.messages]
-    client_of = {federation.nodes[client]: client for client in clients}
-    for reply in post.exchange(messages, timeout=federation.timeout):
+    client_of = {context.nodes[client]: client for client in clients}
+    for reply in post.exchange(messages, timeout=context.timeout):
         client = client_of.get(reply.metadata.src_node_id, -1)
         try:
             if reply.has_error():
                 raise BadUpdate(reply.error.reason)
             names = candidates[client]
-            update = read_update(reply, client, sent_to=federation.nodes[client])
+            update = read_update(reply, client, sent_to=context.nodes[client])
             yield client, names[choice(reply, among=len(names))], update.layers
         except BadUpdate as reason:
             log.warning("client %d shows no encoder: %s", client, reason)
@@ -135,26 +135,26 @@ class AtRest:
 class Judge:
     """Judges encoders by the protocols of the run's end; one that many clients share is judged once on all pictures."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
+    def __init__(self, components: RunComponents) -> None:
+        self._components = components
         self._known: dict[bytes, Scores] = {}
         self._last: tuple[bytes, Subject] | None = None
 
     def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
         """What the encoder is worth on all test pictures, and on those like the client's."""
-        held, evaluator = self._prepared.held, self._prepared.evaluator
+        held, evaluator = self._components.held, self._components.evaluator
         assert held is not None
         assert held.pictures.labels is not None  # the run was refused without them
         key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
-        load_layers(self._prepared.method, layers)
+        load_layers(self._components.method, layers)
         if self._last is None or self._last[0] != key:
-            subject = evaluator.subject(self._prepared.method)
+            subject = evaluator.subject(self._components.method)
             assert subject is not None
             self._last = key, subject
         subject = self._last[1]
         if key not in self._known:
             self._known[key] = evaluator.judge(subject)
         own = held.pictures.labels[torch.from_numpy(held.parts[client])]
-        generator = torch_generator(self._prepared.settings.seed, "alike", client)
+        generator = torch_generator(self._components.settings.seed, "alike", client)
         rows = alike(subject.test.labels, own, generator=generator)
         return self._known[key], evaluator.judge(part_of(subject, rows)) if len(rows) else {}

@@ -12,7 +12,7 @@ from fedssl.model_arrays import part_of
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import content_bytes, to_message
-from server_app.round_context import Federation
+from server_app.round_context import RoundContext
 from strategies.state import Model, ServerState
 
 
@@ -32,7 +32,7 @@ class Plans:
 
     Parameters
     ----------
-    federation : Federation
+    context : RoundContext
     state : ServerState
     candidates : mapping of int to tuple of str
         For each client that trains, names of the models of which it chooses its start; often there is one.
@@ -53,17 +53,17 @@ class Plans:
 
     def __init__(
         self,
-        federation: Federation,
+        context: RoundContext,
         state: ServerState,
         *,
         candidates: Mapping[int, tuple[str, ...]],
         also: Iterable[str],
         keep_from: int,
     ) -> None:
-        self._federation, self._state = federation, state
+        self._context, self._state = context, state
         self._number = state.round + 1
-        self._phase = phase_at(federation.phases, self._number)
-        untrained = functools.cache(federation.untrained)  # made once, and only if it is needed
+        self._phase = phase_at(context.phases, self._number)
+        untrained = functools.cache(context.initial_model)  # made once, and only if it is needed
         names = dict.fromkeys([*chain.from_iterable(candidates.values()), *also])
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
         self._models: dict[tuple[str, tuple[str, ...]], Layers] = {}
@@ -73,33 +73,33 @@ class Plans:
         self.messages = list(self._plans(candidates, keep_from=keep_from))
 
     def _start(self, model: Model) -> Start:
-        federation = self._federation
-        model = federation.calibrated(federation.in_phase(model, self._number), self._number, at="start")
+        context = self._context
+        model = context.calibrate_if_due(context.advance_to_phase(model, self._number), self._number, when="start")
         layers = model.layers
-        trained = {layer: layers[layer] for layer in federation.stages.trained(self._phase, layers)}
-        frozen = {layer: layers[layer] for layer in federation.stages.frozen(self._phase, layers)}
-        up = federation.strategy.server.up(model, self._number, trained)
+        trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
+        frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
+        up = context.strategy.server.up(model, self._number, trained)
         sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
         return Start(model, trained, frozen, up, sent)
 
     def _plans(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> Iterator[Message]:
-        federation = self._federation
+        context = self._context
         plan = TrainPlan(
             round=self._number,
             layers={},
-            settings=federation.settings,
-            metrics=federation.reported(self._number),
+            settings=context.client_config,
+            metrics=context.requested_metrics(self._number),
             keep_from=keep_from,
-            code=federation.code,
-            transport=federation.transport,
-            lr_factor=federation.lr_factor(self._number),
+            code=context.code_fingerprint,
+            transport=context.transport,
+            lr_factor=context.lr_factor(self._number),
         )
         contents: dict[tuple[tuple[str, ...], ...], RecordDict] = {}  # clients that receive the same share a record
         for client, names in candidates.items():
             start = self.starts[names[0]]
             # Of several models a client has none by itself: it does not know which it will take.
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
-            chosen = federation.strategy.server.down(start.model, self._number, start.trained, last)
+            chosen = context.strategy.server.down(start.model, self._number, start.trained, last)
             self.received[client] = tuple(start.trained) if chosen is None else chosen
             down = (*self._lacks(start, last), *self.received[client])
             shared = self._shared(start.model, last)
@@ -110,7 +110,7 @@ class Plans:
                 contents[key] = self._in_phase(one, start).to_content(self._pack)
             content = contents[key]
             self.bytes_down[client] = content_bytes(content)
-            yield Message(content, federation.nodes[client], "train", group_id=str(self._number))
+            yield Message(content, context.nodes[client], "train", group_id=str(self._number))
 
     def _of_model(self, name: str, down: tuple[str, ...]) -> Layers:
         """These layers of a model; the same object for all clients."""
@@ -127,20 +127,20 @@ class Plans:
     def _in_phase(self, plan: TrainPlan, start: Start) -> TrainPlan:
         """The plan with what a client must know of the phase, if there are several."""
         phase = self._phase
-        if len(self._federation.phases) == 1:
+        if len(self._context.phases) == 1:
             return plan
         return replace(
             plan,
             up=tuple(start.sent.layers),
             depth=phase.depth,
             frozen=phase.frozen,
-            hold=self._federation.hold,
+            hold=self._context.clients_cache_frozen,
             depth_dropout=phase.dropout,
         )
 
     def _shared(self, model: Model, last: int | None) -> Layers:
         """What the method's server half gives to a client, but for what this holds from an earlier round."""
-        held = () if last is None else self._federation.method.constant
+        held = () if last is None else self._context.method.constant
         return {layer: array for layer, array in model.shared.items() if part_of(layer) not in held}
 
     def _lacks(self, start: Start, last: int | None) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class Plans:
         joins late or missed a stage has to receive (end of Section 5.2). With calibration the server changes all stages
         in every round, so that they travel down every time.
         """
-        if last is None or not self._federation.hold:
+        if last is None or not self._context.clients_cache_frozen:
             return tuple(start.frozen)
-        held = self._federation.stages.frozen(phase_at(self._federation.phases, last), start.frozen)
+        held = self._context.stages.frozen(phase_at(self._context.phases, last), start.frozen)
         return tuple(name for name in start.frozen if name not in held)

@@ -12,7 +12,7 @@ from fedssl.model_arrays import load_layers, travelling_names
 from fedssl.seeding import torch_generator
 
 
-class Represent:
+class ServerFeatureExtractor:
     """Representations of pictures of the split ``train``, labelled or not; never of test pictures.
 
     Parameters

@@ -26,7 +26,7 @@ from server_app.plans import Plans
 from server_app.plausible import implausible
 from server_app.replies import NO_REPLY, BadUpdate, check_update, choice, in_order, read_update
 from server_app.report import ClientRow, RoundReport
-from server_app.round_context import Federation
+from server_app.round_context import RoundContext
 from server_app.secure_aggregation import NotEnough, mean_way, moved
 from strategies.base import Outcome, Rule
 from strategies.state import GLOBAL, Model, ServerState, suffix
@@ -65,13 +65,13 @@ class Round:
 
     Parameters
     ----------
-    federation : Federation
+    context : RoundContext
     state : ServerState
     keep_from : int
         Oldest round that a resumed run may go back to.
     attempt : int
         How often it has been tried before.
-    busy : collection of int
+    in_flight : collection of int
         Clients that are at work on an older plan and are not asked.
 
     Raises
@@ -89,37 +89,37 @@ class Round:
 
     def __init__(
         self,
-        federation: Federation,
+        context: RoundContext,
         state: ServerState,
         *,
         keep_from: int = 0,
         attempt: int = 0,
-        busy: Collection[int] = (),
+        in_flight: Collection[int] = (),
     ) -> None:
-        server = federation.strategy.server
+        server = context.strategy.server
         self.number = state.round + 1
         self._sorted_into = server.sorts(state, self.number)
         state = state.beside(self._sorted_into)
-        self._federation, self._state = federation, state
-        clients = federation.sample(self.number, attempt=attempt, busy=busy)
+        self._context, self._state = context, state
+        clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
         self._candidates = {client: server.candidates(state, self.number, client) for client in clients}
         self._start_of = {client: names[0] for client, names in self._candidates.items()}
         self._into: dict[int, tuple[str, ...]] = {}
-        targets = dict.fromkeys(self._sorted_into or (GLOBAL,) * federation.updates.buffered)
+        targets = dict.fromkeys(self._sorted_into or (GLOBAL,) * context.updates.buffered)
         for client, names in self._candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
-        plans = Plans(federation, state, candidates=self._candidates, also=targets, keep_from=keep_from)
+        plans = Plans(context, state, candidates=self._candidates, also=targets, keep_from=keep_from)
         self._starts, self._received, self._bytes_down = plans.starts, plans.received, plans.bytes_down
         self.messages = plans.messages
         self._aggregations = {name: _Aggregation(server.rule(self.number, name)) for name in targets}
         self._seen: dict[int, Tensor] = {}
         self._needs = server.rule(self.number).needs
         self._report = RoundReport(self.number)
-        if federation.updates.buffered:
+        if context.updates.buffered:
             self._check_whole("updates.buffered=true")
-        if federation.privacy:
+        if context.privacy:
             self._check_sum("privacy=central")
-        if federation.secure:
+        if context.secure:
             self._check_sum("secure=secagg_plus")
 
     def end(
@@ -147,11 +147,11 @@ class Round:
         """
         for name, aggregation in self._aggregations.items():
             aggregation.rule.start(self._starts[name].sent)
-        clients = {self._federation.nodes[client]: client for client in self._start_of}
+        clients = {self._context.nodes[client]: client for client in self._start_of}
         own = self._usable(in_order(replies, sent=self.messages, clients=clients, drop=self._drop))
         usable: Iterable[_Usable] = chain(own, self._overdue(late))
-        if self._federation.updates.norm_factor is not None:
-            usable = self._plausible(list(usable), factor=self._federation.updates.norm_factor)
+        if self._context.updates.norm_factor is not None:
+            usable = self._plausible(list(usable), factor=self._context.updates.norm_factor)
         if self._sorted_into:
             usable = self._sorted(list(usable))
         for one in usable:
@@ -161,12 +161,12 @@ class Round:
 
     def end_with_sum(self, post: Post, secure: SecureSettings) -> tuple[ServerState, RoundReport]:
         """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdatesError`."""
-        federation, clients = self._federation, {node: client for client, node in self._federation.nodes.items()}
+        context, clients = self._context, {node: client for client, node in self._context.nodes.items()}
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
-        updates, start = federation.updates, self._starts[GLOBAL]
+        updates, start = context.updates, self._starts[GLOBAL]
         try:
             found = mean_way(
-                post, contents, secure, round=self.number, timeout=federation.timeout, deadline=updates.deadline
+                post, contents, secure, round=self.number, timeout=context.timeout, deadline=updates.deadline
             )
             mean = ClientUpdate(layers=moved(start.sent.layers, found.way), partition_id=clients[found.nodes[0]])
         except NotEnough as reason:
@@ -188,9 +188,9 @@ class Round:
 
     def _close(self) -> tuple[ServerState, RoundReport]:
         """The new state, if enough updates were used; raises `TooFewUpdatesError`."""
-        if len(self._report.clients) < self._federation.updates.min_updates:
+        if len(self._report.clients) < self._context.updates.min_updates:
             raise TooFewUpdatesError(self._too_few())
-        server = self._federation.strategy.server
+        server = self._context.strategy.server
         fed = {
             name: self._aggregate(name)
             for name, one in self._aggregations.items()
@@ -200,17 +200,17 @@ class Round:
         took_part |= {row.client: (self.number - row.age, row.model) for row in self._report.clients}
         for client in self._report.dropped:  # nobody knows what it holds now
             took_part.pop(client, None)
-        if self._federation.privacy:
-            self._report.privacy.update(self._federation.privacy.spent(self.number))
+        if self._context.privacy:
+            self._report.privacy.update(self._context.privacy.spent(self.number))
         state = replace(self._state, round=self.number, models={**self._state.models, **fed}, took_part=took_part)
         outcome = Outcome(
             round=self.number,
             into={row.client: self._into[row.client] for row in self._report.clients},
             bytes_up={row.client: row.bytes_up for row in self._report.clients},
             seen=self._seen,
-            represent=self._federation.represent,
+            represent=self._context.extract_features,
         )
-        present = {name: self._federation.in_phase(model, self.number) for name, model in state.models.items()}
+        present = {name: self._context.advance_to_phase(model, self.number) for name, model in state.models.items()}
         memory, findings = server.conclude(replace(state, models=present), outcome)
         self._report.findings.update(findings)
         return replace(state, memory=memory), self._report
@@ -219,7 +219,7 @@ class Round:
         """Models that the client's update goes into, each once; none yet if updates are sorted when all are there."""
         if self._sorted_into:
             return ()
-        return tuple(dict.fromkeys(self._federation.strategy.server.into(self._state, self.number, client, start)))
+        return tuple(dict.fromkeys(self._context.strategy.server.into(self._state, self.number, client, start)))
 
     # --- what is not possible ---
 
@@ -230,16 +230,16 @@ class Round:
                 f"{what} needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
                 "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
             )
-        if self._federation.method.gathered:
+        if self._context.method.gathered:
             raise InputError(
-                f"{what} does not cover what {type(self._federation.method).__name__} gathers; set another method"
+                f"{what} does not cover what {type(self._context.method).__name__} gathers; set another method"
             )
 
     def _check_whole(self, what: str) -> None:
         one_model = {*chain.from_iterable(self._candidates.values()), *self._aggregations} <= {GLOBAL}
         start = next(iter(self._starts.values()))
         whole = all(received == tuple(start.trained) for received in self._received.values())
-        if not (one_model and whole and start.up is None and len(self._federation.phases) == 1):
+        if not (one_model and whole and start.up is None and len(self._context.phases) == 1):
             raise InputError(
                 f"{what} needs clients that all send and receive the whole model, and the strategy or "
                 "the schedule has others; leave it out"
@@ -262,21 +262,21 @@ class Round:
 
     def _read(self, client: int, reply: Message, *, sent: GlobalLayers, number: int) -> Iterator[_Usable]:
         """The update in the reply to the plan of a round, if it passes its checks; else the client is dropped."""
-        federation = self._federation
+        context = self._context
         # A shortened layer comes back as what training changed. Added to the model as the server has it, it loses
         # nothing to what the way down has rounded, and compares with it as if nothing had been rounded.
         received = {layer: sent.layers[layer] for layer in self._received[client] if layer in sent.layers}
         try:
             update = read_update(
-                reply, client, sent_to=federation.nodes[client], transport=federation.transport, start=received
+                reply, client, sent_to=context.nodes[client], transport=context.transport, start=received
             )
             cosines = check_update(
                 update,
                 sent=sent,
-                gathered=federation.gathered,
+                gathered=context.gathered,
                 needs=self._needs,
-                plan=(number, federation.code),
-                max_examples=federation.updates.max_examples,
+                plan=(number, context.code_fingerprint),
+                max_examples=context.updates.max_examples,
             )
         except BadUpdate as reason:
             self._drop(client, str(reason))
@@ -285,14 +285,14 @@ class Round:
 
     def _overdue(self, late: Iterable[tuple[Message, Message]]) -> Iterator[_Usable]:
         """The updates to plans of earlier rounds, as they are for the present model; not used unless asked for."""
-        federation, nodes = self._federation, {node: client for client, node in self._federation.nodes.items()}
+        context, nodes = self._context, {node: client for client, node in self._context.nodes.items()}
         for plan, reply in sorted(late, key=_age_and_node):
             client = nodes.get(plan.metadata.dst_node_id)
-            if client is None or reply.has_error() or not federation.updates.buffered:
+            if client is None or reply.has_error() or not context.updates.buffered:
                 self._report.late.append(plan.metadata.dst_node_id if client is None else client)
                 continue
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
-            begun = from_message(plan.content.array_records[ARRAYS], federation.transport)
+            begun = from_message(plan.content.array_records[ARRAYS], context.transport)
             then = GlobalLayers({name: begun[name] for name in start.sent.layers})
             self._start_of[client], self._into[client], self._received[client] = GLOBAL, (GLOBAL,), tuple(begun)
             self._bytes_down[client] = content_bytes(plan.content)
@@ -314,18 +314,18 @@ class Round:
         for one in usable:
             begun = self._starts[self._start_of[one.update.partition_id]].sent.layers
             ways[one.update.partition_id] = {name: one.update.layers[name] - begun[name] for name in begun}
-        found = self._federation.strategy.server.sort(ways)
+        found = self._context.strategy.server.sort(ways)
         self._into.update({client: (name,) for client, name in found.items()})
         return usable
 
     def _fold(self, one: _Usable, observe: Observe | None) -> None:
         update, client = one.update, one.update.partition_id
         whole = {**self._starts[self._start_of[client]].frozen, **update.layers}
-        if self._federation.strategy.server.pictures:
-            self._seen[client] = self._federation.represent(whole)
-        if self._federation.privacy:
+        if self._context.strategy.server.pictures:
+            self._seen[client] = self._context.extract_features(whole)
+        if self._context.privacy:
             begun = self._starts[self._start_of[client]].sent.layers
-            update = replace(update, layers=self._federation.privacy.clip(update.layers, begun))
+            update = replace(update, layers=self._context.privacy.clip(update.layers, begun))
         for name in self._into[client]:
             aggregation = self._aggregations[name]
             aggregation.rule.add(update, one.cosines)
@@ -362,7 +362,7 @@ class Round:
         for client, reason in self._report.dropped.items():
             clients.setdefault(reason, []).append(str(client))
         reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
-        used, needed = len(self._report.clients), self._federation.updates.min_updates
+        used, needed = len(self._report.clients), self._context.updates.min_updates
         sent = f"{used or 'none'} of {len(self._start_of)} clients sent a usable update"
         least = f" and updates.min_updates={needed} are needed" if used else ""
         return f"round {self.number}: {sent}{least} ({reasons})"
@@ -371,18 +371,18 @@ class Round:
 
     def _aggregate(self, name: str) -> Model:
         """The model after the round."""
-        federation, start, one = self._federation, self._starts[name], self._aggregations[name]
+        context, start, one = self._context, self._starts[name], self._aggregations[name]
         model = start.model
         mean = one.rule.finish()
-        if federation.privacy:
-            mean = federation.privacy.release(mean, start.sent.layers, used=len(one.received), round=self.number)
-        moments, new = federation.server_optimizer.step(model.moments, model.updates + 1, start.sent.layers, mean)
+        if context.privacy:
+            mean = context.privacy.release(mean, start.sent.layers, used=len(one.received), round=self.number)
+        moments, new = context.server_optimizer.step(model.moments, model.updates + 1, start.sent.layers, mean)
         trained = {**start.trained, **new}
-        memory, findings = federation.strategy.server.remember(
+        memory, findings = context.strategy.server.remember(
             model, self.number, trained, rule=one.rule, received=one.received
         )
         self._report.findings.update({f"{key}{suffix(name)}": value for key, value in findings.items()})
-        shared = federation.method.gather(one.gathered, model.shared)
+        shared = context.method.gather(one.gathered, model.shared)
         model = replace(
             model,
             layers={**model.layers, **trained},
@@ -391,7 +391,7 @@ class Round:
             moments=moments,
             updates=model.updates + 1,
         )
-        return federation.calibrated(model, self.number, at="end")
+        return context.calibrate_if_due(model, self.number, when="end")
 
 
 def _age_and_node(pair: tuple[Message, Message]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
 from strategies.state import Model
 
 
-class Calibration(Protocol):
+class Calibrator(Protocol):
     """Training on the server itself, on auxiliary pictures; ``at`` is "start" or "end" of every round."""
 
     at: str
@@ -31,13 +31,13 @@ class Calibration(Protocol):
     def __call__(self, round: int, layers: Layers) -> Layers: ...
 
 
-def no_pictures(layers: Layers) -> Tensor:
+def raise_no_server_images(layers: Layers) -> Tensor:
     """What stands for a server without pictures."""
     raise InputError("the server has no pictures to compare models with; name a data set of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Federation:
+class RoundContext:
     """What is the same in all rounds of a run.
 
     Attributes
@@ -47,23 +47,23 @@ class Federation:
         Tells what is exchanged; its server half is asked.
     phases : sequence of Phase
         They cover all rounds.
-    initial : callable
+    initial_arrays : callable
         Makes the untrained layers, from which a model begins that does not exist yet.
     nodes : mapping of int to int
         Node ids by the numbers of the clients, which are partition ids in a simulation.
-    newcomers : frozenset of int
+    unseen_clients : frozenset of int
         Clients that never train.
     seed, clients_per_round : int
     timeout : float
         Seconds without a reply after which a round goes on without the clients that are missing.
-    settings, code : str
+    client_config, code_fingerprint : str
         For `TrainPlan`.
     metrics : tuple of str
         What clients report for the log beside what the rule needs. Nothing else leaves them.
     server_optimizer : ServerOptimizer
     lr_factor : callable
         Maps a round to the factor of the clients' learning rate.
-    calibration : Calibration or None
+    calibration : Calibrator or None
     updates : UpdateSettings
         What is taken from clients, and how long it is waited for.
     privacy : Privacy or None
@@ -72,7 +72,7 @@ class Federation:
         None: the server sees every update.
     transport : str
         How layers travel, see `fedssl.wire.wire_format`.
-    represent : callable
+    extract_features : callable
         What a model with these layers makes of pictures of the server's own, for server halves that compare models.
 
     Raises
@@ -84,23 +84,23 @@ class Federation:
     strategy: FedSSLStrategy
     method: SSLMethod
     phases: Sequence[Phase]
-    initial: Callable[[], Layers]
+    initial_arrays: Callable[[], Layers]
     nodes: Mapping[int, int]
     seed: int
     clients_per_round: int
     timeout: float
-    settings: str
-    code: str
+    client_config: str
+    code_fingerprint: str
     metrics: tuple[str, ...] = ()
     server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
     lr_factor: Callable[[int], float] = lambda round: 1.0
-    calibration: Calibration | None = None
+    calibration: Calibrator | None = None
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     privacy: Privacy | None = None
     secure: SecureSettings | None = None
     transport: str = EXACT
-    represent: Callable[[Layers], Tensor] = no_pictures
-    newcomers: frozenset[int] = frozenset()
+    extract_features: Callable[[Layers], Tensor] = raise_no_server_images
+    unseen_clients: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)
@@ -116,18 +116,18 @@ class Federation:
         return GlobalLayers(self._copied(self.method.gathered))
 
     @property
-    def hold(self) -> bool:
+    def clients_cache_frozen(self) -> bool:
         """Whether what clients receive of frozen stages stays valid: calibration would change it."""
         return len(self.phases) > 1 and self.calibration is None
 
-    def untrained(self) -> Model:
+    def initial_model(self) -> Model:
         """The model that nobody has trained yet."""
-        return Model(layers=self.initial(), shared=self._copied(self.method.shared))
+        return Model(layers=self.initial_arrays(), shared=self._copied(self.method.shared))
 
     def _copied(self, parts: tuple[str, ...]) -> Layers:
         return copied_layers(self.method, layers_of(self.method, parts))
 
-    def in_phase(self, model: Model, round: int) -> Model:
+    def advance_to_phase(self, model: Model, round: int) -> Model:
         """The model as a round begins with it, brought through all phases since it was trained last."""
         phase = phase_at(self.phases, round)
         layers = model.layers
@@ -135,30 +135,30 @@ class Federation:
             layers = self.stages.hand_on(layers, later)
         return replace(model, layers=layers, phase=phase.number)
 
-    def calibrated(self, model: Model, round: int, *, at: str) -> Model:
+    def calibrate_if_due(self, model: Model, round: int, *, when: str) -> Model:
         """The model, trained by the server if its calibration is due at the start or end of a round."""
-        if self.calibration is None or self.calibration.at != at:
+        if self.calibration is None or self.calibration.at != when:
             return model
         return replace(model, layers=self.calibration(round, model.layers))
 
-    def sample(self, round: int, *, attempt: int = 0, busy: Collection[int] = ()) -> list[int]:
+    def sample(self, round: int, *, attempt: int = 0, in_flight: Collection[int] = ()) -> list[int]:
         """Numbers of the clients that are asked in a round, ascending.
 
         Of those that are there as many as are to train in a round, and ``updates.extra_clients`` more; those that are
-        ``busy`` with an older plan count, and are not asked. Another attempt asks others.
+        ``in_flight`` with an older plan count, and are not asked. Another attempt asks others.
         """
-        numbers = sorted(self.nodes.keys() - busy - self.newcomers)
-        wanted = self.clients_per_round + self.updates.extra_clients - len(busy)
-        places = sample_clients(
+        client_ids = sorted(self.nodes.keys() - in_flight - self.unseen_clients)
+        num_wanted = self.clients_per_round + self.updates.extra_clients - len(in_flight)
+        indices = sample_clients(
             self.seed,
             round,
-            num_clients=len(numbers),
-            clients_per_round=max(min(wanted, len(numbers)), 0),
+            num_clients=len(client_ids),
+            clients_per_round=max(min(num_wanted, len(client_ids)), 0),
             attempt=attempt,
         )
-        return [numbers[place] for place in places]
+        return [client_ids[index] for index in indices]
 
-    def reported(self, round: int) -> tuple[str, ...]:
+    def requested_metrics(self, round: int) -> tuple[str, ...]:
         """Metrics that clients report in a round."""
         return tuple(dict.fromkeys([*self.strategy.server.rule(round).needs, *self.metrics]))
 
@@ -172,6 +172,6 @@ def check_metrics(metrics: Iterable[str]) -> None:
 
 def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int, attempt: int = 0) -> list[int]:
     """Which of the clients train in a round, by place, ascending: a pure function of seed, round and attempt."""
-    place = ("clients", round, attempt) if attempt else ("clients", round)
-    chosen = numpy_generator(seed, *place).choice(num_clients, size=clients_per_round, replace=False)
+    seed_path = ("clients", round, attempt) if attempt else ("clients", round)
+    chosen = numpy_generator(seed, *seed_path).choice(num_clients, size=clients_per_round, replace=False)
     return sorted(int(client) for client in chosen)

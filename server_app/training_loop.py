@@ -22,14 +22,14 @@ from fedssl.methods.build import build
 from fedssl.model_arrays import load_layers
 from fedssl.schedule.stages import at_stage
 from server_app.attempts import run_round
-from server_app.build import Prepared
+from server_app.build import RunComponents
 from server_app.collapse_monitor import Measurement
 from server_app.evaluator import Judged
 from server_app.messaging import Post
 from server_app.recorder import Recorder
 from server_app.report import RoundReport
 from server_app.round import Observe
-from server_app.round_context import Federation
+from server_app.round_context import RoundContext
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -37,41 +37,41 @@ log = logging.getLogger("fedssl")
 CLIENT_CORES = "client-cores"  # in the ServerApp's node configuration: cores of this machine that clients occupy
 
 
-def may_overlap(prepared: Prepared, client_cores: int | None) -> bool:
+def may_overlap(components: RunComponents, client_cores: int | None) -> bool:
     """Whether rounds may be evaluated while the next one runs.
 
     Parameters
     ----------
-    prepared : Prepared
+    components : RunComponents
     client_cores : int or None
         Cores of this machine that clients occupy; None: nobody knows.
     """
-    settings = prepared.settings
-    if prepared.held is None:  # clients are devices
+    settings = components.settings
+    if components.held is None:  # clients are devices
         client_cores = 0
     return (
         client_cores is not None
         and available_cores() - client_cores >= settings.machine.threads
         and settings.evaluation.stop.metric is None  # whether there is a next round depends on the evaluation
         # What else trains or draws here shares a random generator, and the GPU's memory, with nobody.
-        and prepared.frozen_only
+        and components.evaluation_is_training_free
         and settings.calibration is None
     )
 
 
 def rounds(
-    post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, *, last: int, overlap: bool
+    post: Post, components: RunComponents, state: ServerState, recorder: Recorder, *, last: int, overlap: bool
 ) -> ServerState:
     """All rounds after ``state`` up to the last one, recorded; returns the state after it.
 
     Whatever ends them early, the rounds that are done and evaluated are in a checkpoint.
     """
-    recording = Recording(prepared, recorder, state, overlap=overlap)
-    rule = prepared.settings.evaluation.stop
+    recording = Recording(components, recorder, state, overlap=overlap)
+    rule = components.settings.evaluation.stop
     try:
         with recording:
             while state.round < last and not reason_to_stop(recorder.evaluations, rule):
-                state = one_round(post, prepared, state, recorder, recording)
+                state = one_round(post, components, state, recorder, recording)
     except BaseException:
         with suppress(OSError):  # the disk may be full
             recorder.checkpoint(recording.state, ends=True)
@@ -113,7 +113,7 @@ class Recording:
 
     Parameters
     ----------
-    prepared : Prepared
+    components : RunComponents
     recorder : Recorder
     state : ServerState
         That the rounds begin with.
@@ -126,14 +126,14 @@ class Recording:
         After the last round that is recorded.
     """
 
-    def __init__(self, prepared: Prepared, recorder: Recorder, state: ServerState, *, overlap: bool) -> None:
-        self._prepared, self._recorder, self._overlap = prepared, recorder, overlap
+    def __init__(self, components: RunComponents, recorder: Recorder, state: ServerState, *, overlap: bool) -> None:
+        self._components, self._recorder, self._overlap = components, recorder, overlap
         self.state = state
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
         self._pending: Future[None] | None = None
         # No copy, which would share with the method what stages run.
-        own = overlap and prepared.settings.evaluation.every > 0
-        self._own = build(prepared.settings.model).to(prepared.device) if own else prepared.method
+        own = overlap and components.settings.evaluation.every > 0
+        self._own = build(components.settings.model).to(components.device) if own else components.method
 
     def __enter__(self) -> "Recording":
         return self
@@ -162,10 +162,10 @@ class Recording:
     def _record(self, done: Done, *, beside: bool = False) -> None:
         evaluation: Judged = {}
         if beside:
-            torch.set_num_threads(self._prepared.settings.machine.threads)
+            torch.set_num_threads(self._components.settings.machine.threads)
         if done.models:
             with at_stage(self._own, depth=done.depth):
-                evaluation = self._prepared.evaluator.evaluate(in_turn(self._own, done.models))
+                evaluation = self._components.evaluator.evaluate(in_turn(self._own, done.models))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         self._recorder.round(
             done.report, seconds=done.seconds, evaluation=evaluation, health=done.health, cost=done.cost
@@ -175,23 +175,23 @@ class Recording:
 
 
 def one_round(
-    post: Post, prepared: Prepared, state: ServerState, recorder: Recorder, recording: Recording
+    post: Post, components: RunComponents, state: ServerState, recorder: Recorder, recording: Recording
 ) -> ServerState:
     """The state after one round more, which is handed to the recording."""
 
-    def present() -> Federation:
-        clients = prepared.roll.call(prepared.federation.updates.min_updates)
+    def current_context() -> RoundContext:
+        clients = components.roll.call(components.context.updates.min_updates)
         recorder.register(clients.numbers)
-        return replace(prepared.federation, nodes=clients.nodes)
+        return replace(components.context, nodes=clients.nodes)
 
     start, number = time.monotonic(), state.round + 1
-    phase, due = prepared.lr_schedule.phase(number), prepared.evaluator.due(number)
-    monitor, keeper = prepared.monitor if due else None, recorder.keeper(number)
+    phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
+    monitor, keeper = components.monitor if due else None, recorder.keeper(number)
     observers = [one.observe for one in (monitor, keeper) if one is not None]
-    with at_stage(prepared.method, depth=phase.depth):
+    with at_stage(components.method, depth=phase.depth):
         state, report = run_round(
             post,
-            present,
+            current_context,
             state,
             keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
             observe=to_all(observers) if observers else None,
@@ -199,12 +199,12 @@ def one_round(
         post.settle()  # whoever resumes from this round's checkpoint finds it
         seconds = time.monotonic() - start
         clients = [row.client for row in report.clients]
-        models = layers_of(prepared.federation, state) if due or keeper else {}
+        models = layers_of(components.context, state) if due or keeper else {}
         if keeper:
             keeper.finish(models, used=clients)
         health = monitor.finish(models) if monitor else None
     recording.wait()  # what a step needs of a GPU's memory is measured while nothing else needs it
-    cost = prepared.costs(phase, clients) if prepared.costs else None
+    cost = components.costs(phase, clients) if components.costs else None
     recording.add(
         Done(
             state=state,
@@ -229,9 +229,9 @@ def to_all(observers: Sequence[Observe]) -> Observe:
     return observe
 
 
-def layers_of(federation: Federation, state: ServerState) -> dict[str, Layers]:
+def layers_of(context: RoundContext, state: ServerState) -> dict[str, Layers]:
     """The layers of every model, by name and in order, in the phase that the state has come to."""
-    return {name: federation.in_phase(state.models[name], state.round).layers for name in state.names()}
+    return {name: context.advance_to_phase(state.models[name], state.round).layers for name in state.names()}
 
 
 def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:

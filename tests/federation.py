@@ -8,11 +8,11 @@ from client_app.app import app as client_app
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from server_app.attempts import run_round
-from server_app.build import prepare
+from server_app.build import build_run
 from server_app.messaging import Post
 from server_app.report import RoundReport
 from server_app.round import Observe
-from server_app.round_context import Federation as Rounds
+from server_app.round_context import RoundContext
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
 from strategies.state import GLOBAL, Model, ServerState
@@ -46,28 +46,28 @@ class Federation:
             return reply
 
         self.grid = LocalGrid(app, num_clients=self.settings.num_clients)
-        self.prepared = prepare(self.grid, self.settings)
-        self.method = self.prepared.method
+        self.components = build_run(self.grid, self.settings)
+        self.method = self.components.method
         self.state = ServerState()
         self.report: RoundReport | None = None
 
     @property
     def strategy(self) -> FedSSLStrategy:
-        return self.prepared.federation.strategy
+        return self.components.context.strategy
 
     def run(self, rounds: int, observe: Observe | None = None) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
-            post, here = Post(self.grid), self.prepared.federation
+            post, here = Post(self.grid), self.components.context
             self.state, self.report = run_round(post, lambda here=here: here, self.state, observe=observe)
         return self.layers
 
     @property
     def layers(self) -> Layers:
         """Of the only model, whatever round it is."""
-        return model_of(self.prepared.federation, self.state, GLOBAL).layers
+        return model_of(self.components.context, self.state, GLOBAL).layers
 
 
-def model_of(federation: Rounds, state: ServerState, name: str) -> Model:
+def model_of(federation: RoundContext, state: ServerState, name: str) -> Model:
     """The named model after the rounds of the state; the untrained one, if nobody has trained it."""
-    return federation.in_phase(state.models.get(name) or federation.untrained(), max(state.round, 1))
+    return federation.advance_to_phase(state.models.get(name) or federation.initial_model(), max(state.round, 1))

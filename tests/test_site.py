@@ -64,7 +64,7 @@ def test_parameters_that_share_a_text_have_their_own_defaults(site: Path) -> Non
 
 def test_diagrams_are_lists(site: Path) -> None:
     page = text(site / "architecture.html")
-    assert "app, prepare, rounds: prepare, rounds, finish" in page
+    assert "app, build, training_loop: build, train, finish" in page
     assert "simulation: how the apps are run → server_app: the rounds" in page
     assert "flowchart" not in page
 

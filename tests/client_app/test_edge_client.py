@@ -17,7 +17,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.wire.messages import PLAN, ClientUpdate, Who, read_who
 from server_app import nodes
-from server_app.build import prepare
+from server_app.build import build_run
 from server_app.round import Round
 from simulation.grid import context_of
 from strategies.state import ServerState
@@ -41,8 +41,8 @@ def plan(tmp_path_factory):
     device = context(data_path=pictures(folder / "pictures", 6), state_path=folder / "states", client_name="a")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "NODE_WAIT", 0.0)
-        prepared = prepare(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
-    return Round(prepared.federation, ServerState()).messages[0].content
+        components = build_run(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
+    return Round(components.context, ServerState()).messages[0].content
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import travelling_layers
 from fedssl.schedule.phases import end_to_end
-from server_app.round_context import Federation
+from server_app.round_context import RoundContext
 
 LAYERS = {
     "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),
@@ -32,17 +32,17 @@ class Small(SSLMethod):
 def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metrics=(), **updates):
     """All nodes of the grid as clients of a `Small`; ``updates`` are `UpdateSettings`."""
     method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
-    return Federation(
+    return RoundContext(
         strategy=strategy,
         method=method,
         phases=end_to_end(rounds=1000, depth=0),
-        initial=lambda: travelling_layers(method),
+        initial_arrays=lambda: travelling_layers(method),
         nodes=nodes,
         seed=0,
         clients_per_round=clients_per_round or len(nodes),
         timeout=timeout,
-        settings="{}",
-        code="x",
+        client_config="{}",
+        code_fingerprint="x",
         metrics=tuple(metrics),
         updates=UpdateSettings(**updates),
     )

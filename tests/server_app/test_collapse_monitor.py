@@ -180,8 +180,8 @@ def test_several_global_models_are_measured_one_by_one(caplog):
 
 
 def test_it_can_be_turned_off(tmp_path):
-    assert Federation(tmp_path, "health_pictures=0").prepared.monitor is None
-    assert Federation(tmp_path, "health_pictures=2").prepared.monitor is not None
+    assert Federation(tmp_path, "health_pictures=0").components.monitor is None
+    assert Federation(tmp_path, "health_pictures=2").components.monitor is not None
 
 
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():

@@ -13,7 +13,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.wire.messages import Who
 from server_app import nodes
-from server_app.build import prepare
+from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.nodes import Clients, find_clients
 from simulation.cli import run as simulate
@@ -223,7 +223,7 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
 )
 def test_what_is_not_possible_with_devices_is_refused_before_any_round(overrides, sentence, places, tmp_path):
     with pytest.raises(InputError, match=sentence):
-        prepare(Devices(*devices(places, tmp_path)), compose([*SMALL, *overrides, f"output_dir={tmp_path}"]))
+        build_run(Devices(*devices(places, tmp_path)), compose([*SMALL, *overrides, f"output_dir={tmp_path}"]))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{a: 1, b: 1}", "{a: -1}", "{a: x}", "{1: 1}", "a: [\xff"])

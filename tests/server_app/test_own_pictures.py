@@ -94,7 +94,7 @@ def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
 
 def test_pictures_with_labels_are_divided_as_ever(classes, tmp_path):
     federation = Federation(tmp_path, *SMALL, f"dataset.path={classes}", "partition=dirichlet")
-    assert federation.prepared.settings is federation.settings
+    assert federation.components.settings is federation.settings
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ NEW = ["num_clients=4", "clients_per_round=2", "newcomers=1", *JUDGED]
 
 
 def encoders(federation, clients, ask=None):
-    found = shown(Post(federation.grid), federation.prepared, federation.state, clients, ask or Ask())
+    found = shown(Post(federation.grid), federation.components, federation.state, clients, ask or Ask())
     return {client: (name, layers) for client, name, layers in found}
 
 
@@ -34,7 +34,7 @@ def equal(one, other):
 
 def test_newcomers_never_train_and_the_others_all_do(tmp_path):
     federation = Federation(tmp_path, *NEW)
-    drawn = {number: set(federation.prepared.federation.sample(number)) for number in range(1, 30)}
+    drawn = {number: set(federation.components.context.sample(number)) for number in range(1, 30)}
     assert set.union(*drawn.values()) == {0, 1, 2}
     assert all(len(clients) == 2 for clients in drawn.values())
 
@@ -49,7 +49,7 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
     assert not equal(adapted, model)
     assert equal(encoders(federation, [3], Ask(epochs=1))[3][1], model)
     assert equal(adapted, encoders(federation, [3], Ask(epochs=1, adapted=True))[3][1])  # nothing was kept
-    judged = own_models(Post(federation.grid), federation.prepared, federation.state, trained={0, 1, 2}, epochs=1)
+    judged = own_models(Post(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1)
     assert [(one.client, one.whose) for one in judged] == [
         *((client, USED) for client in range(3)),
         (3, RECEIVED),
@@ -74,7 +74,7 @@ def test_every_client_alone_shows_its_own_model(tmp_path):
     federation = Federation(tmp_path, "strategy=local_only", *NEW)
     federation.run(2)
     found = encoders(federation, [*federation.state.took_part, 3])
-    untrained = federation.prepared.federation.untrained().layers
+    untrained = federation.components.context.initial_model().layers
     for client in federation.state.took_part:
         assert found[client][0] == str(client)
         assert equal(found[client][1], federation.state.models[str(client)].layers)
@@ -94,14 +94,14 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
     monkeypatch.setattr(choosing.SelectByFeatures, "choose", choose)
     name, layers = encoders(federation, [3], Ask(epochs=1))[3]
     assert learned == [False, True]
-    model = federation.state.models.get(name, federation.prepared.federation.untrained())
+    model = federation.state.models.get(name, federation.components.context.initial_model())
     assert equal(layers, model.layers)
 
 
 def test_newcomers_learn_although_the_learning_rate_has_come_to_its_end(tmp_path):
     federation = Federation(tmp_path, "strategy=fedavg", *NEW, "rounds=1", "lr_schedule=cosine")
     federation.run(1)
-    assert federation.prepared.federation.lr_factor(2) == 0
+    assert federation.components.context.lr_factor(2) == 0
     received, adapted = (encoders(federation, [3], Ask(epochs=1, adapted=now))[3][1] for now in (False, True))
     assert any(not np.array_equal(received[name], adapted[name]) for name in received if received[name].ndim == 4)
 
@@ -110,7 +110,7 @@ def test_who_was_never_drawn_is_a_newcomer(tmp_path):
     federation = Federation(tmp_path, "strategy=fedavg", *THREE, "clients_per_round=1")
     federation.run(1)
     (trained,) = federation.state.took_part
-    judged = own_models(Post(federation.grid), federation.prepared, federation.state, trained={trained}, epochs=0)
+    judged = own_models(Post(federation.grid), federation.components, federation.state, trained={trained}, epochs=0)
     whose = {one.client: one.whose for one in judged}
     assert whose == {client: USED if client == trained else RECEIVED for client in range(3)}
 
@@ -140,7 +140,7 @@ def test_a_device_shows_nothing(tmp_path):
     reply = asked_of(Ask().beside(plan), device, kind="train.own")
     assert reply.has_error()
     assert "what a device uses itself stays on it" in reply.error.reason
-    assert federation.prepared.held is not None
+    assert federation.components.held is not None
 
 
 @pytest.mark.parametrize(

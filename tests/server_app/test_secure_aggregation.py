@@ -12,7 +12,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.wire.messages import TrainPlan
 from server_app.attempts import run_round
-from server_app.build import prepare
+from server_app.build import build_run
 from server_app.messaging import Post
 from server_app.round import Round
 from server_app.secure_aggregation import NotEnough, moved
@@ -66,8 +66,8 @@ class Watched(Post):
 
 
 def one_round(federation, post):
-    one = Round(federation.prepared.federation, federation.state)
-    return one.end_with_sum(post, federation.prepared.federation.secure)
+    one = Round(federation.components.context, federation.state)
+    return one.end_with_sum(post, federation.components.context.secure)
 
 
 def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
@@ -99,13 +99,13 @@ def _file(reply):
 def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, stage, used):
     """With 4 clients and a threshold of 0.67 any 3 of them suffice. Who sent its masked update is in the sum."""
     federation = Federation(tmp_path / "a", *SMALL, *SECURE)
-    nodes = federation.prepared.federation.nodes
+    nodes = federation.components.context.nodes
     state, report = one_round(federation, Watched(federation.grid, lost={nodes[1]: stage}))
     assert [row.client for row in report.clients] == used
     assert report.dropped == ({1: "no reply in time"} if 1 not in used else {})
 
     plain = Federation(tmp_path / "b", *SMALL, *UNIFORM)
-    one = Round(plain.prepared.federation, plain.state)
+    one = Round(plain.components.context, plain.state)
     replies = [
         reply
         for reply in Post(plain.grid).exchange(one.messages, timeout=60)
@@ -117,7 +117,7 @@ def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, s
 
 def test_too_few_to_take_the_masks_away_is_said(tmp_path):
     federation = Federation(tmp_path, *SMALL, *SECURE)
-    nodes = federation.prepared.federation.nodes
+    nodes = federation.components.context.nodes
     with pytest.raises(RunError, match="round 1: too few clients took part in secure aggregation to the end"):
         one_round(federation, Watched(federation.grid, lost={nodes[1]: 4, nodes[2]: 4}))
     assert federation.state.round == 0
@@ -228,8 +228,8 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     ]
     overrides += ["encoder.width=4", "local_epochs=1", "rounds=1", "num_clients=3", "threads=1", *SECURE]
     grid = Devices(*contexts)
-    prepared = prepare(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
-    _, report = run_round(Post(grid), lambda: prepared.federation, ServerState())
+    components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
+    _, report = run_round(Post(grid), lambda: components.context, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]
 
 

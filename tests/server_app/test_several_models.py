@@ -53,8 +53,8 @@ def separately(folder, group, *, rounds, overrides):
     """Federated averaging in which nobody but the group takes part; the report and the model of every round."""
     federation = Federation(folder, "strategy=fedavg", *overrides)
     for _ in range(rounds):
-        one = Round(federation.prepared.federation, federation.state)
-        wanted = {federation.prepared.federation.nodes[client] for client in group}
+        one = Round(federation.components.context, federation.state)
+        wanted = {federation.components.context.nodes[client] for client in group}
         messages = [message for message in one.messages if message.metadata.dst_node_id in wanted]
         federation.state, report = one.end(receive(federation.grid, messages, timeout=60))
         yield report, federation.state.models[GLOBAL].layers
@@ -146,14 +146,14 @@ def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp
     for name in names:
         assert equal(federation.state.models[name].layers, copied(from_record(update["arrays"])))
     beyond = str((row.client + 2) % 5)  # no model yet: it would begin untrained
-    assert equal(model_of(federation.prepared.federation, federation.state, beyond).layers, start)
+    assert equal(model_of(federation.components.context, federation.state, beyond).layers, start)
 
 
 def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
     federation = Federation(tmp_path, *RING, "+strategy.clients=5")
     made = []
-    rounds = federation.prepared.federation
-    counted = replace(rounds, initial=lambda: made.append(1) or rounds.initial())
+    rounds = federation.components.context
+    counted = replace(rounds, initial_arrays=lambda: made.append(1) or rounds.initial_arrays())
     state = ServerState()
     for _ in range(2):
         state, _ = run_round(Post(federation.grid), lambda: counted, state)
@@ -170,7 +170,7 @@ def test_a_model_that_nobody_drew_is_seen_in_the_phase_of_the_others(tmp_path):
     federation.run(4)  # the second phase begins with round 4
     behind = [name for name, model in federation.state.models.items() if model.phase == 1]
     assert behind
-    layers = layers_of(federation.prepared.federation, federation.state)
+    layers = layers_of(federation.components.context, federation.state)
     for name in behind:
         for layer, array in layers[name].items():
             if "encoder_layer_1" in layer:
@@ -190,15 +190,15 @@ def test_a_client_that_changes_its_model_receives_the_frozen_layers_again(tmp_pa
         before = {name: model.layers for name, model in federation.state.models.items()}
         federation.run(1)
         assert federation.report.dropped == {}
-        phase = federation.prepared.lr_schedule.phase(round)
+        phase = federation.components.lr_schedule.phase(round)
         plans = [TrainPlan.from_content(content) for content in federation.plans[-4:]]
-        trained = set(federation.prepared.federation.stages.trained(phase, plans[0].layers))
+        trained = set(federation.components.context.stages.trained(phase, plans[0].layers))
         for client, plan in enumerate(plans):
             frozen[round, client] = plan.layers.keys() - trained
             if frozen[round, client]:  # of the model that the client starts from
                 model = before[federation.report.clients[client].model]
                 assert all(np.array_equal(plan.layers[name], model[name]) for name in frozen[round, client])
-    first = set(federation.prepared.federation.stages.frozen(phase, federation.state.models["odd"].layers))
+    first = set(federation.components.context.stages.frozen(phase, federation.state.models["odd"].layers))
     assert first
     assert all(not frozen[round, client] for round in range(1, 5) for client in range(4))
     assert all(frozen[5, client] == first for client in range(4))  # trained until now, frozen from now on

@@ -94,9 +94,9 @@ def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, o
     overrides = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *overrides]
     federation = Federation(tmp_path, *overrides)
     with pytest.raises(InputError, match="does not cover what FedCA gathers"):
-        Round(federation.prepared.federation, federation.state)
+        Round(federation.components.context, federation.state)
     norm = [word for word in overrides if word.startswith("encoder.norm")]
     file, _ = save(tmp_path, *norm)
     overrides += ["method.dictionary_size=0", "method.alignment_weight=0.1", f"teacher={file}"]
     federation = Federation(tmp_path, *overrides)
-    Round(federation.prepared.federation, federation.state)
+    Round(federation.components.context, federation.state)

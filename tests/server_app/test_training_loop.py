@@ -136,7 +136,7 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
 
 def test_nothing_overlaps_where_nobody_knows_what_clients_occupy(tmp_path, monkeypatch, cores):
     found = []
-    monkeypatch.setattr(app, "may_overlap", lambda prepared, client_cores: found.append(client_cores) or False)
+    monkeypatch.setattr(app, "may_overlap", lambda components, client_cores: found.append(client_cores) or False)
     monkeypatch.setattr("simulation.local_grid.pick_device", lambda name: type("Device", (), {"type": "cuda"}))
     run([*TINY, "rounds=1", "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
     assert found == [None]
@@ -156,9 +156,9 @@ class Held:
                 assert self.evaluated == 3 or self.begun[self.evaluated + 1].wait(WAIT), "no round has begun beside it"
             return evaluate(evaluator, models, final=final)
 
-        def begins(post, prepared, state, recorder, recording):
+        def begins(post, components, state, recorder, recording):
             self.begun[state.round + 1].set()
-            return self.next(state, lambda: one_round(post, prepared, state, recorder, recording))
+            return self.next(state, lambda: one_round(post, components, state, recorder, recording))
 
         monkeypatch.setattr(Evaluator, "evaluate", waits)
         monkeypatch.setattr(training_loop, "one_round", begins)

@@ -16,7 +16,7 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import to_message
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from server_app.attempts import run_round
-from server_app.build import prepare
+from server_app.build import build_run
 from server_app.messaging import Post
 from simulation.local_grid import LocalGrid
 from strategies.state import GLOBAL, ServerState
@@ -53,7 +53,7 @@ def rounds(grid_class, folder, *overrides, number=3):
     """The grid, the state and the reports after so many rounds."""
     settings = compose([*SMALL, f"output_dir={folder}", f"rounds={number}", *overrides])
     grid = grid_class(client_app, num_clients=settings.num_clients)
-    federation, state, reports = prepare(grid, settings).federation, ServerState(), []
+    federation, state, reports = build_run(grid, settings).context, ServerState(), []
     for _ in range(number):
         state, report = run_round(Post(grid), lambda: federation, state)
         assert not report.dropped
@@ -137,7 +137,7 @@ def step_federation(tmp_path, transport, change):
 
     overrides = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"transport={transport}"]
     grid = LocalGrid(app, num_clients=3)
-    return grid, prepare(grid, compose(overrides)).federation
+    return grid, build_run(grid, compose(overrides)).context
 
 
 @pytest.mark.parametrize("transport", SHORT)

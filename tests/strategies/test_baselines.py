@@ -80,7 +80,7 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     sent = [copied(from_record(update["arrays"])) for update in federation.updates]
     assert any((sent[0][name] != sent[1][name]).any() for name in start)
     assert federation.state.names() == ["0", "1"]
-    untrained = model_of(federation.prepared.federation, federation.state, "2").layers
+    untrained = model_of(federation.components.context, federation.state, "2").layers
     assert all((untrained[name] == start[name]).all() for name in start)  # what a third client would begin with
     states = [load_state(tmp_path / "clients" / str(client), before=2) for client in (0, 1)]
     federation.run(1)

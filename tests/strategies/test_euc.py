@@ -201,17 +201,17 @@ class Toys:
             return Message(content, reply_to=message)
 
         self.grid = LocalGrid(app, num_clients=num_clients)
-        self.federation = server.Federation(
+        self.federation = server.RoundContext(
             strategy=strategy,
             method=self.method,
             phases=end_to_end(rounds=9, depth=0),
-            initial=lambda: start,
+            initial_arrays=lambda: start,
             nodes=dict(enumerate(self.grid.get_node_ids())),
             seed=0,
             clients_per_round=clients_per_round,
             timeout=60,
-            settings="{}",
-            code="x",
+            client_config="{}",
+            code_fingerprint="x",
             server_optimizer=server_optimizer or NoServerOptimizer(),
         )
         self.state, self.report = ServerState(), None

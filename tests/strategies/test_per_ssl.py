@@ -157,7 +157,7 @@ def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(
     average = Federation(tmp_path / "average", *overrides, "strategy=fedavg")
     for federation in (personal, alone, average):
         for _ in range(2):
-            post, here = Post(federation.grid), federation.prepared.federation
+            post, here = Post(federation.grid), federation.components.context
             federation.state, _ = run_round(post, lambda here=here: here, federation.state)
     assert same(personal.layers, average.layers)  # personal models leave the global one alone
     for client in range(personal.settings.num_clients):
@@ -199,8 +199,8 @@ def test_stage_by_stage_a_personal_model_keeps_its_own_stages(tmp_path):
 
 def test_two_trainings_cost_twice_as_much(tmp_path):
     overrides = ["num_clients=2", "measure_resources=true"]
-    costs = [Federation(tmp_path, *overrides, f"strategy={name}").prepared for name in ("fedavg", "per_ssl")]
-    once, twice = (one.costs(one.federation.phases[0], [0, 1]) for one in costs)
+    costs = [Federation(tmp_path, *overrides, f"strategy={name}").components for name in ("fedavg", "per_ssl")]
+    once, twice = (one.costs(one.context.phases[0], [0, 1]) for one in costs)
     assert twice["flops"] == 2 * once["flops"] > 0
     assert twice["flops_per_picture"] == once["flops_per_picture"]
 

@@ -300,7 +300,7 @@ def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, t
 
 def test_rows_of_any_length_make_unit_entries_and_bad_ones_drop_the_client(tmp_path):
     federation = Federation(tmp_path, *WORDS, "num_clients=3")
-    one = Round(federation.prepared.federation, federation.state)
+    one = Round(federation.components.context, federation.state)
     replies = list(receive(federation.grid, one.messages, timeout=60))
     sent = [reply.content["gathered"]["local_dictionary"].numpy() for reply in replies]
     not_finite = sent[2].copy()

@@ -23,7 +23,7 @@ from fedssl.runs.loaded_run import OpenRun, open_run
 from fedssl.runs.representations import read_representations
 from fedssl.runs.snapshots import forget_after, kept_rounds, read_layers, save_layers
 from fedssl.seeding import torch_generator
-from server_app.build import check_updates
+from server_app.build import validate_aggregation
 from server_app.checkpoint import latest_checkpoint
 from server_app.keeper import Keeper
 from simulation.cli import run
@@ -191,9 +191,9 @@ def test_few_rounds_give_no_plane(opened: OpenRun):
 
 def test_a_sum_has_no_models_of_clients():
     with pytest.raises(InputError, match="secure=secagg_plus shows the server no client's model; set keep_models=0"):
-        check_updates(compose(["secure=secagg_plus", "keep_models=1"]), devices=False)
+        validate_aggregation(compose(["secure=secagg_plus", "keep_models=1"]), devices=False)
 
 
 def test_what_noise_hides_is_not_kept():
     with pytest.raises(InputError, match="which kept models of clients show; set keep_models=0"):
-        check_updates(compose(["privacy=central", "keep_models=1"]), devices=False)
+        validate_aggregation(compose(["privacy=central", "keep_models=1"]), devices=False)

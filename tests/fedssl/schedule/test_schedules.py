@@ -239,8 +239,8 @@ def test_weights_of_another_shape_are_not_handed_on():
 
 def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
     """Blocks of the third phase begin as the second's, which began as the first's; in later rounds nothing moves."""
-    federation = Federation(tmp_path, *VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=6").prepared.federation
-    model = federation.in_phase(federation.untrained(), 5)
+    federation = Federation(tmp_path, *VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=6").components.context
+    model = federation.advance_to_phase(federation.initial_model(), 5)
     assert model.phase == 3
     blocks = [
         {name.split(f"encoder_layer_{k}")[1]: a for name, a in model.layers.items() if f"encoder_layer_{k}" in name}
@@ -248,7 +248,7 @@ def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
     ]
     assert blocks[0].keys() == blocks[1].keys() == blocks[2].keys()
     assert all(np.array_equal(blocks[0][name], blocks[k][name]) for name in blocks[0] for k in (1, 2))
-    assert federation.in_phase(model, 6).layers is model.layers
+    assert federation.advance_to_phase(model, 6).layers is model.layers
 
 
 # --- what travels ---
@@ -319,7 +319,7 @@ def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path)
     held = dict.fromkeys(range(3), 0)  # stages that a client received when they were frozen
     late = 0
     for round in range(1, 10):
-        stage = federation.prepared.lr_schedule.phase(round)
+        stage = federation.components.lr_schedule.phase(round)
         federation.run(1)
         (row,) = federation.report.clients
         lacked = {str(s) for s in range(held[row.client] + 1, stage.frozen + 1)}
@@ -364,7 +364,7 @@ def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     assert federation.report.dropped == {}
     trained = []  # a model of a cluster may lose all its clients
     for model in federation.state.names():
-        after = model_of(federation.prepared.federation, federation.state, model).layers
+        after = model_of(federation.components.context, federation.state, model).layers
         assert {key: (array.shape, array.dtype) for key, array in after.items()} == before
         assert all(np.isfinite(array).all() for array in after.values())
         weights = [key for key in after if key.endswith("0.weight") and "blocks" in key]
