@@ -24,7 +24,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_arrays import travelling_layers
 from fedssl.plots.style import new_figure, write_png
-from fedssl.runs.jsonl import read_lines
+from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run, find_runs
 
 FREE, SCALES, SHIFTS = KINDS = "before batch norm", "scales and last layer", "shifts"
@@ -82,11 +82,11 @@ class Followed:
         history = [norms(travelling_layers(method), kind)]
         history += [norms(layers, kind) for layers in _checkpoints(run.folder / "checkpoints")]
         self.norms = {name: [each[name] for each in history] for name in KINDS}
-        lines = read_lines(run.folder / "metrics.jsonl")
+        lines = read_jsonl(run.folder / "metrics.jsonl")
         self.knn = [
             (line["round"], 100 * line["evaluation"]["knn"]) for line in lines if "knn" in line.get("evaluation", {})
         ]
-        rows = [row for row in read_lines(run.folder / "clients.jsonl") if row["round"] == lines[-1]["round"]]
+        rows = [row for row in read_jsonl(run.folder / "clients.jsonl") if row["round"] == lines[-1]["round"]]
         by_layer = {name: [row["cosine"][name] for row in rows] for name in rows[0]["cosine"]}
         self.cosines = {
             name: mean(mean(by_layer[layer]) for layer in by_layer if kind[layer] == name) for name in KINDS

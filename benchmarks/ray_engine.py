@@ -94,7 +94,7 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
         run_ray(
             overrides,
             num_clients=CLIENTS,
-            clients_at_a_time=2,
+            concurrency=2,
             folder=folder,
             engine=EngineSettings(name="ray", address=address, client_cpus=1, client_gpus=None),
             machine=MachineSettings(device="cpu", threads=1, allocator=True, compile_encoder=False),

@@ -30,7 +30,7 @@ from fedssl.methods.build import build
 from fedssl.model_arrays import travelling_layers
 from fedssl.wire.records import to_message, to_record
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
-from simulation.grid import identify
+from simulation.grid import set_task_identity
 
 
 def models() -> tuple[Layers, Layers]:
@@ -68,7 +68,7 @@ def in_turn(jobs: dict[str, Callable[[], object]], *, repeats: int = 21) -> dict
 def main() -> None:
     torch.set_num_threads(1)
     tune_allocator()
-    identify()
+    set_task_identity()
     start, trained = models()
     print(f"torch {torch.__version__}, {sum(array.size for array in start.values()) / 1e6:.1f} M numbers")
     target = {name: array.copy() for name, array in start.items()}

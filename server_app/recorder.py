@@ -29,11 +29,11 @@ from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.curves import draw_curves
-from fedssl.plots.partition import draw, table
+from fedssl.plots.partition import partition_table, save_partition_plot
 from fedssl.report.accuracy_table import format_table
-from fedssl.report.cost_table import totals
-from fedssl.runs.jsonl import read_lines
-from fedssl.runs.run import LOCK
+from fedssl.report.cost_table import sum_costs
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import LOCK_FILE
 from fedssl.runs.snapshots import forget_after
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
@@ -56,7 +56,7 @@ OWN_MODELS = "own_models.json"
 
 # What a run writes, beside encoders, checkpoints and figures.
 FILES = (
-    *(LOCK, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
+    *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
     *LINES,
     "representations.npz",
     OWN_MODELS,
@@ -125,7 +125,7 @@ class Recorder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep the folder for this process; another one that uses it is refused. A killed process lets go of it."""
-        with (self.folder / LOCK).open("w") as lock:
+        with (self.folder / LOCK_FILE).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -168,7 +168,7 @@ class Recorder:
 
     def _write_division(self, held: Held) -> None:
         pictures, division, file = held.pictures, held.division, self.folder / "partition.csv"
-        text = table(held.parts, (pictures.labels, pictures.classes), (division.groups, division.names))
+        text = partition_table(held.parts, (pictures.labels, pictures.classes), (division.groups, division.names))
         if self._settings.resumed is not None and read_text(file, max_bytes=MAX_LINES_BYTES) not in (None, text):
             raise InputError(
                 f"{file} says that clients held other pictures: the data, or the file of partition=file, have changed "
@@ -195,9 +195,9 @@ class Recorder:
         drop_after(self.folder / "checkpoints", done)
         forget_after(self.folder, done)
         for name in LINES:
-            lines = [line for line in read_lines(self.folder / name) if line["round"] <= done]
+            lines = [line for line in read_jsonl(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
-        rounds = read_lines(self.folder / "metrics.jsonl")
+        rounds = read_jsonl(self.folder / "metrics.jsonl")
         self.evaluations = [(line["round"], line["evaluation"]) for line in rounds if "evaluation" in line]
         return state
 
@@ -299,7 +299,7 @@ class Recorder:
 
     def trained(self) -> set[int]:
         """The clients of which an update was used, ever."""
-        return {line["client"] for line in read_lines(self.folder / "clients.jsonl", needs=("client",))}
+        return {line["client"] for line in read_jsonl(self.folder / "clients.jsonl", required=("client",))}
 
     def own_models(self, found: Sequence[OwnModel]) -> None:
         """Write what clients' own models are worth, and show the means over clients."""
@@ -318,9 +318,9 @@ class Recorder:
             pictures, division = held.pictures, held.division
             file = self.folder / "figures" / "partition.png"
             if division.groups is None:
-                draw(file, held.parts, pictures.labels, pictures.classes)
+                save_partition_plot(file, held.parts, pictures.labels, pictures.classes)
             else:
-                draw(file, held.parts, division.groups, division.names, kind=division.kind)
+                save_partition_plot(file, held.parts, division.groups, division.names, kind=division.kind)
         draw_curves(self.folder)
 
     def summary(
@@ -336,8 +336,8 @@ class Recorder:
         ``final`` has the results of every encoder in the final comparison, and ``models`` those of every model by its
         name; None: it has not come to that.
         """
-        lines = read_lines(
-            self.folder / "metrics.jsonl", needs=("seconds", "clients", "bytes_down", "bytes_up", "dropped")
+        lines = read_jsonl(
+            self.folder / "metrics.jsonl", required=("seconds", "clients", "bytes_down", "bytes_up", "dropped")
         )
         repeat = [word for word in self._settings.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
         results: dict[str, Any] = {}
@@ -357,7 +357,7 @@ class Recorder:
             "overrides": repeat,
             "command": shlex.join(["fedssl", *repeat]),
             **results,
-            "client": asdict(totals(lines)),  # one that took part in every round
+            "client": asdict(sum_costs(lines)),  # one that took part in every round
             "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }

@@ -34,7 +34,7 @@ from fedssl.config.overrides import CONF, parse, quote
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCH, from_arguments
 from fedssl.errors import InputError, RunError
-from fedssl.runs.run import held, hold, read_summary
+from fedssl.runs.run import acquire_lock, is_locked, read_summary
 from fedssl.untrusted import sanitize
 
 # Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
@@ -63,11 +63,11 @@ def main() -> None:
         if ERRORS:
             raise ERRORS[0]
     except InputError as error:
-        sys.exit(_say(f"fedssl: {error}", status=2))
+        sys.exit(_print_error(f"fedssl: {error}", status=2))
     except RunError as error:
-        sys.exit(_say(f"fedssl: {error}", status=1))
+        sys.exit(_print_error(f"fedssl: {error}", status=1))
     except KeyboardInterrupt as stop:
-        sys.exit(_say(f"fedssl: stopped{stop}", status=130))
+        sys.exit(_print_error(f"fedssl: stopped{stop}", status=130))
 
 
 def job(hydra_settings: DictConfig) -> None:
@@ -78,24 +78,24 @@ def job(hydra_settings: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     if sweep:
         if not JOBS:
-            LOCKS.append(hold(folder.parent))
+            LOCKS.append(acquire_lock(folder.parent))
         JOBS.append(folder)
         print(f"\n[job {folder.name}] {' '.join(chosen.task)}", flush=True)
-    held_a_run = (folder / "config.yaml").exists()
+    existed = (folder / "config.yaml").exists()
     try:
         run([*overrides, f"output_dir={quote(str(folder))}"] if sweep else overrides)
     except Exception as error:  # any failure of one job is listed at the end
         ERRORS.append(error)
         if sweep:
             print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
-            if not held_a_run:
+            if not existed:
                 with suppress(OSError):  # the disk may be full
-                    _note(folder, overrides, status="failed", reason=str(error))
+                    _complete_summary(folder, overrides, status="failed", reason=str(error))
 
 
 def run(overrides: Sequence[str]) -> None:
     """One run on the engine that the settings name."""
-    settings = compose(overrides) if _elsewhere(overrides) else load_run(overrides)
+    settings = compose(overrides) if _is_remote_resume(overrides) else load_run(overrides)
     if settings.engine.name == "deployment":
         from simulation.deployment import run_deployment
 
@@ -108,7 +108,7 @@ def run(overrides: Sequence[str]) -> None:
     try:
         _run_here(settings, folder)
     except InputError:
-        if fresh and not _rounds_done(folder) and not held(folder):  # by a run that began there at the same time
+        if fresh and not _rounds_done(folder) and not is_locked(folder):  # by a run that began there at the same time
             shutil.rmtree(folder, ignore_errors=True)
         raise
     except KeyboardInterrupt as stop:
@@ -135,20 +135,20 @@ def _run_here(settings: Settings, folder: Path) -> None:
         if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
             overrides = [word for word in overrides if word.partition("=")[0] != f"{key}.path"]
             overrides.append(f"{key}.path={quote(path)}")
-    engine, at_a_time = settings.engine.name, settings.clients_per_round
+    engine, concurrency = settings.engine.name, settings.clients_per_round
     if engine == "auto":
-        from simulation.resources import choose_engine
+        from simulation.resources import auto_engine
 
-        choice = choose_engine(settings)
-        engine, at_a_time = choice.engine, choice.at_a_time
-        print(f"engine={engine}: {choice.why}", flush=True)
+        choice = auto_engine(settings)
+        engine, concurrency = choice.engine, choice.concurrency
+        print(f"engine={engine}: {choice.reason}", flush=True)
     if engine == "ray":
         from simulation.ray_grid import run_ray
 
         run_ray(
             overrides,
             num_clients=settings.num_clients,
-            clients_at_a_time=at_a_time,
+            concurrency=concurrency,
             folder=folder,
             engine=settings.engine,
             machine=settings.machine,
@@ -159,7 +159,7 @@ def _run_here(settings: Settings, folder: Path) -> None:
         run_local(overrides, num_clients=settings.num_clients, machine=settings.machine)
 
 
-def _elsewhere(overrides: Sequence[str]) -> bool:
+def _is_remote_resume(overrides: Sequence[str]) -> bool:
     """Whether the run to go on with is on the machine of a SuperLink, which alone can read its folder."""
     said = {override.key_or_group: override.value() for override in parse(overrides)}
     folder = said.get("resume")
@@ -207,7 +207,7 @@ def _words(arguments: Sequence[str]) -> list[str]:
     return [word for before, word in pairs if not word.startswith("-") and before not in flags_with_value]
 
 
-def _note(folder: Path, overrides: Sequence[str], *, status: str, reason: str) -> None:
+def _complete_summary(folder: Path, overrides: Sequence[str], *, status: str, reason: str) -> None:
     """See to it that the summary tells how the run ended, even if the run itself never began or could not write it."""
     summary = folder / "summary.json"
     content = read_summary(summary) or {"overrides": list(overrides), "rounds": 0}
@@ -219,6 +219,6 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _say(message: str, *, status: int) -> int:
+def _print_error(message: str, *, status: int) -> int:
     print(sanitize(message), file=sys.stderr)
     return status

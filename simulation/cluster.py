@@ -14,11 +14,11 @@ from fedssl.errors import InputError
 from fedssl.fingerprint import code_fingerprint
 from fedssl.waiting import log_while_waiting
 
-VERSIONS = ("python", "torch", "flwr")  # that must be the same
+COMPARED_VERSIONS = ("python", "torch", "flwr")  # that must be the same
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostInfo:
     """What must be the same on all hosts of a run.
 
     Attributes
@@ -38,10 +38,10 @@ class Facts:
     folder: bool
 
 
-def facts(mark: Path) -> Facts:
-    """Those of the host on which this is called; ``mark`` is a file that only the run's file system has."""
+def host_info(probe_file: Path) -> HostInfo:
+    """Those of the host on which this is called; ``probe_file`` is a file that only the run's file system has."""
     versions = {package: version(package) for package in ("torch", "flwr")}
-    return Facts(code=code_fingerprint(), python=platform.python_version(), folder=mark.exists(), **versions)
+    return HostInfo(code=code_fingerprint(), python=platform.python_version(), folder=probe_file.exists(), **versions)
 
 
 def check_hosts(folder: Path) -> None:
@@ -61,26 +61,26 @@ def check_hosts(folder: Path) -> None:
         A host runs other code or other versions, or does not see the folder; it is named.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    mark = folder.with_name(f".{folder.name}-{uuid4().hex}")
-    mark.touch()
+    probe_file = folder.with_name(f".{folder.name}-{uuid4().hex}")
+    probe_file.touch()
     try:
-        expected = facts(mark)
-        ask = ray.remote(num_cpus=0, max_retries=0)(facts)
+        expected = host_info(probe_file)
+        ask = ray.remote(num_cpus=0, max_retries=0)(host_info)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        answers = {
-            host: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(mark)
+        replies = {
+            host: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe_file)
             for node, host in hosts.items()
         }
         with log_while_waiting("hosts of the cluster do not answer yet"):
-            for host, answer in answers.items():
-                compare(host, _answer(host, answer), expected, folder)
+            for host, reply in replies.items():
+                check_host(host, _get_reply(host, reply), expected, folder)
     finally:
-        mark.unlink()
+        probe_file.unlink()
 
 
-def _answer(host: str, answer: "ray.ObjectRef[Facts]") -> Facts:
+def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
     try:
-        return ray.get(answer)
+        return ray.get(reply)
     except RayError as error:
         reason = str(error).strip().splitlines()[-1]
         raise InputError(
@@ -88,16 +88,16 @@ def _answer(host: str, answer: "ray.ObjectRef[Facts]") -> Facts:
         ) from error
 
 
-def compare(host: str, found: Facts, expected: Facts, folder: Path) -> None:
+def check_host(host: str, info: HostInfo, expected: HostInfo, folder: Path) -> None:
     """Refuse a host that differs from this one in what a run needs to be the same; raises `InputError`."""
-    theirs, ours = asdict(found), asdict(expected)
-    for name, what in (("code", "code of fedssl"), *((name, f"version of {name}") for name in VERSIONS)):
+    theirs, ours = asdict(info), asdict(expected)
+    for name, what in (("code", "code of fedssl"), *((name, f"version of {name}") for name in COMPARED_VERSIONS)):
         if theirs[name] != ours[name]:
             raise InputError(
                 f"host {host} has another {what} ({theirs[name]}) than this one ({ours[name]}); install the same on "
                 "all hosts"
             )
-    if not found.folder:
+    if not info.folder:
         raise InputError(
             f"host {host} does not see {folder.parent}, where the run folder is to be: what clients keep from round to "
             "round lies there; set output_dir to a folder that all hosts share"

@@ -29,9 +29,9 @@ from fedssl.errors import InputError, RunError
 from fedssl.waiting import RUN_FOLDER_MARKER, sanitize_line
 
 APP = Path(__file__).resolve().parents[1]
-LOST = 120.0  # seconds in which a SuperLink that has gone may come back
-PAUSE = 1.0  # seconds between two attempts
-STOPPED_WITHIN = 30.0  # seconds
+RECONNECT_TIMEOUT = 120.0  # seconds in which a SuperLink that has gone may come back
+POLL_SECONDS = 1.0  # seconds between two attempts
+STOP_TIMEOUT = 30.0  # seconds
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 REFUSED = f"{InputError.__module__}.{InputError.__name__}: "  # what stands before the reason in the ServerApp's log
 
@@ -48,7 +48,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
     RunError
         The run has failed or was stopped, or the SuperLink has gone.
     """
-    with control_api(engine) as control, _plain_errors(engine.address):
+    with control_api(engine) as control, _http_errors(engine.address):
         fab = build_fab_from_disk(APP)
         request = StartRunRequest(
             fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
@@ -63,8 +63,8 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
             run.stop()
             raise
     if run.folder:
-        print(_where(run.folder, engine), flush=True)
-    _judge(status, run)
+        print(_run_folder_message(run.folder, engine), flush=True)
+    _raise_on_failure(status, run)
 
 
 class _Run:
@@ -74,13 +74,13 @@ class _Run:
     ----------
     folder : str
         Its folder on the SuperLink's machine; empty as long as it has none.
-    refusal : str
+    rejection : str
         Why the ServerApp has refused the settings; empty if it has not.
     """
 
     def __init__(self, control: ControlHttpClient, id: int, *, engine: EngineSettings) -> None:
         self._control, self.id, self._engine = control, id, engine
-        self.folder = self.refusal = self._line = ""
+        self.folder = self.rejection = self._line = ""
         self._shown = 0.0
 
     def follow(self) -> RunStatus:
@@ -97,15 +97,15 @@ class _Run:
                 status = self.status()
                 answered = time.monotonic()
             except httpx.TransportError as error:
-                if time.monotonic() - answered > LOST:
+                if time.monotonic() - answered > RECONNECT_TIMEOUT:
                     raise RunError(
-                        f"the SuperLink has not answered for {LOST:.0f} s ({error}); once it runs again, look at "
-                        f"`flwr list`, and go on with {self.resumption}"
+                        f"the SuperLink has not answered for {RECONNECT_TIMEOUT:.0f} s ({error}); once it runs again, look at "
+                        f"`flwr list`, and go on with {self.resume_command}"
                     ) from error
             else:
                 if status.status == "finished":
                     return status
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
 
     def status(self) -> RunStatus:
         """How it is."""
@@ -117,9 +117,9 @@ class _Run:
         print(f"stopping run {self.id}", flush=True)
         with suppress(httpx.HTTPError):  # it has ended already, or the SuperLink has gone
             self._control.StopRun(StopRunRequest(run_id=self.id))
-            last = time.monotonic() + STOPPED_WITHIN
+            last = time.monotonic() + STOP_TIMEOUT
             while self.status().status != "finished" and time.monotonic() < last:
-                time.sleep(PAUSE)
+                time.sleep(POLL_SECONDS)
 
     def _show(self, text: str) -> None:
         sys.stdout.write(text)
@@ -129,28 +129,28 @@ class _Run:
             if not self.folder and RUN_FOLDER_MARKER in line:
                 self.folder = line.rpartition(RUN_FOLDER_MARKER)[2].strip()
             if line.startswith(REFUSED):
-                self.refusal = line.removeprefix(REFUSED)
+                self.rejection = line.removeprefix(REFUSED)
 
     @property
-    def resumption(self) -> str:
+    def resume_command(self) -> str:
         """The command that goes on with it."""
         address, certificates = self._engine.address, self._engine.root_certificates
         trusted = f" engine.root_certificates={certificates}" if certificates else ""
         return f"fedssl engine=deployment engine.address={address}{trusted} resume={self.folder or 'FOLDER'}"
 
 
-def _judge(status: RunStatus, run: _Run) -> None:
+def _raise_on_failure(status: RunStatus, run: _Run) -> None:
     """Raise what the run ended with; nothing if it has finished."""
     if status.sub_status == "completed":
         return
-    if run.refusal:
-        raise InputError(run.refusal)
+    if run.rejection:
+        raise InputError(run.rejection)
     reason = sanitize_line(status.details, max_chars=1000) or "no reason was given"
     how = "was stopped" if status.sub_status == "stopped" else f"has failed: {reason.rstrip('.')}"
-    raise RunError(f"run {run.id} {how}; go on with {run.resumption}")
+    raise RunError(f"run {run.id} {how}; go on with {run.resume_command}")
 
 
-def _where(folder: str, engine: EngineSettings) -> str:
+def _run_folder_message(folder: str, engine: EngineSettings) -> str:
     """A line for people: where the run folder is."""
     with suppress(OSError):  # it belongs to another user
         if (Path(folder) / "config.yaml").is_file():
@@ -194,7 +194,7 @@ def control_api(engine: EngineSettings) -> Iterator[ControlHttpClient]:
 
 
 @contextmanager
-def _plain_errors(address: str | None) -> Iterator[None]:
+def _http_errors(address: str | None) -> Iterator[None]:
     """What goes wrong on the way to the SuperLink, as one sentence."""
     try:
         yield

@@ -29,7 +29,7 @@ class SimulatedGrid(Grid):
 
     def __init__(self, *, num_clients: int) -> None:
         self.num_clients = num_clients
-        identify()
+        set_task_identity()
 
     def get_node_ids(self) -> Iterable[int]:
         """Ids of all nodes, in the order of their partitions."""
@@ -58,18 +58,18 @@ class SimulatedGrid(Grid):
         return Message(*args, **kwargs)
 
 
-def identify() -> None:
+def set_task_identity() -> None:
     """Tell Flower, whose messages ask for it, which run this process works for."""
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SERVER_NODE
 
 
-def number(message: Message) -> str:
+def assign_message_id(message: Message) -> str:
     """Give a message an id of its own, and return it."""
     message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
     return message.metadata.message_id
 
 
-def context_of(node: int, *, num_clients: int, mark: Simulation | None = None) -> Context:
+def make_context(node: int, *, num_clients: int, mark: Simulation | None = None) -> Context:
     """What the ClientApp is told of the node it runs on; ``mark`` has more of it than usual."""
     partition = node - SERVER_NODE - 1
     return Context(
@@ -82,28 +82,28 @@ def context_of(node: int, *, num_clients: int, mark: Simulation | None = None) -
     )
 
 
-def answer(client_app: ClientApp, message: Message, context: Context) -> Message:
+def run_client_app(client_app: ClientApp, message: Message, context: Context) -> Message:
     """The client's reply; a failure is a reply too."""
     try:
         return client_app(message, context)
     except Exception as error:  # a client may fail in any way; the server decides what follows
         log.debug("client of node %d failed", message.metadata.dst_node_id, exc_info=True)
-        return failed(message, f"{type(error).__name__}: {error}")
+        return error_reply(message, f"{type(error).__name__}: {error}")
 
 
-def failed(message: Message, reason: str) -> Message:
+def error_reply(message: Message, reason: str) -> Message:
     """The reply of a client that failed."""
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
 
-def own_client_app() -> ClientApp:
+def load_client_app() -> ClientApp:
     """The ClientApp of this project; imported here, because whoever only counts nodes need not wait for torch."""
     from client_app.app import app
 
     return app
 
 
-def run_server(
+def run_server_app(
     grid: Grid, overrides: Sequence[str], *, terminal: bool = False, client_cores: int | None = None
 ) -> None:
     """Run the ServerApp to its end in this process; what it raises is raised.

@@ -12,7 +12,14 @@ from client_app.simulated import Simulation
 from client_app.store import WriteBehind
 from fedssl.config.settings import MachineSettings
 from fedssl.machine.devices import pick_device
-from simulation.grid import SimulatedGrid, answer, context_of, number, own_client_app, run_server
+from simulation.grid import (
+    SimulatedGrid,
+    assign_message_id,
+    load_client_app,
+    make_context,
+    run_client_app,
+    run_server_app,
+)
 
 
 class LocalGrid(SimulatedGrid):
@@ -31,12 +38,12 @@ class LocalGrid(SimulatedGrid):
         self._client_app, self._store = client_app, store
         mark = Simulation(store) if store else None
         nodes = self.get_node_ids()
-        self._contexts = {node: context_of(node, num_clients=num_clients, mark=mark) for node in nodes}
+        self._contexts = {node: make_context(node, num_clients=num_clients, mark=mark) for node in nodes}
         self._queue: dict[str, Message] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Queue messages in the place of older ones, which nobody waits for any more; nothing runs yet."""
-        self._queue = {number(message): message for message in messages}
+        self._queue = {assign_message_id(message): message for message in messages}
         return list(self._queue)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -44,7 +51,7 @@ class LocalGrid(SimulatedGrid):
         for message_id in message_ids:
             message = self._queue.pop(message_id, None)
             if message is not None:
-                return [answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
+                return [run_client_app(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
         return []
 
     def settle(self) -> None:
@@ -60,5 +67,5 @@ def run_local(overrides: Sequence[str], *, num_clients: int, machine: MachineSet
     """
     on_gpu = pick_device(machine.device).type != "cpu"  # which one process had better not ask for two things at once
     with WriteBehind() as store:
-        grid = LocalGrid(own_client_app(), num_clients=num_clients, store=store)
-        run_server(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)
+        grid = LocalGrid(load_client_app(), num_clients=num_clients, store=store)
+        run_server_app(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)

@@ -14,10 +14,10 @@ from types import ModuleType
 
 from fedssl.errors import InputError, RunError
 from fedssl.machine.threads import WAITING, available_cores
-from simulation.sandbox import Place, private_place
+from simulation.sandbox import ProcessSandbox, process_sandbox
 from simulation.share import Host
 
-CONNECT_WITHIN = 20.0  # seconds
+CONNECT_TIMEOUT = 20.0  # seconds
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -53,10 +53,10 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
     import ray
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # a tip about GPUs in every run
-    with private_place() as place:
-        with _surroundings(place.work, {**ENVIRONMENT, "FLWR_HOME": str(place.home)}):
+    with process_sandbox() as sandbox:
+        with _environment(sandbox.work, {**ENVIRONMENT, "FLWR_HOME": str(sandbox.home)}):
             if address is None:
-                _start(ray, place, gpus=gpus)
+                _start(ray, sandbox, gpus=gpus)
             else:
                 _join(ray, address)
         try:
@@ -66,7 +66,7 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
             ray.shutdown()
 
 
-def _start(ray: ModuleType, place: Place, *, gpus: int | None) -> None:
+def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None) -> None:
     os.environ.pop("RAY_ADDRESS", None)  # a Ray cluster that happens to run is not ours to use
     try:
         ray.init(
@@ -74,7 +74,7 @@ def _start(ray: ModuleType, place: Place, *, gpus: int | None) -> None:
             num_gpus=gpus,
             include_dashboard=False,
             logging_level=logging.WARNING,
-            _temp_dir=str(place.path / "ray"),
+            _temp_dir=str(sandbox.path / "ray"),
         )
     except Exception as error:  # Ray has no class of its own for what may go wrong here
         raise RunError(f"Ray could not be started: {error}; engine=local does without it") from error
@@ -86,7 +86,7 @@ def _join(ray: ModuleType, address: str) -> None:
         raise InputError(f"engine.address={address} is no address of a Ray cluster; set it to HOST:PORT or to auto")
     try:
         if address != "auto":  # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), timeout=CONNECT_WITHIN).close()
+            socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
         ray.init(address=address, runtime_env={"env_vars": ENVIRONMENT}, logging_level=logging.WARNING)
     except Exception as error:  # as above
         raise InputError(
@@ -96,7 +96,7 @@ def _join(ray: ModuleType, address: str) -> None:
 
 
 @contextmanager
-def _surroundings(directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
+def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
     """A working directory and environment for what is started in the block.
 
     Ray's processes inherit both, and import from the working directory before anything else: an empty one keeps them

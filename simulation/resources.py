@@ -15,21 +15,21 @@ from fedssl.methods.build import build
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTraining, number_of_batches, train
 
-RAY_STARTS_IN = 10.0  # seconds that starting and ending it take, with an actor for each of two cores
-FEW = 20  # steps, which are over before it is worth while to measure one
-LONG = 1.0  # seconds after which a step has been measured well enough
+RAY_OVERHEAD_SECONDS = 10.0  # seconds that starting and ending it take, with an actor for each of two cores
+MIN_STEPS_TO_MEASURE = 20  # steps, which are over before it is worth while to measure one
+LONG_STEP_SECONDS = 1.0  # seconds after which a step has been measured well enough
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     """An engine, how many clients are to run at a time on it, and why."""
 
     engine: str
-    at_a_time: int
-    why: str
+    concurrency: int
+    reason: str
 
 
-def choose_engine(settings: Settings) -> Choice:
+def auto_engine(settings: Settings) -> EngineChoice:
     """The engine for a run.
 
     On GPUs it is Ray if there are several, and clients for them. On CPUs as many clients run at a time as the cores
@@ -43,27 +43,27 @@ def choose_engine(settings: Settings) -> Choice:
         The pictures, the method or the strategy cannot be used.
     """
     if os.name != "posix":
-        return Choice("local", 1, "Ray needs Linux or macOS")
+        return EngineChoice("local", 1, "Ray needs Linux or macOS")
     gpus = torch.cuda.device_count() if settings.machine.device != "cpu" else 0
     if gpus:
         engine = "ray" if gpus > 1 and settings.clients_per_round > 1 else "local"
-        why = f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
-        return Choice(engine, settings.clients_per_round, why)
-    at_a_time = min(available_cores() // settings.machine.threads, settings.clients_per_round)
-    if at_a_time < 2:
-        return Choice("local", 1, "no two clients have place at a time")
+        reason = f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
+        return EngineChoice(engine, settings.clients_per_round, reason)
+    concurrency = min(available_cores() // settings.machine.threads, settings.clients_per_round)
+    if concurrency < 2:
+        return EngineChoice("local", 1, "no two clients have place at a time")
     steps = number_of_steps(settings)
-    if steps < FEW:
-        return Choice("local", at_a_time, f"{steps} training steps")
+    if steps < MIN_STEPS_TO_MEASURE:
+        return EngineChoice("local", concurrency, f"{steps} training steps")
     settings.algorithm.strategy.make()  # what it refuses is refused before anything is measured
     training = steps * seconds_per_step(settings)
     free, each = available_memory(), peak_memory()
-    fit = at_a_time if free is None else max(min(free // each, at_a_time), 1)
-    why = f"about {training:.0f} s of training, clients at a time: {fit}"
-    if fit < at_a_time:
-        why += f", since each takes {gigabytes(each)} of memory"
+    fit = concurrency if free is None else max(min(free // each, concurrency), 1)
+    reason = f"about {training:.0f} s of training, clients at a time: {fit}"
+    if fit < concurrency:
+        reason += f", since each takes {gigabytes(each)} of memory"
     saved = training * (1 - 1 / fit)
-    return Choice("ray" if saved > RAY_STARTS_IN else "local", fit, why)
+    return EngineChoice("ray" if saved > RAY_OVERHEAD_SECONDS else "local", fit, reason)
 
 
 def number_of_steps(settings: Settings) -> int:
@@ -86,6 +86,6 @@ def seconds_per_step(settings: Settings) -> float:
         start, generator = time.perf_counter(), torch_generator(settings.seed, "choice", number)
         train(method, pictures.images, own, training=training, generator=generator, labels=pictures.labels)
         seconds = time.perf_counter() - start
-        if seconds > LONG:
+        if seconds > LONG_STEP_SECONDS:
             break
     return seconds

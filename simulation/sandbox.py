@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-GRACE = 2.0  # seconds between SIGTERM and SIGKILL
-PATIENCE = 10.0  # seconds after which a process that survives even SIGKILL (it waits for a dead disk) is given up
+TERMINATE_GRACE_SECONDS = 2.0  # seconds between SIGTERM and SIGKILL
+MAX_TERMINATE_SECONDS = (
+    10.0  # seconds after which a process that survives even SIGKILL (it waits for a dead disk) is given up
+)
 
 
 @dataclass
-class Place:
-    """A private directory and the processes that were started in it; made by `private_place`."""
+class ProcessSandbox:
+    """A private directory and the processes that were started in it; made by `process_sandbox`."""
 
     path: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -68,77 +70,79 @@ class Place:
 
 
 @contextmanager
-def private_place() -> Iterator[Place]:
+def process_sandbox() -> Iterator[ProcessSandbox]:
     """Make a place; at the end of the block its processes have ended and its directory is gone.
 
     The directory lies in ``/tmp`` or where ``RAY_TMPDIR`` says, under a short name, because Ray makes Unix sockets
     below it, whose paths are limited to 107 bytes.
     """
     directory = tempfile.mkdtemp(prefix="fssl-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
-    place = Place(Path(directory).resolve())
+    sandbox = ProcessSandbox(Path(directory).resolve())
     # -I -S: neither the environment nor site-packages can change what the guard does, and it starts in 20 ms.
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(place.path)],
+        [sys.executable, "-I", "-S", __file__, str(sandbox.path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        place.home.mkdir()
-        place.work.mkdir()
-        yield place
+        sandbox.home.mkdir()
+        sandbox.work.mkdir()
+        yield sandbox
     finally:
         guard.communicate()  # ends its standard input and waits for it
-        for process in place.processes:
+        for process in sandbox.processes:
             process.wait()
 
 
-def belonging(place: Path, *, spared_group: int | None = None) -> set[int]:
+def sandbox_pids(sandbox: Path, *, spared_group: int | None = None) -> set[int]:
     """Return the ids of all processes that belong to the place at this path, whoever their parents are.
 
     ``spared_group``: process group of the owner, whose members belong to the place only if they themselves say so.
     """
     if sys.platform == "linux":
-        return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_in(entry, place)}
+        return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_in(entry, sandbox)}
     # macOS tells no working directories; a process that has lost its environment still has its process group.
     listing = subprocess.run(["ps", "-axwwE", "-o", "pid=,pgid=,command="], capture_output=True, errors="replace")
     rows = [line.split() for line in listing.stdout.splitlines()]
-    marked = {row[0]: row[1] for row in rows if f"FLWR_HOME={place / 'home'}" in row}
+    marked = {row[0]: row[1] for row in rows if f"FLWR_HOME={sandbox / 'home'}" in row}
     groups = set(marked.values()) - {str(spared_group)}
     return {int(row[0]) for row in rows if row[0] in marked or row[1] in groups}
 
 
-def _is_in(entry: Path, place: Path) -> bool:
+def _is_in(entry: Path, sandbox: Path) -> bool:
     try:
-        if place in (entry / "cwd").readlink().parents:
+        if sandbox in (entry / "cwd").readlink().parents:
             return True
-        return f"FLWR_HOME={place / 'home'}" in (entry / "environ").read_text(errors="replace").split("\0")
+        return f"FLWR_HOME={sandbox / 'home'}" in (entry / "environ").read_text(errors="replace").split("\0")
     except OSError:  # it has ended, or belongs to another user
         return False
 
 
-def end(place: Path, *, spared_group: int) -> None:
-    """End the processes of a place: SIGTERM, and SIGKILL for those that are still there after ``GRACE`` seconds."""
+def terminate(sandbox: Path, *, spared_group: int) -> None:
+    """End the processes of a place: SIGTERM, and SIGKILL for those that are still there after ``TERMINATE_GRACE_SECONDS`` seconds."""
     start = time.monotonic()
     asked: set[int] = set()
-    while (pids := belonging(place, spared_group=spared_group)) and (waited := time.monotonic() - start) < PATIENCE:
-        for pid in pids if waited > GRACE else pids - asked:
+    while (pids := sandbox_pids(sandbox, spared_group=spared_group)) and (
+        waited := time.monotonic() - start
+    ) < MAX_TERMINATE_SECONDS:
+        for pid in pids if waited > TERMINATE_GRACE_SECONDS else pids - asked:
             try:
-                os.kill(pid, signal.SIGKILL if waited > GRACE else signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL if waited > TERMINATE_GRACE_SECONDS else signal.SIGTERM)
             except ProcessLookupError:
                 continue
         asked |= pids
         time.sleep(0.05)
 
 
-def watch(path: Path) -> None:
+def run_guard(path: Path) -> None:
     """Wait, as the guard, until the standard input ends; end the processes of the place and remove it."""
     owner = os.getpgid(os.getppid())
     sys.stdin.buffer.read()
-    end(path, spared_group=owner)
+    terminate(path, spared_group=owner)
     shutil.rmtree(path, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    watch(Path(sys.argv[1]))
+    run_guard(Path(sys.argv[1]))

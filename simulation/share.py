@@ -9,7 +9,7 @@ from fedssl.errors import InputError
 
 log = logging.getLogger("fedssl")
 
-ACTORS_PER_GPU = 4  # more processes on one GPU wait for each other
+MAX_CLIENTS_PER_GPU = 4  # more processes on one GPU wait for each other
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Share:
+class ClientResources:
     """What one client occupies.
 
     Attributes
@@ -39,9 +39,9 @@ class Share:
     gpus: float
 
 
-def share(
-    hosts: Sequence[Host], *, client_cpus: int | None, client_gpus: float | None, threads: int, at_most: int
-) -> tuple[Share, int]:
+def fit_clients(
+    hosts: Sequence[Host], *, client_cpus: int | None, client_gpus: float | None, threads: int, max_clients: int
+) -> tuple[ClientResources, int]:
     """What a client occupies, and how many clients run at a time.
 
     Parameters
@@ -54,7 +54,7 @@ def share(
         None: such a share that every GPU has clients, the same number on each, and at most 4.
     threads : int
         Of a client.
-    at_most : int
+    max_clients : int
         How many clients are of use at a time.
 
     Raises
@@ -72,14 +72,14 @@ def share(
     if cpus != int(cpus) or not 1 <= cpus <= cores:
         raise InputError(f"engine.client_cpus={cpus} must be a whole number from 1 to the {cores} CPUs there are")
     if not on_gpus:
-        return Share(cpus, 0.0), min(sum(host.cpus // cpus for host in hosts), at_most)
+        return ClientResources(cpus, 0.0), min(sum(host.cpus // cpus for host in hosts), max_clients)
     if client_gpus is None:
         with_gpus = [host for host in hosts if host.gpus]
-        clients = min(sum(host.cpus // cpus for host in with_gpus), at_most)
-        per_gpu = min(max(1, clients // sum(host.gpus for host in with_gpus)), ACTORS_PER_GPU)
+        clients = min(sum(host.cpus // cpus for host in with_gpus), max_clients)
+        per_gpu = min(max(1, clients // sum(host.gpus for host in with_gpus)), MAX_CLIENTS_PER_GPU)
         client_gpus = 1.0 if per_gpu == 1 else int(10_000 / per_gpu) / 10_000  # the digits that Ray counts
     fit = sum(min(host.cpus // cpus, _fit(host.gpus, client_gpus)) for host in hosts)
-    return Share(cpus, client_gpus), min(fit, at_most)
+    return ClientResources(cpus, client_gpus), min(fit, max_clients)
 
 
 def _fit(gpus: int, share: float) -> int:
@@ -87,19 +87,19 @@ def _fit(gpus: int, share: float) -> int:
     return gpus * int(1 / share + 1e-6) if share <= 1 else int(gpus / share)
 
 
-def allot(
-    hosts: Sequence[Host], *, engine: EngineSettings, machine: MachineSettings, at_most: int
-) -> tuple[Share, int]:
-    """What `share` gives for the settings of a run, and a line that says so; raises `InputError` as it does."""
+def plan_client_resources(
+    hosts: Sequence[Host], *, engine: EngineSettings, machine: MachineSettings, max_clients: int
+) -> tuple[ClientResources, int]:
+    """What `fit_clients` gives for the settings of a run, and a line that says so; raises `InputError` as it does."""
     import torch  # here: reading settings needs no torch
 
     gpus = sum(host.gpus for host in hosts)
-    client, clients = share(
+    client, clients = fit_clients(
         [replace(host, gpus=0) for host in hosts] if machine.device == "cpu" else hosts,
         client_cpus=engine.client_cpus,
         client_gpus=engine.client_gpus,
         threads=machine.threads,
-        at_most=at_most,
+        max_clients=max_clients,
     )
     of_gpus = f" and {client.gpus:g} of {gpus} GPUs" if client.gpus else ""
     of_hosts = f" of {len(hosts)} hosts" if len(hosts) > 1 else ""

@@ -7,7 +7,7 @@ from flwr.app import Context, Message, RecordDict
 from PIL import Image
 
 from client_app.app import app as client_app
-from simulation.grid import RUN_ID, identify
+from simulation.grid import RUN_ID, set_task_identity
 from simulation.local_grid import LocalGrid
 
 
@@ -30,7 +30,7 @@ def context(**node_config) -> Context:
 
 def ask(content: RecordDict, device: Context, kind: str = "train") -> Message:
     """What the real ClientApp answers on a device."""
-    identify()
+    set_task_identity()
     return client_app(Message(content, 2, kind), device)
 
 

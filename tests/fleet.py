@@ -28,7 +28,7 @@ from flwr.proto.control_pb2 import ListNodesRequest
 
 from fedssl.config.settings import EngineSettings
 from simulation.deployment import control_api
-from simulation.sandbox import Place, private_place
+from simulation.sandbox import ProcessSandbox, process_sandbox
 from tests.flower import ENVIRONMENT, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ PATIENCE = 300.0  # seconds: a busy machine only takes longer
 class Fleet:
     """What runs, and how to reach it."""
 
-    place: Place
+    sandbox: ProcessSandbox
     port: int
     public: int
     nodes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Fleet:
 
     @property
     def keys(self) -> Path:
-        return self.place.path / "keys"
+        return self.sandbox.path / "keys"
 
     @property
     def engine(self) -> list[str]:
@@ -60,7 +60,9 @@ class Fleet:
 
     def start_superlink(self) -> None:
         port, self.ports["superlink"] = str(self.port), self.port
-        command = [port if word == "8000" else word for word in self._unit("fedssl-superlink.service", self.place.work)]
+        command = [
+            port if word == "8000" else word for word in self._unit("fedssl-superlink.service", self.sandbox.work)
+        ]
         self.superlink = self._start(command, "superlink")
         until(lambda: listens(self.port), "the SuperLink listens", self.superlink)
 
@@ -68,7 +70,7 @@ class Fleet:
         """Start the SuperNode of a device; its configuration has - for _."""
         quoted = {key.replace("_", "-"): v if isinstance(v, int) else f'"{v}"' for key, v in config.items()}
         said = " ".join(f"{key}={value}" for key, value in quoted.items())
-        own = self.place.path / name
+        own = self.sandbox.path / name
         own.mkdir(exist_ok=True)
         values = {"${SUPERLINK}": f"127.0.0.1:{port or self.public}", "${NODE_CONFIG}": said}
         values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{key or name}.key")
@@ -83,7 +85,7 @@ class Fleet:
 
     def flwr(self, *overrides: str) -> str:
         """What Flower's command line says; its connection ``fleet`` is the SuperLink."""
-        (self.place.home / "config.toml").write_text(
+        (self.sandbox.home / "config.toml").write_text(
             f'[superlink.fleet]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{self.keys / "ca.crt"}"\n'
         )
         process = self._start([program("flwr"), *overrides], None)
@@ -154,35 +156,41 @@ class Fleet:
         until(lambda: self.online() == number, f"{number} SuperNodes are there", self.superlink)
 
     def log(self, name: str) -> str:
-        return (self.place.path / f"{name}.log").read_text()
+        return (self.sandbox.path / f"{name}.log").read_text()
 
     def _unit(self, name: str, folder: Path) -> list[str]:
         """The command of a systemd unit, with the folders of this fleet."""
         text = (DEPLOY / "systemd" / name).read_text().replace("\\\n", " ")
         [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
-        for place, own in (
+        for sandbox, own in (
             ("/opt/fedssl/.venv/bin", str(Path(sys.executable).parent)),
             ("/etc/fedssl", str(self.keys)),
             ("/var/lib/fedssl", str(folder)),
         ):
-            line = line.replace(place, own)
+            line = line.replace(sandbox, own)
         return shlex.split(line)
 
     def _start(self, command: list[str], log: str | None) -> subprocess.Popen[str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, **ENVIRONMENT, "PATH": path, "HOME": str(self.place.home), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "PATH": path,
+            "HOME": str(self.sandbox.home),
+            "OMP_NUM_THREADS": "1",
+        }
         if log is None:
             environment["PYTHONPATH"] = str(REPOSITORY)
-            return self.place.start(command, environment=environment, stdout=subprocess.PIPE)
-        with (self.place.path / f"{log}.log").open("a") as file:
-            return self.place.start(command, environment=environment, stdout=file)
+            return self.sandbox.start(command, environment=environment, stdout=subprocess.PIPE)
+        with (self.sandbox.path / f"{log}.log").open("a") as file:
+            return self.sandbox.start(command, environment=environment, stdout=file)
 
 
 @contextmanager
 def fleet(*names: str) -> Iterator[Fleet]:
     """A SuperLink and the proxy in front of it, and keys of nodes with these names, which are registered."""
-    with private_place() as place:
-        one = Fleet(place, free_port(), free_port())
+    with process_sandbox() as sandbox:
+        one = Fleet(sandbox, free_port(), free_port())
         subprocess.run(
             [sys.executable, DEPLOY / "keys.py", one.keys, "--server", "127.0.0.1", "--nodes", *names, "stranger"],
             check=True,
@@ -221,7 +229,7 @@ def proxy(one: Fleet) -> Iterator[None]:
 
 @contextmanager
 def nginx(site: str, one: Fleet) -> Iterator[None]:
-    folder = one.place.path / "nginx"
+    folder = one.sandbox.path / "nginx"
     folder.mkdir()
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     kept = "".join(f"{kind}_temp_path {folder};" for kind in kinds)

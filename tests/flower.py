@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simulation.sandbox import Place, private_place
+from simulation.sandbox import ProcessSandbox, process_sandbox
 
 CONNECTION = '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
 ENVIRONMENT = {
@@ -48,23 +48,23 @@ def flwr_run(app_dir: Path, *options: str, devices: Sequence[str] = ()) -> Outco
     ``flwr run`` itself exits with 0 when the run failed, so the SuperLink is asked how it ended. ``devices`` are the
     configurations of the SuperNodes of a deployment; without any it is a simulation.
     """
-    with private_place() as place:
+    with process_sandbox() as sandbox:
         bin_folder = str(Path(sys.executable).parent)
         environment = {**os.environ, **ENVIRONMENT, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
-        environment |= {"RAY_TMPDIR": str(place.path), "no_proxy": "127.0.0.1,localhost"}
-        port = _start_superlink(place, environment, [] if devices else ["--simulation"])
+        environment |= {"RAY_TMPDIR": str(sandbox.path), "no_proxy": "127.0.0.1,localhost"}
+        port = _start_superlink(sandbox, environment, [] if devices else ["--simulation"])
         for device in devices:
-            with (place.path / f"supernode-{free_port()}.log").open("w") as log_file:
+            with (sandbox.path / f"supernode-{free_port()}.log").open("w") as log_file:
                 command = [f"{bin_folder}/flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}"]
                 command += ["--port", str(free_port()), "--node-config", device]
-                place.start(command, environment=environment, stdout=log_file)
-        run = place.start(
+                sandbox.start(command, environment=environment, stdout=log_file)
+        run = sandbox.start(
             [f"{bin_folder}/flwr", "run", str(app_dir.resolve()), "private", "--stream", *options],
             environment=environment,
             stdout=subprocess.PIPE,
         )
         log = run.communicate()[0]
-        listed = place.start(
+        listed = sandbox.start(
             [f"{bin_folder}/flwr", "list", "private", "--format", "json"],
             environment=environment,
             stdout=subprocess.PIPE,
@@ -80,18 +80,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start_superlink(place: Place, environment: Mapping[str, str], options: Sequence[str]) -> int:
+def _start_superlink(sandbox: ProcessSandbox, environment: Mapping[str, str], options: Sequence[str]) -> int:
     """Start a SuperLink, write the connection to it, wait until it listens; returns its port."""
     port = free_port()
-    (place.home / "config.toml").write_text(CONNECTION.format(port=port))
+    (sandbox.home / "config.toml").write_text(CONNECTION.format(port=port))
     program = str(Path(sys.executable).with_name("flower-superlink"))
     command = [program, "--insecure", *options, "--host", "127.0.0.1", "--port", str(port)]
-    with (place.path / "superlink.log").open("w") as log:
-        superlink = place.start(command, environment=environment, stdout=log)
+    with (sandbox.path / "superlink.log").open("w") as log:
+        superlink = sandbox.start(command, environment=environment, stdout=log)
     while superlink.poll() is None:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
             return port
         except ConnectionRefusedError:
             time.sleep(0.05)
-    raise RuntimeError((place.path / "superlink.log").read_text())
+    raise RuntimeError((sandbox.path / "superlink.log").read_text())

@@ -16,7 +16,7 @@ import torch
 
 from client_app.limits import Limits, read_limits
 from simulation.cli import run
-from simulation.sandbox import private_place
+from simulation.sandbox import process_sandbox
 from tests.devices import pictures
 from tests.experiments.every import pictures as hub_pictures
 from tests.fedssl.exporting.test_exporting import VIT, write_encoder
@@ -180,7 +180,7 @@ def test_devices_on_one_machine_as_in_the_guide(place: Path, tmp_path: Path) -> 
         text = text.replace(port, str(free_port()))
     text = text.replace("/tmp/fedssl-", f"{tmp_path}/").replace("/my/", f"{place}/my/")
     text = text.replace("dataset.size=32", "dataset.size=8 rounds=1 encoder.width=4")
-    with private_place() as own, (tmp_path / "log").open("w") as log:
+    with process_sandbox() as own, (tmp_path / "log").open("w") as log:
         text = f"cd {shlex.quote(str(ROOT))}\n{text}".replace("~/.flwr", str(own.home))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, **ENVIRONMENT, "PATH": path}

@@ -4,7 +4,7 @@ from flwr.app import Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-from simulation.grid import identify, number
+from simulation.grid import assign_message_id, set_task_identity
 from simulation.local_grid import LocalGrid
 
 
@@ -22,9 +22,9 @@ def arrived(message: Message) -> Message:
 
 def message_of(content: RecordDict) -> Message:
     """A message to a client with this content."""
-    identify()
+    set_task_identity()
     message = Message(content, 2, "train", group_id="1")
-    number(message)
+    assign_message_id(message)
     return message
 
 

@@ -4,7 +4,7 @@ import shlex
 
 from fedssl.evaluation.scores import as_scores
 from fedssl.exporting.source import Source
-from fedssl.plots.partition import read_table
+from fedssl.plots.partition import read_partition_table
 from fedssl.report.accuracy_table import format_table
 from fedssl.runs.run import Run
 from fedssl.untrusted import sanitize
@@ -75,7 +75,7 @@ def _training(source: Source) -> dict[str, str]:
     rows = {name: source.run.value(key) for name, key in _ROWS.items()}
     if source.run.ended_early:
         rows["rounds"] = f"{source.run.progress}, ended by stop_when"
-    held = read_table(source.run.folder / "partition.csv")
+    held = read_partition_table(source.run.folder / "partition.csv")
     if held is not None:
         rows["pictures of all clients"] = str(int(held[0].sum()))
     return {name: value for name, value in rows.items() if value}

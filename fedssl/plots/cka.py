@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedssl.plots.style import SCREEN, new_figure, save_figure
+from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure
 from fedssl.runs.representations import read_representations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PICTURES = 1000  # at most: a model takes as many numbers squared
-WRITTEN = 12  # models or layers for which a matrix has its numbers written into it
+MAX_IMAGES = 1000  # at most: a model takes as many numbers squared
+MAX_ANNOTATED = 12  # models or layers for which a matrix has its numbers written into it
 
 
-def centred_gram(x: np.ndarray) -> np.ndarray:
+def centered_gram(x: np.ndarray) -> np.ndarray:
     """Inner products of the deviations of representations ``(n, dim)`` from their mean, float64, ``(n, n)``."""
     deviations = x.astype(np.float64)  # a copy
     deviations -= deviations.mean(axis=0)
@@ -31,7 +31,7 @@ def linear_cka(one: np.ndarray, other: np.ndarray) -> float:
     Parameters
     ----------
     one, other : ndarray
-        As `centred_gram` gives them, ``(n, n)``: <K, L> / (||K|| ||L||), which is the paper's Eq. 2 and 3 with linear
+        As `centered_gram` gives them, ``(n, n)``: <K, L> / (||K|| ||L||), which is the paper's Eq. 2 and 3 with linear
         kernels.
 
     Returns
@@ -49,7 +49,7 @@ def cka_matrix(rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.
     return np.array([[linear_cka(one, other) for other in columns] for one in rows])
 
 
-def draw_cka(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+def draw_cka(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Draw how alike the models of a round are to ``figures/cka.png``; None if the run kept no representations.
 
     Every representation has the length 1, as runs keep it; CKA of representations as they are has other numbers.
@@ -59,16 +59,16 @@ def draw_cka(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
         return None
     round, representations = kept
     names = [str(name) for name in representations.names]
-    grams = [centred_gram(h) for h in representations.h[:, :PICTURES]]
+    grams = [centered_gram(h) for h in representations.h[:, :MAX_IMAGES]]
     found = cka_matrix(grams, grams)
     figure = new_figure(height=1.5 + 0.4 * min(len(names), 14), width=2.6 + 0.45 * min(len(names), 14))
     axes = figure.add_subplot(title=f"representations of the test pictures, round {round}")
-    draw_matrix(figure, axes, found, names)
+    plot_matrix(figure, axes, found, names)
     rows = [["model", *names], *([name, *row] for name, row in zip(names, found.tolist(), strict=True))]
     return save_figure(figure, folder, "cka", rows=rows, formats=formats)
 
 
-def draw_matrix(figure: "Figure", axes: "Axes", values: np.ndarray, names: Sequence[str]) -> None:
+def plot_matrix(figure: "Figure", axes: "Axes", values: np.ndarray, names: Sequence[str]) -> None:
     """Draw values in [0, 1], ``(names, names)``, as colours, and of few also as numbers."""
     shown = axes.imshow(values, vmin=0, vmax=1, cmap="cividis")
     figure.colorbar(shown, ax=axes, label="linear CKA")
@@ -77,7 +77,7 @@ def draw_matrix(figure: "Figure", axes: "Axes", values: np.ndarray, names: Seque
     axes.set(xticks=places[::step], yticks=places[::step])
     axes.set_xticklabels(list(names)[::step], rotation=45, ha="right")
     axes.set_yticklabels(list(names)[::step])
-    for row, column in np.ndindex(values.shape) if len(names) <= WRITTEN else ():
+    for row, column in np.ndindex(values.shape) if len(names) <= MAX_ANNOTATED else ():
         value = values[row, column]
         color = "black" if value > 0.5 else "white"
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize="x-small")

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from fedssl.encoders.base import Encoder
 from fedssl.evaluation.features import extract
-from fedssl.plots.cka import centred_gram, cka_matrix, draw_matrix, linear_cka
-from fedssl.plots.style import SCREEN, new_figure, save_figure
-from fedssl.runs.loaded_run import OpenRun
+from fedssl.plots.cka import centered_gram, cka_matrix, linear_cka, plot_matrix
+from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure
+from fedssl.runs.loaded_run import LoadedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PICTURES = 256
+LAYER_IMAGES = 256
 OUTPUT = "h"  # what a representation is called among the layers
 
 
-def layer_outputs(encoder: Encoder, images: Tensor, *, run: OpenRun) -> dict[str, np.ndarray]:
+def layer_outputs(encoder: Encoder, images: Tensor, *, run: LoadedRun) -> dict[str, np.ndarray]:
     """What the running stages of an encoder make of pictures, and its representations as `OUTPUT`.
 
     Returns
@@ -64,14 +64,14 @@ def between_clients(grams: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
     return np.array([list(map(linear_cka, one, other)) for one, other in combinations(grams, 2)])
 
 
-def draw_layers(run: OpenRun, *, formats: Sequence[str] = SCREEN) -> Path:
+def draw_layers(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
     """Draw how alike the layers of the last kept round's models are to ``figures/cka_layers.png``.
 
     On the left the layers of the global model among each other, on the right every layer between the clients' models:
     where it falls, clients part.
     """
     kept = run.kept[-1]
-    images, _ = run.pictures(PICTURES)
+    images, _ = run.pictures(LAYER_IMAGES)
     grams: dict[str, list[np.ndarray]] = {}
     files = {"global model": run.only_model(kept, figure="the layers' CKA")}
     files |= {f"client {client}": file for client, file in kept.clients.items()}
@@ -79,7 +79,7 @@ def draw_layers(run: OpenRun, *, formats: Sequence[str] = SCREEN) -> Path:
     for name, file in files.items():
         with run.loaded(file, round=kept.round) as method:
             outputs = layer_outputs(method.encoder, images, run=run)
-        names, grams[name] = list(outputs), [centred_gram(output) for output in outputs.values()]
+        names, grams[name] = list(outputs), [centered_gram(output) for output in outputs.values()]
     model, *clients = grams.values()
     layers, pairs = cka_matrix(model, model), between_clients(clients)
     figure = layers_figure(layers, pairs, names, round=kept.round, color=run.color)
@@ -96,7 +96,7 @@ def layers_figure(layers: np.ndarray, pairs: np.ndarray, names: Sequence[str], *
     """Draw CKA ``(layers, layers)`` of one model, and ``(pairs, layers)`` between clients, if there are two."""
     figure = new_figure(height=3.6, width=9.0 if len(pairs) else 4.6)
     axes = figure.add_subplot(1, 2 if len(pairs) else 1, 1, title=f"layers of the global model, round {round}")
-    draw_matrix(figure, axes, layers, names)
+    plot_matrix(figure, axes, layers, names)
     if len(pairs):
         figure.set_layout_engine("constrained", w_pad=0.12)  # between the bar and the next label
         axes = figure.add_subplot(1, 2, 2, title=f"clients' models, round {round}", ylabel="linear CKA of two clients")

@@ -11,9 +11,9 @@ import numpy as np
 
 from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
-from fedssl.plots.style import MARKS, SCREEN, Drawing, axes_over_rounds, look_of, new_figure, save_figure
-from fedssl.runs.jsonl import read_lines
-from fedssl.runs.run import rule_of
+from fedssl.plots.style import MARKERS, SCREEN_FORMATS, PlotData, axes_over_rounds, line_style, new_figure, save_figure
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import strategy_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,18 +29,18 @@ def draw_curves(folder: Path) -> list[Path]:
     return [file for file in drawn if file is not None]
 
 
-def draw_metrics(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+def draw_metrics(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Draw `metrics` to ``figures/metrics.png``, and return the file; None if there is nothing to draw."""
     drawing = metrics(folder)
     return drawing and save_figure(drawing.figure, folder, "metrics", rows=drawing.rows, formats=formats)
 
 
-def metrics(folder: Path) -> Drawing | None:
+def metrics(folder: Path) -> PlotData | None:
     """Plot the loss and the results of evaluations of a run over its rounds; None if it recorded neither.
 
     With several global models the results are means over them. Every unit has a panel of its own.
     """
-    lines = read_lines(folder / "metrics.jsonl", needs=("loss",))
+    lines = read_jsonl(folder / "metrics.jsonl", required=("loss",))
     losses = [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]
     panels: dict[str, dict[str, Points]] = {"mean loss of the clients": {"loss": losses}} if losses else {}
     for line in lines:
@@ -48,39 +48,39 @@ def metrics(folder: Path) -> Drawing | None:
             panels.setdefault(score.unit or name, {}).setdefault(name, []).append((line["round"], score.value))
     if not panels:
         return None
-    figure, color = new_figure(height=3.0 * len(panels)), look_of(rule_of(folder)).color
+    figure, color = new_figure(height=3.0 * len(panels)), line_style(strategy_of(folder)).color
     for position, (title, series) in enumerate(panels.items(), start=1):
         axes = axes_over_rounds(figure, (len(panels), 1, position), title)
         for number, (name, points) in enumerate(series.items()):
-            mark = MARKS[number % len(MARKS)]
+            mark = MARKERS[number % len(MARKERS)]
             axes.plot(*zip(*points, strict=True), marker=mark, markersize=4, color=color, label=name)
         axes.legend()
     named = {name: points for series in panels.values() for name, points in series.items()}
     rows = [[name, *point] for name, points in named.items() for point in points]
-    return Drawing(figure, [["name", "round", "value"], *rows])
+    return PlotData(figure, [["name", "round", "value"], *rows])
 
 
-def draw_cosines(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+def draw_cosines(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Draw `cosines` to ``figures/cosines.png``, and return the file; None if there is nothing to draw."""
     drawing = cosines(folder)
     return drawing and save_figure(drawing.figure, folder, "cosines", rows=drawing.rows, formats=formats)
 
 
-def cosines(folder: Path) -> Drawing | None:
+def cosines(folder: Path) -> PlotData | None:
     """Plot how close the clients of a run stay to their global model; None if no cosines were recorded.
 
     Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
     band one standard deviation over them to either side. Below the cosines of single layers: thin lines are layers,
     each the mean over clients, the thick one is the mean over layers by their size.
     """
-    lines = read_lines(folder / "clients.jsonl", needs=("cosine",))
+    lines = read_jsonl(folder / "clients.jsonl", required=("cosine",))
     lines = [line for line in lines if line.get("model_cosine") is not None and line["cosine"]]
     if not lines:
         return None
     several = len({line.get("model") for line in lines}) > 1
     reference = "the client's global model" if several else "the global model"
     figure = new_figure(height=6.5)
-    color = look_of(rule_of(folder)).color
+    color = line_style(strategy_of(folder)).color
     _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines, color)
     _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines, color)
     for axes in figure.axes:
@@ -90,7 +90,7 @@ def cosines(folder: Path) -> Drawing | None:
         (line["round"], line["client"], key, line[key]) for line in lines for key in ("model_cosine", "layer_cosine")
     ]
     layers = [(line["round"], line["client"], *pair) for line in lines for pair in line["cosine"].items()]
-    return Drawing(figure, [("round", "client", "of", "cosine"), *whole, *layers])
+    return PlotData(figure, [("round", "client", "of", "cosine"), *whole, *layers])
 
 
 def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
@@ -127,7 +127,7 @@ def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     return sorted(found), [found[round] for round in sorted(found)]
 
 
-def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
 
     Those of every global model and of every client's, in the last round in which they were measured, and as a reference
@@ -138,7 +138,7 @@ def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | Non
     Path or None
         The figure; None if nothing was measured.
     """
-    lines = [line for line in read_lines(folder / "health.jsonl", needs=("client",)) if "spectrum" in line]
+    lines = [line for line in read_jsonl(folder / "health.jsonl", required=("client",)) if "spectrum" in line]
     if not lines:
         return None
     round, one = lines[-1]["round"], lines[-1]["spectrum"]
@@ -150,7 +150,7 @@ def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | Non
         if line["client"] is not None:
             axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="0.7", alpha=0.6, label="clients")
     models = [line for line in lines if line["client"] is None]
-    _plot_models(axes, models, round=round, color=look_of(rule_of(folder)).color)
+    _plot_models(axes, models, round=round, color=line_style(strategy_of(folder)).color)
     reference = gaussian_spectrum(one["pictures"], one["dim"])[:TOP].tolist()
     axes.plot(_logarithms(reference), color="0.3", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()

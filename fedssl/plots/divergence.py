@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.plots.groups import groups_of, looks, plot_line
-from fedssl.plots.style import SCREEN, axes_over_rounds, new_figure, save_figure
-from fedssl.runs.jsonl import read_lines
+from fedssl.plots.groups import group_by_seed, line_styles, plot_line
+from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure
+from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
 
 
@@ -26,7 +26,7 @@ def mean_cosines(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     return {round: mean(values) for round, values in sorted(rounds.items())}
 
 
-def draw_divergence(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN) -> Path:
+def draw_divergence(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
     """Draw the mean cosine of clients' models with the global one over rounds to ``figures/divergence.png``.
 
     Raises
@@ -34,20 +34,20 @@ def draw_divergence(runs: Sequence[Run], folder: Path, *, formats: Sequence[str]
     InputError
         No run has cosines.
     """
-    groups = groups_of(runs)
+    groups = group_by_seed(runs)
     cosines = [
-        [mean_cosines(read_lines(run.folder / "clients.jsonl", needs=("client",))) for run in g.runs] for g in groups
+        [mean_cosines(read_jsonl(run.folder / "clients.jsonl", required=("client",))) for run in g.runs] for g in groups
     ]
     if not any(found for group in cosines for found in group):
         raise InputError("no run has cosines of clients' models; they are there where weights travel, also with fedavg")
     figure = new_figure(height=3.6)
     axes = axes_over_rounds(figure, (1, 1, 1), "mean cosine with the global model")
     rows: list[list[object]] = [["run", "round", "cosine", "deviation"]]
-    for one, look, found in zip(groups, looks(groups), cosines, strict=True):
+    for one, style, found in zip(groups, line_styles(groups), cosines, strict=True):
         common = sorted(set.intersection(*map(set, found)))
         values = np.array([[own[round] for own in found] for round in common]).reshape(-1, len(found))
         points = np.stack([values.mean(axis=1), values.std(axis=1)], axis=1)
-        plot_line(axes, common, points, look)
+        plot_line(axes, common, points, style)
         rows += [[one.label, round, *point] for round, point in zip(common, points.tolist(), strict=True)]
     axes.legend(fontsize="small")
     return save_figure(figure, folder, "divergence", rows=rows, formats=formats)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.plots.style import BLUE, SCREEN, class_colors, new_figure, save_figure
+from fedssl.plots.style import BLUE, SCREEN_FORMATS, class_colors, new_figure, save_figure
 from fedssl.runs.representations import Representations, read_representations
 from fedssl.seeding import derive_seed
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 1500  # of a t-SNE: six seconds on one core; with more models every model shows fewer pictures
 SPHERES = 6  # models that are drawn
-MARKS = "os^DvP"  # of global models; where there are more of them, all have the first
+MARKERS = "os^DvP"  # of global models; where there are more of them, all have the first
 
 
-def draw_tsne(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+def draw_tsne(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Draw ``figures/tsne.png`` of a run folder; None if it keeps no representations, or those of one picture alone."""
     kept = read_representations(folder)
     if kept is None or kept[1].h[..., 0].size < 2:  # a point alone has no neighbours
@@ -36,7 +36,7 @@ def draw_tsne(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
     return save_figure(figure, folder, "tsne", rows=_rows(representations, points, "xy"), formats=formats)
 
 
-def draw_sphere(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+def draw_sphere(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Draw ``figures/sphere.png`` of a run folder; None if it keeps no representations."""
     kept = read_representations(folder)
     if kept is None:
@@ -156,10 +156,10 @@ def _marks(representations: Representations) -> list[tuple[str, str]]:
     """Choose the mark of every model and what the legend says of it."""
     names = [str(name) for name in representations.names]
     first = names[: int(representations.globals)]
-    if len(first) <= len(MARKS):
-        marks = list(zip(MARKS, first, strict=False))
+    if len(first) <= len(MARKERS):
+        marks = list(zip(MARKERS, first, strict=False))
     else:
-        marks = [(MARKS[0], "global models")] * len(first)
+        marks = [(MARKERS[0], "global models")] * len(first)
     return marks + [("x", "clients' models")] * (len(names) - len(first))
 
 

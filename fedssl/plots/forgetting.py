@@ -20,25 +20,25 @@ from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.scores import heading
 from fedssl.evaluation.subject import Labelled, Subject, lacking, load_labelled
 from fedssl.partition import split
-from fedssl.plots.style import SCREEN, axes_over_rounds, new_figure, save_figure
-from fedssl.runs.loaded_run import OpenRun
+from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure
+from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.snapshots import KeptRound
 from fedssl.seeding import torch_generator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BANK, TEST = 5000, 2000  # most pictures that vote, and that are judged
+MAX_TRAIN_IMAGES, MAX_TEST_IMAGES = 5000, 2000  # most pictures that vote, and that are judged
 
 
 @dataclass(frozen=True)
-class Judged:
+class ClientForgetting:
     """Accuracies of a client's model and of the global one after the round, in [0, 1].
 
     Attributes
     ----------
     round, client : int
-    local_own, global_own : float
+    local_matched, global_matched : float
         On test pictures like the client's.
     local_all, global_all : float
         On all test pictures.
@@ -46,18 +46,18 @@ class Judged:
 
     round: int
     client: int
-    local_own: float
-    global_own: float
+    local_matched: float
+    global_matched: float
     local_all: float
     global_all: float
 
     @property
     def forgetting(self) -> float:
         """What the client's model has more on pictures like its own."""
-        return self.local_own - self.global_own
+        return self.local_matched - self.global_matched
 
 
-def mean_forgetting(found: Sequence[Judged]) -> dict[int, tuple[float, float]]:
+def mean_forgetting(found: Sequence[ClientForgetting]) -> dict[int, tuple[float, float]]:
     """Mean and standard deviation (divisor n) of forgetting over the clients of each round."""
     rounds: dict[int, list[float]] = {}
     for one in found:
@@ -65,7 +65,7 @@ def mean_forgetting(found: Sequence[Judged]) -> dict[int, tuple[float, float]]:
     return {round: (float(np.mean(values)), float(np.std(values))) for round, values in sorted(rounds.items())}
 
 
-def judge(run: OpenRun) -> list[Judged]:
+def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
     """Judge the models of all rounds that a run keeps.
 
     Raises
@@ -79,18 +79,21 @@ def judge(run: OpenRun) -> list[Judged]:
     if problem or labels is None:
         reason = problem or "the pictures of the clients have no labels here"
         raise InputError(f"{run.folder}: forgetting needs labels; {reason}")
-    train, test = _some(load_labelled(data, "train"), BANK), _some(load_labelled(data, "test"), TEST)
+    train, test = (
+        _some(load_labelled(data, "train"), MAX_TRAIN_IMAGES),
+        _some(load_labelled(data, "test"), MAX_TEST_IMAGES),
+    )
     parts = split(run.settings.partition, load_federated(data))
     rows = {
         client: alike(test.labels, labels[torch.from_numpy(part)], generator=_generator(run, client))
         for client, part in enumerate(parts)
     }
-    return [one for kept in run.kept for one in _judge_round(run, kept, train, test, rows)]
+    return [one for kept in run.kept for one in _measure_round(run, kept, train, test, rows)]
 
 
-def _judge_round(
-    run: OpenRun, kept: KeptRound, train: Labelled, test: Labelled, rows: Mapping[int, torch.Tensor]
-) -> list[Judged]:
+def _measure_round(
+    run: LoadedRun, kept: KeptRound, train: Labelled, test: Labelled, rows: Mapping[int, torch.Tensor]
+) -> list[ClientForgetting]:
     data = run.settings.data
 
     def accuracies(file: Path, clients: Sequence[int]) -> tuple[float, list[float]]:
@@ -102,16 +105,16 @@ def _judge_round(
             return _accuracy(whole), [_accuracy(part_of(whole, rows[client])) for client in clients]
 
     known = [client for client in kept.clients if client in rows and len(rows[client])]  # the test has their classes
-    global_all, global_own = accuracies(run.only_model(kept, figure="forgetting"), known)
+    global_all, global_matched = accuracies(run.only_model(kept, figure="forgetting"), known)
     found = []
-    for client, after in zip(known, global_own, strict=True):
-        local_all, (local_own,) = accuracies(kept.clients[client], [client])
+    for client, after in zip(known, global_matched, strict=True):
+        local_all, (local_matched,) = accuracies(kept.clients[client], [client])
         found.append(
-            Judged(
+            ClientForgetting(
                 round=kept.round,
                 client=client,
-                local_own=local_own,
-                global_own=after,
+                local_matched=local_matched,
+                global_matched=after,
                 local_all=local_all,
                 global_all=global_all,
             )
@@ -129,18 +132,18 @@ def _some(pictures: Labelled | None, most: int) -> Labelled:
     return Labelled(pictures.images[rows], pictures.labels[rows])
 
 
-def _generator(run: OpenRun, client: int) -> torch.Generator:
+def _generator(run: LoadedRun, client: int) -> torch.Generator:
     return torch_generator(run.settings.seed, "alike", client)
 
 
-def draw_forgetting(run: OpenRun, *, formats: Sequence[str] = SCREEN) -> Path:
-    """Draw what `judge` finds to ``figures/forgetting.png``."""
-    found = judge(run)
+def draw_forgetting(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
+    """Draw what `measure_forgetting` finds to ``figures/forgetting.png``."""
+    found = measure_forgetting(run)
     if not found:
         raise InputError(f"{run.folder} keeps no client's model that could be judged; run it again with keep_models=1")
-    header = ["round", "client", "local_own", "global_own", "local_all", "global_all", "forgetting"]
+    header = ["round", "client", "local_matched", "global_matched", "local_all", "global_all", "forgetting"]
     rows = [
-        [one.round, one.client, one.local_own, one.global_own, one.local_all, one.global_all, one.forgetting]
+        [one.round, one.client, one.local_matched, one.global_matched, one.local_all, one.global_all, one.forgetting]
         for one in found
     ]
     return save_figure(
@@ -148,7 +151,7 @@ def draw_forgetting(run: OpenRun, *, formats: Sequence[str] = SCREEN) -> Path:
     )
 
 
-def forgetting_figure(found: Sequence[Judged], *, color: str) -> "Figure":
+def forgetting_figure(found: Sequence[ClientForgetting], *, color: str) -> "Figure":
     """Draw every client of the last round, from its own model to the global one, and forgetting over the rounds."""
     means = mean_forgetting(found)
     last = [one for one in found if one.round == max(means)]
@@ -158,7 +161,9 @@ def forgetting_figure(found: Sequence[Judged], *, color: str) -> "Figure":
         1, 2, 1, xlabel="client", ylabel=ylabel, title=f"before and after aggregation, round {max(means)}"
     )
     places = np.arange(len(last))
-    local, after = (100 * np.array([getattr(one, name) for one in last]) for name in ("local_own", "global_own"))
+    local, after = (
+        100 * np.array([getattr(one, name) for one in last]) for name in ("local_matched", "global_matched")
+    )
     axes.vlines(places, np.minimum(local, after), np.maximum(local, after), color="lightgrey", linewidth=3, zorder=1)
     axes.scatter(places, local, color="0.5", marker="s", label="its own model", zorder=2)
     axes.scatter(places, after, color=color, marker="o", label="the global model after the round", zorder=2)

@@ -18,10 +18,10 @@ from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import load_layers, travelling_names
-from fedssl.plots.plane import Plane, grid_around, principal_plane
-from fedssl.plots.style import SCREEN, new_figure, save_figure
-from fedssl.runs.loaded_run import OpenRun
-from fedssl.runs.run import rule_of
+from fedssl.plots.plane import Plane, axes_around, principal_plane
+from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure
+from fedssl.runs.loaded_run import LoadedRun
+from fedssl.runs.run import strategy_of
 from fedssl.runs.snapshots import KeptRound
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import at_stage, frozen_names
@@ -31,9 +31,9 @@ from fedssl.training import taken
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROUNDS = 25  # most models of a way: all of them are in memory, three times
-PICTURES = 256  # on which the loss is taken
-POINTS = 15  # of the grid, along either direction
+MAX_ROUNDS = 25  # most models of a way: all of them are in memory, three times
+MAX_IMAGES = 256  # on which the loss is taken
+GRID_POINTS = 15  # of the grid, along either direction
 MARGIN = 0.25  # of the grid beyond the models, as a share of their extent
 
 Loss = Callable[[np.ndarray], float]
@@ -52,7 +52,7 @@ class Landscape:
         Loss, ``(y, x)``.
     rounds : list of int
         0: the untrained model.
-    way : ndarray
+    trajectory : ndarray
         Coordinates of the global models, ``(rounds, 2)``.
     losses : list of float
         Of the global models themselves, which may lie beside the plane.
@@ -65,17 +65,20 @@ class Landscape:
     y: np.ndarray
     grid: np.ndarray
     rounds: list[int]
-    way: np.ndarray
+    trajectory: np.ndarray
     losses: list[float]
     clients: dict[int, np.ndarray]
 
     def rows(self) -> list[list[object]]:
         """All numbers, under a header."""
-        way = zip(self.rounds, self.way.tolist(), self.losses, strict=True)
+        trajectory = zip(self.rounds, self.trajectory.tolist(), self.losses, strict=True)
         return [
             ["kind", "round", "client", "x", "y", "loss"],
-            *(["model", round, "", *place, loss] for round, place, loss in way),
-            *(["client", self.rounds[-1], client, *place.tolist(), ""] for client, place in self.clients.items()),
+            *(["model", round, "", *coordinate, loss] for round, coordinate, loss in trajectory),
+            *(
+                ["client", self.rounds[-1], client, *coordinate.tolist(), ""]
+                for client, coordinate in self.clients.items()
+            ),
             *(
                 ["grid", "", "", x, y, float(self.grid[row, column])]
                 for row, y in enumerate(self.y.tolist())
@@ -84,17 +87,17 @@ class Landscape:
         ]
 
 
-def measure(loss: Loss, models: np.ndarray, clients: dict[int, np.ndarray], rounds: list[int]) -> Landscape:
+def measure_landscape(loss: Loss, models: np.ndarray, clients: dict[int, np.ndarray], rounds: list[int]) -> Landscape:
     """The loss around models ``(rounds, weights)``, with those of clients ``(weights,)``."""
     plane = principal_plane(models)
-    way = plane.place(models)
-    places = {client: plane.place(weights[None])[0] for client, weights in clients.items()}
-    x, y = grid_around(np.stack([*way, *places.values()]), points=POINTS, margin=MARGIN)
+    trajectory = plane.coordinates(models)
+    coordinates = {client: plane.coordinates(weights[None])[0] for client, weights in clients.items()}
+    x, y = axes_around(np.stack([*trajectory, *coordinates.values()]), points=GRID_POINTS, margin=MARGIN)
     grid = np.array([[loss(plane.weights(across, up)) for across in x] for up in y])
-    return Landscape(plane, x, y, grid, rounds, way, [loss(weights) for weights in models], places)
+    return Landscape(plane, x, y, grid, rounds, trajectory, [loss(weights) for weights in models], coordinates)
 
 
-def landscape_of(run: OpenRun) -> Landscape:
+def compute_landscape(run: LoadedRun) -> Landscape:
     """The landscape of a run whose models of at least three rounds are kept, or of two and the untrained one.
 
     Raises
@@ -109,7 +112,7 @@ def landscape_of(run: OpenRun) -> Landscape:
             "is not kept; choose another figure, or a run of another method"
         )
     phase = phase_at(run.phases, run.kept[-1].round)
-    kept = thinned([one for one in run.kept if one.round >= phase.first])
+    kept = subsample_rounds([one for one in run.kept if one.round >= phase.first])
     first = phase.number == 1
     if len(kept) + first < 3:
         raise InputError(
@@ -118,39 +121,43 @@ def landscape_of(run: OpenRun) -> Landscape:
         )
     with at_stage(method, depth=phase.depth, frozen=phase.frozen):
         last = run.layers(run.only_model(kept[-1], figure="the landscape"))
-        names = weight_names(method, last)
+        names = plane_names(method, last)
         files = [run.only_model(one, figure="the landscape") for one in kept]
         models = [
-            *([flat(run.untrained(), names)] if first else []),
-            *(flat(run.layers(file), names) for file in files),
+            *([concat_weights(run.untrained(), names)] if first else []),
+            *(concat_weights(run.layers(file), names) for file in files),
         ]
         sent = {client: run.layers(file) for client, file in kept[-1].clients.items()}
-        clients = {client: flat(layers, names) for client, layers in sent.items() if layers.keys() >= set(names)}
+        clients = {
+            client: concat_weights(layers, names) for client, layers in sent.items() if layers.keys() >= set(names)
+        }
         loss = loss_of(run, last, names)
-        return measure(loss, np.stack(models), clients, [*([0] if first else []), *(one.round for one in kept)])
+        return measure_landscape(
+            loss, np.stack(models), clients, [*([0] if first else []), *(one.round for one in kept)]
+        )
 
 
-def thinned(kept: Sequence[KeptRound]) -> list[KeptRound]:
-    """At most `ROUNDS` of the rounds, evenly spread, the first and the last among them."""
-    places = np.linspace(0, len(kept) - 1, min(len(kept), ROUNDS)).round().astype(int)
-    return [kept[place] for place in places]
+def subsample_rounds(kept: Sequence[KeptRound]) -> list[KeptRound]:
+    """At most `MAX_ROUNDS` of the rounds, evenly spread, the first and the last among them."""
+    indices = np.linspace(0, len(kept) - 1, min(len(kept), MAX_ROUNDS)).round().astype(int)
+    return [kept[index] for index in indices]
 
 
-def weight_names(method: SSLMethod, layers: Layers) -> list[str]:
+def plane_names(method: SSLMethod, layers: Layers) -> list[str]:
     """Names of the layers that are trained at present and travel: what the plane is made of."""
     frozen = set(frozen_names(method))
     return [name for name in travelling_names(method) if name not in frozen and is_weight(name, layers[name])]
 
 
-def flat(layers: Layers, names: Sequence[str]) -> np.ndarray:
+def concat_weights(layers: Layers, names: Sequence[str]) -> np.ndarray:
     """The named layers as one vector, float32."""
     return np.concatenate([layers[name].ravel() for name in names]).astype(np.float32, copy=False)
 
 
-def loss_of(run: OpenRun, last: Layers, names: Sequence[str]) -> Loss:
+def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
     """The method's loss as a function of the named weights, always on the same views of the same pictures."""
     method, settings = run.method, run.settings
-    images, labels = run.pictures(PICTURES)
+    images, labels = run.pictures(MAX_IMAGES)
     generator = torch_generator(settings.seed, "landscape views")
     augment = settings.training.augmentation.make()
     size = min(settings.training.batch_size, len(images))
@@ -178,10 +185,10 @@ def loss_of(run: OpenRun, last: Layers, names: Sequence[str]) -> Loss:
     return loss
 
 
-def draw_landscape(run: OpenRun, *, formats: Sequence[str] = SCREEN) -> Path:
-    """Draw what `landscape_of` finds to ``figures/landscape.png`` of the run folder."""
-    found = landscape_of(run)
-    title = f"{rule_of(run.folder)}, {type(run.method).__name__}"
+def draw_landscape(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
+    """Draw what `compute_landscape` finds to ``figures/landscape.png`` of the run folder."""
+    found = compute_landscape(run)
+    title = f"{strategy_of(run.folder)}, {type(run.method).__name__}"
     figure = landscape_figure(found, title=title, color=run.color)
     return save_figure(figure, run.folder, "landscape", rows=found.rows(), formats=formats)
 
@@ -200,12 +207,14 @@ def landscape_figure(found: Landscape, *, title: str, color: str) -> "Figure":
     filled = axes.contourf(found.x, found.y, found.grid, levels=24, cmap="cividis")
     axes.contour(found.x, found.y, found.grid, levels=12, colors="white", linewidths=0.4, alpha=0.6)
     figure.colorbar(filled, ax=axes, label="loss")
-    axes.plot(*found.way.T, marker="o", markersize=3, linewidth=1.5, color="white", zorder=3, label="global model")
-    ends = {"o": found.way[0], "*": found.way[-1]}
-    for (mark, place), round in zip(ends.items(), (found.rounds[0], found.rounds[-1]), strict=True):
+    axes.plot(
+        *found.trajectory.T, marker="o", markersize=3, linewidth=1.5, color="white", zorder=3, label="global model"
+    )
+    ends = {"o": found.trajectory[0], "*": found.trajectory[-1]}
+    for (mark, coordinate), round in zip(ends.items(), (found.rounds[0], found.rounds[-1]), strict=True):
         name = "untrained" if round == 0 else f"round {round}"
         size = 140 if mark == "*" else 50
-        x, y = place
+        x, y = coordinate
         axes.scatter(x, y, marker=mark, s=size, color=color, edgecolor="white", zorder=4, label=name)
     if found.clients:
         x, y = np.stack(list(found.clients.values())).T

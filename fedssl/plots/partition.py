@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedssl.plots.style import SCREEN, Drawing, class_colors, new_figure, save_figure, write_png
+from fedssl.plots.style import SCREEN_FORMATS, PlotData, class_colors, new_figure, save_figure, write_png
 from fedssl.report.tables import to_csv
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LEGEND = 10  # classes that a legend can name; more get a colour scale
 
 
-def table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> str:
+def partition_table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> str:
     """A CSV file ``client,examples,<class>...`` with the number of pictures per class; without labels no class columns.
 
     Parameters
@@ -36,7 +36,7 @@ def table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequ
     return to_csv([["client", "examples", *(name for _, names in found for name in names)], *rows])
 
 
-def draw(
+def save_partition_plot(
     path: Path,
     parts: Sequence[np.ndarray],
     labels: torch.Tensor | None,
@@ -46,7 +46,7 @@ def draw(
 ) -> None:
     """Draw one bar per client, divided by class, into the PNG file ``path``.
 
-    ``kind`` is what a class is called; the others are as in `table`.
+    ``kind`` is what a class is called; the others are as in `partition_table`.
     """
     counts, names = _counts(parts, labels, classes)
     if labels is None:
@@ -54,18 +54,18 @@ def draw(
     write_png(_figure(counts, names, kind), path, dpi=120)
 
 
-def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN) -> Path | None:
+def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Draw `who_holds_what` to ``figures/partition.png``, and return the file; None if there is nothing to draw."""
     drawing = who_holds_what(folder)
     return drawing and save_figure(drawing.figure, folder, "partition", rows=drawing.rows, formats=formats)
 
 
-def who_holds_what(folder: Path) -> Drawing | None:
+def who_holds_what(folder: Path) -> PlotData | None:
     """Plot the classes of every client from ``partition.csv`` of a run folder.
 
     Returns
     -------
-    Drawing or None
+    PlotData or None
         None without the table: the pictures are on devices.
 
     Raises
@@ -73,16 +73,16 @@ def who_holds_what(folder: Path) -> Drawing | None:
     InputError
         The table is damaged.
     """
-    found = read_table(folder / "partition.csv")
+    found = read_partition_table(folder / "partition.csv")
     if found is None:
         return None
     counts, names = found
     rows = [["client", *(names or ["examples"])], *([client, *row] for client, row in enumerate(counts.tolist()))]
-    return Drawing(_figure(counts, names, "class"), rows)
+    return PlotData(_figure(counts, names, "class"), rows)
 
 
-def read_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
-    """Read pictures of each client and class ``(clients, classes)``, and the names of the classes, of `table`.
+def read_partition_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
+    """Read pictures of each client and class ``(clients, classes)``, and the names of the classes, of `partition_table`.
 
     Columns of other groups are left out, and so are last classes that nobody holds. Without labels there is one column,
     and no names. None: there is no file.

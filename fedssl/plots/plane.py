@@ -25,7 +25,7 @@ class Plane:
     directions: np.ndarray
     shares: tuple[float, float]
 
-    def place(self, weights: np.ndarray) -> np.ndarray:
+    def coordinates(self, weights: np.ndarray) -> np.ndarray:
         """Coordinates ``(n, 2)`` of the points of the plane that are nearest to models ``(n, weights)``."""
         found: np.ndarray = (weights - self.origin) @ self.directions.T
         return found
@@ -74,12 +74,12 @@ def _products(deviations: np.ndarray) -> np.ndarray:
     return products
 
 
-def grid_around(places: np.ndarray, *, points: int, margin: float) -> tuple[np.ndarray, np.ndarray]:
+def axes_around(coordinates: np.ndarray, *, points: int, margin: float) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates ``(points,)`` along either direction that leave a margin around the places ``(n, 2)``.
 
     The margin is a share of the extent along that direction.
     """
-    low, high = places.min(axis=0), places.max(axis=0)
-    room = margin * (high - low)
-    x, y = (np.linspace(*ends, points) for ends in zip(low - room, high + room, strict=True))
+    low, high = coordinates.min(axis=0), coordinates.max(axis=0)
+    pad = margin * (high - low)
+    x, y = (np.linspace(*ends, points) for ends in zip(low - pad, high + pad, strict=True))
     return x, y

@@ -14,12 +14,12 @@ from fedssl.plots.forgetting import draw_forgetting
 from fedssl.plots.landscape import draw_landscape
 from fedssl.plots.partition import draw_partition
 from fedssl.plots.sensitivity import draw_sensitivity
-from fedssl.plots.style import PAPER
-from fedssl.runs.loaded_run import OpenRun, open_run
+from fedssl.plots.style import PAPER_FORMATS
+from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.run import Run
 
 # Of what every run writes; None where a folder has nothing for it.
-OF_FILES: dict[str, Callable[..., Path | None]] = {
+RUN_PLOTS: dict[str, Callable[..., Path | None]] = {
     "partition": draw_partition,
     "metrics": draw_metrics,
     "cosines": draw_cosines,
@@ -30,24 +30,24 @@ OF_FILES: dict[str, Callable[..., Path | None]] = {
 }
 
 # Of the models that a run keeps with keep_models=N, and of its pictures.
-OF_MODELS: dict[str, Callable[..., Path]] = {
+MODEL_PLOTS: dict[str, Callable[..., Path]] = {
     "landscape": draw_landscape,
     "cka_layers": draw_layers,
     "forgetting": draw_forgetting,
 }
 
 # Of several runs together.
-OF_RUNS: dict[str, Callable[..., Path]] = {
+COMPARISON_PLOTS: dict[str, Callable[..., Path]] = {
     "accuracy": draw_accuracy,
     "divergence": draw_divergence,
     "sensitivity": draw_sensitivity,
 }
 
-ALL = (*OF_FILES, *OF_MODELS, *OF_RUNS)
+PLOT_NAMES = (*RUN_PLOTS, *MODEL_PLOTS, *COMPARISON_PLOTS)
 
 
-def draw_all(
-    runs: Sequence[Run], names: Sequence[str], *, into: Path, overrides: Sequence[str], say: Callable[[str], None]
+def plot_all(
+    runs: Sequence[Run], names: Sequence[str], *, into: Path, overrides: Sequence[str], log: Callable[[str], None]
 ) -> None:
     """Draw figures of every run into its ``figures/``, and those of all together into ``figures/`` of a folder.
 
@@ -55,11 +55,11 @@ def draw_all(
     ----------
     runs : sequence of Run
     names : sequence of str
-        Some of `ALL`; none: those of what every run writes.
+        Some of `PLOT_NAMES`; none: those of what every run writes.
     into : Path
     overrides : sequence of str
-        The user's own settings, see `open_run`.
-    say : callable
+        The user's own settings, see `load_run_folder`.
+    log : callable
         Is told a line about every folder.
 
     Raises
@@ -67,24 +67,24 @@ def draw_all(
     InputError
         There is no figure of that name, or a run lacks what it needs.
     """
-    unknown = [name for name in names if name not in ALL]
+    unknown = [name for name in names if name not in PLOT_NAMES]
     if unknown:
         raise InputError(
-            f"--figures {unknown[0]} is no figure; choose of {', '.join(ALL)} (folders come before --figures)"
+            f"--figures {unknown[0]} is no figure; choose of {', '.join(PLOT_NAMES)} (folders come before --figures)"
         )
-    models = [name for name in names if name in OF_MODELS]
-    opened = {run.folder: open_run(run.folder, overrides) for run in runs} if models else {}
+    models = [name for name in names if name in MODEL_PLOTS]
+    opened = {run.folder: load_run_folder(run.folder, overrides) for run in runs} if models else {}
     for run in runs:
-        drawn = [OF_FILES[name](run.folder, formats=PAPER) for name in OF_FILES if name in names or not names]
+        drawn = [RUN_PLOTS[name](run.folder, formats=PAPER_FORMATS) for name in RUN_PLOTS if name in names or not names]
         drawn += _of_models(opened.get(run.folder), models)
         files = [file.name for file in drawn if file is not None]
-        if files or not names or set(names) & {*OF_FILES, *OF_MODELS}:
+        if files or not names or set(names) & {*RUN_PLOTS, *MODEL_PLOTS}:
             told = f"{run.folder / 'figures'}: {', '.join(files)}" if files else f"{run.folder}: nothing to draw"
-            say(told)
-    drawn = [OF_RUNS[name](runs, into, formats=PAPER) for name in OF_RUNS if name in names]
+            log(told)
+    drawn = [COMPARISON_PLOTS[name](runs, into, formats=PAPER_FORMATS) for name in COMPARISON_PLOTS if name in names]
     if drawn:
-        say(f"{into / 'figures'}: {', '.join(file.name for file in drawn if file is not None)}")
+        log(f"{into / 'figures'}: {', '.join(file.name for file in drawn if file is not None)}")
 
 
-def _of_models(run: OpenRun | None, names: Sequence[str]) -> list[Path | None]:
-    return [] if run is None else [OF_MODELS[name](run, formats=PAPER) for name in names]
+def _of_models(run: LoadedRun | None, names: Sequence[str]) -> list[Path | None]:
+    return [] if run is None else [MODEL_PLOTS[name](run, formats=PAPER_FORMATS) for name in names]

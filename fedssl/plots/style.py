@@ -23,51 +23,51 @@ if TYPE_CHECKING:
 
 _LONGEST = 200  # signs of a text in a figure
 
-SCREEN = ("png",)  # what a run draws at its end
-PAPER = ("png", "pdf", "csv")  # what the command draws: for the screen, for print, and the numbers themselves
+SCREEN_FORMATS = ("png",)  # what a run draws at its end
+PAPER_FORMATS = ("png", "pdf", "csv")  # what the command draws: for the screen, for print, and the numbers themselves
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 COLORS = (BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE)  # Okabe and Ito's, without yellow: too light for a line
-MARKS = "osD^vPX"  # of lines of one colour
+MARKERS = "osD^vPX"  # of lines of one colour
 MUTED = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499", "#BBBBBB")
 
 
-class Look(NamedTuple):
+class LineStyle(NamedTuple):
     """How the lines of a rule look."""
 
     color: str
     linestyle: str = "-"
 
 
-# By the names of the choices in conf/strategy; others get one by `look_of`.
-LOOKS = {
-    "fedavg": Look(BLACK),
-    "l_dawa": Look(VERMILLION),
-    "fedu": Look(BLUE),
-    "eua": Look(GREEN),
-    "featarc": Look(PURPLE),
-    "m_dawa": Look(ORANGE),
-    "fedema": Look(SKY),
-    "fedprox": Look(BLACK, "--"),
-    "l_dawa_fedu": Look(VERMILLION, "--"),
-    "local_only": Look(BLUE, "--"),
-    "gossip": Look(GREEN, "--"),
-    "clustered": Look(PURPLE, "--"),
-    "loss": Look(ORANGE, "--"),
-    "fedbn": Look(SKY, "--"),
-    "median": Look(BLACK, "-."),
-    "per_ssl": Look(BLUE, "-."),
-    "krum": Look(GREEN, "-."),
-    "euc": Look(ORANGE, "-."),
-    "trimmed_mean": Look(SKY, "-."),
+# By the names of the choices in conf/strategy; others get one by `line_style`.
+STRATEGY_STYLES = {
+    "fedavg": LineStyle(BLACK),
+    "l_dawa": LineStyle(VERMILLION),
+    "fedu": LineStyle(BLUE),
+    "eua": LineStyle(GREEN),
+    "featarc": LineStyle(PURPLE),
+    "m_dawa": LineStyle(ORANGE),
+    "fedema": LineStyle(SKY),
+    "fedprox": LineStyle(BLACK, "--"),
+    "l_dawa_fedu": LineStyle(VERMILLION, "--"),
+    "local_only": LineStyle(BLUE, "--"),
+    "gossip": LineStyle(GREEN, "--"),
+    "clustered": LineStyle(PURPLE, "--"),
+    "loss": LineStyle(ORANGE, "--"),
+    "fedbn": LineStyle(SKY, "--"),
+    "median": LineStyle(BLACK, "-."),
+    "per_ssl": LineStyle(BLUE, "-."),
+    "krum": LineStyle(GREEN, "-."),
+    "euc": LineStyle(ORANGE, "-."),
+    "trimmed_mean": LineStyle(SKY, "-."),
 }
 
 
-def look_of(rule: str) -> Look:
+def line_style(strategy: str) -> LineStyle:
     """The look of a rule, the same everywhere; of an unknown one dotted, in a colour that its name gives."""
-    known = LOOKS.get(rule)
-    return known or Look(COLORS[hashlib.sha256(rule.encode()).digest()[0] % len(COLORS)], ":")
+    known = STRATEGY_STYLES.get(strategy)
+    return known or LineStyle(COLORS[hashlib.sha256(strategy.encode()).digest()[0] % len(COLORS)], ":")
 
 
 def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:
@@ -80,7 +80,7 @@ def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:
     return np.asarray(colormaps["viridis"](numbers / (classes - 1)))
 
 
-class Drawing(NamedTuple):
+class PlotData(NamedTuple):
     """A figure, and the numbers that it shows, under a header."""
 
     figure: "Figure"
@@ -101,7 +101,7 @@ def save_figure(
     name: str,
     *,
     rows: Iterable[Sequence[object]],
-    formats: Sequence[str] = SCREEN,
+    formats: Sequence[str] = SCREEN_FORMATS,
 ) -> Path:
     """Write the figure to ``figures/<name>.png`` of a folder, and in the other formats beside it.
 
@@ -135,7 +135,7 @@ def save_figure(
 
 def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
     """Write the figure, whole or not at all; raises `InputError` if it cannot be written."""
-    plain_texts(figure)
+    sanitize_texts(figure)
     try:
         make_subfolder(file.parent.parent, file.parent.name)
         _write(figure, file, dpi=dpi, format="png")
@@ -143,7 +143,7 @@ def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
         raise _unwritable(file, error) from error
 
 
-def plain_texts(figure: "Figure") -> None:
+def sanitize_texts(figure: "Figure") -> None:
     """Make all texts of a figure, some of which may be words of others, plain, printable and not too long."""
     from matplotlib.text import Text
 

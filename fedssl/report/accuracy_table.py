@@ -8,9 +8,9 @@ from statistics import mean, stdev
 from fedssl.atomic_files import write_text
 from fedssl.config.compose import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
-from fedssl.report.marking import RULE, leading, task_of
+from fedssl.report.marking import MARK_CAPTION, best_rows, comparison_key
 from fedssl.report.tables import align, to_csv
-from fedssl.report.text_table import Entry, Grid, TextTable, entry
+from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.runs.run import Run, read_run
 
 # What a table of any runs always tells of them, and what it never does: settings that change no final number.
@@ -107,15 +107,15 @@ class Table(TextTable):
         """Protocols, in the order in which they ran."""
         return list(self.units)
 
-    def grid(self) -> Grid:
+    def data(self) -> TableData:
         """The table as cells; accuracies in per cent."""
         header = [*self.keys, *(heading(name, unit) for name, unit in self.units.items()), "runs", "failed"]
         best = {name: self._best(name) for name in self.metrics}
         rows = [
             [
-                *map(entry, self._settings(row)),
+                *map(text_cell, self._settings(row)),
                 *(_result(self._over_seeds(row, name), best=place in best[name]) for name in self.metrics),
-                *(entry(str(number)) for number in (row.runs, row.failed)),
+                *(text_cell(str(number)) for number in (row.runs, row.failed)),
             ]
             for place, row in enumerate(self.rows)
         ]
@@ -126,7 +126,7 @@ class Table(TextTable):
             "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
         }
         notes = {title: lines for title, lines in notes.items() if lines}
-        return Grid("Results", header, rows, left=len(self.keys), notes=notes, rule=RULE)
+        return TableData("Results", header, rows, left=len(self.keys), notes=notes, mark_caption=MARK_CAPTION)
 
     def csv(self) -> str:
         """As comma-separated values; accuracies in [0, 1], in full precision."""
@@ -147,7 +147,9 @@ class Table(TextTable):
         """Positions of the rows that are marked; of what is no accuracy nobody knows whether more is better."""
         if self.units[name] != ACCURACY:
             return set()
-        return leading([row.metrics.get(name, []) for row in self.rows], [task_of(row.settings) for row in self.rows])
+        return best_rows(
+            [row.metrics.get(name, []) for row in self.rows], [comparison_key(row.settings) for row in self.rows]
+        )
 
     def _settings(self, row: Row) -> list[str]:
         return [row.settings.get(key, "") for key in self.keys]
@@ -194,7 +196,7 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
             overrides = (
                 f" ({' '.join(f'{key}={value}' for key, value in run.overrides.items())})" if run.overrides else ""
             )
-            (running if run.running else failures).append(f"{run.folder}{overrides}: {run.ending}")
+            (running if run.running else failures).append(f"{run.folder}{overrides}: {run.failure_reason}")
         settings = settings_of(run)
         known = run.finished or not settings or any(settings.values())
         if not known or (run.summary is None and run.settings is None):
@@ -222,5 +224,5 @@ def _cell(score: Score | None) -> str:
     return "-" if score is None else score.number
 
 
-def _result(score: Score | None, *, best: bool) -> Entry:
-    return Entry(_cell(score), None if score is None else score.value, best)
+def _result(score: Score | None, *, best: bool) -> TableCell:
+    return TableCell(_cell(score), None if score is None else score.value, best)

@@ -24,12 +24,12 @@ from fedssl.report.cost_table import cost_table
 from fedssl.report.paper_numbers import read_table
 from fedssl.report.paper_table import paper_table
 from fedssl.report.text_table import TextTable
-from fedssl.report.watch import follow
+from fedssl.report.watch import watch_runs
 from fedssl.runs.run import Run, find_runs
 from fedssl.untrusted import sanitize
 
 FORMATS = (".md", ".csv", ".tex", ".html")
-LISTED = 5  # runs that a message names
+MAX_LISTED = 5  # runs that a message names
 
 
 def main() -> int:
@@ -77,20 +77,20 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     """
     # Imported here: they need torch and matplotlib, which the tables do not.
     from fedssl.config.targets import from_arguments
-    from fedssl.plots.registry import OF_RUNS, draw_all
+    from fedssl.plots.registry import COMPARISON_PLOTS, plot_all
 
-    together = [name for name in names if name in OF_RUNS]
+    together = [name for name in names if name in COMPARISON_PLOTS]
     if together and into is None and len(folders) > 1:
         raise InputError(f"the figure {together[0]} is of all {len(folders)} folders; say where to with --into FOLDER")
     overrides = from_arguments([f"--config-dir={folder}" for folder in settings])
     if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is no folder; make it, or name another one")
-    draw_all(
+    plot_all(
         find_runs(folders),
         names,
         into=into or folders[0],
         overrides=overrides,
-        say=lambda text: print(sanitize(text), flush=True),
+        log=lambda text: print(sanitize(text), flush=True),
     )
     print()
 
@@ -124,7 +124,7 @@ def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = Non
             _write(out, _in_form(out.suffix, runs, tables, again=watch if on else None))
 
     if watch is not None:
-        follow(folders, every=watch, show=show)
+        watch_runs(folders, every=watch, show=show)
     else:
         runs = find_runs(folders)
         _check_results(runs)
@@ -135,8 +135,8 @@ def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = Non
 
 def _check_results(runs: Sequence[Run]) -> None:
     if not any(run.finished for run in runs):
-        listed = "; ".join(f"{run.folder}: {run.ending}" for run in runs[:LISTED])
-        more = f"; and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
+        listed = "; ".join(f"{run.folder}: {run.failure_reason}" for run in runs[:MAX_LISTED])
+        more = f"; and {len(runs) - MAX_LISTED} more" if len(runs) > MAX_LISTED else ""
         hint = "wait with --watch 30" if any(run.running for run in runs) else "try fedssl resume=FOLDER"
         raise InputError(f"no run has finished, so there are no results ({listed}{more}); {hint}")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from fedssl.report.accuracy_table import LEFT_OUT
 from fedssl.report.tables import to_csv
-from fedssl.report.text_table import Entry, Grid, TextTable, entry
-from fedssl.runs.jsonl import read_lines
+from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
+from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
 
 BASELINE = "end_to_end"
@@ -27,7 +27,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
+class CostTotals:
     """What a client that takes part in every round of a run has to bear.
 
     A round costs it as much as it cost the clients of that round on average.
@@ -59,14 +59,14 @@ class Totals:
         return self.bytes_down + self.bytes_up
 
 
-def totals(rounds: Sequence[Mapping[str, Any]]) -> Totals:
+def sum_costs(rounds: Sequence[Mapping[str, Any]]) -> CostTotals:
     """Add up the lines of ``metrics.jsonl``."""
     costs = [line.get("cost") for line in rounds]
     seconds = [line.get("client_seconds") for line in rounds]
     measured = [cost for cost in costs if cost is not None]
     known = [value for value in seconds if value is not None]
     complete = len(measured) == len(rounds) > 0
-    return Totals(
+    return CostTotals(
         memory=max(cost["peak_memory"] for cost in measured) if complete else None,
         flops=sum(cost["flops"] for cost in measured) if complete else None,
         bytes_down=sum(line["bytes_down"] / line["clients"] for line in rounds),
@@ -84,14 +84,14 @@ class CostRow:
     ----------
     settings : dict
         Key to value, as on the command line, of what differs between rows.
-    cost : Totals
+    cost : CostTotals
     baseline : bool
         Whether all other rows are relative to this one.
     runs : int
     """
 
     settings: dict[str, str]
-    cost: Totals
+    cost: CostTotals
     baseline: bool
     runs: int
 
@@ -102,18 +102,18 @@ class CostTable(TextTable):
 
     rows: list[CostRow]
 
-    def grid(self) -> Grid:
+    def data(self) -> TableData:
         """The table as cells: every cost, and behind it the same relative to the baseline."""
         rows = [
             [
-                *map(entry, row.settings.values()),
+                *map(text_cell, row.settings.values()),
                 *(_cost(name, *self._pair(row, name)) for name in COLUMNS),
-                entry(str(row.runs)),
+                text_cell(str(row.runs)),
             ]
             for row in self.rows
         ]
         header = [*self._keys, *COLUMNS.values(), "runs"]
-        return Grid("What a run costs a client", header, rows, left=len(self._keys))
+        return TableData("What a run costs a client", header, rows, left=len(self._keys))
 
     def csv(self) -> str:
         """As comma-separated values: bytes, FLOPs and seconds in full precision, and each relative to the baseline."""
@@ -143,8 +143,8 @@ def cost_table(runs: Sequence[Run]) -> CostTable:
     Runs that differ only in their seed, and in settings that change neither a number nor a cost, make one row. All rows
     are relative to the first one that trains end to end, or to the first one if none does.
     """
-    needs = ("seconds", "clients", "bytes_down", "bytes_up")
-    lines = {run.folder: read_lines(run.folder / "metrics.jsonl", needs=needs) for run in runs if run.finished}
+    required = ("seconds", "clients", "bytes_down", "bytes_up")
+    lines = {run.folder: read_jsonl(run.folder / "metrics.jsonl", required=required) for run in runs if run.finished}
     runs = [run for run in runs if lines.get(run.folder)]
     groups = _by_settings(runs)
     if not groups:
@@ -157,7 +157,7 @@ def cost_table(runs: Sequence[Run]) -> CostTable:
         [
             CostRow(
                 settings={key: settings[key] for key in shown},
-                cost=_mean([totals(lines[run.folder]) for run in same]),
+                cost=_mean([sum_costs(lines[run.folder]) for run in same]),
                 baseline=position == baseline,
                 runs=len(same),
             )
@@ -176,26 +176,26 @@ def _by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, str], list[Run]]]:
     return [(dict(zip(given, values, strict=True)), list(same.values())) for values, same in groups.items()]
 
 
-def _mean(costs: Sequence[Totals]) -> Totals:
+def _mean(costs: Sequence[CostTotals]) -> CostTotals:
     """Average every number over those that know it."""
     known = {
         field.name: [number for cost in costs if (number := getattr(cost, field.name)) is not None]
-        for field in fields(Totals)
+        for field in fields(CostTotals)
     }
     averages: dict[str, Any] = {name: mean(numbers) if numbers else None for name, numbers in known.items()}
-    return Totals(**averages)
+    return CostTotals(**averages)
 
 
-def _cost(name: str, value: float | None, ratio: float | None) -> Entry:
+def _cost(name: str, value: float | None, ratio: float | None) -> TableCell:
     if value is None:
-        return Entry("-")
+        return TableCell("-")
     if name == "flops":
         shown = f"{value:.3g}"
     elif name == "seconds":
         shown = f"{value:.1f}"
     else:
         shown = _size(value)
-    return Entry(shown if ratio is None else f"{shown} ({ratio:.2f}x)", value)
+    return TableCell(shown if ratio is None else f"{shown} ({ratio:.2f}x)", value)
 
 
 def _size(value: float) -> str:

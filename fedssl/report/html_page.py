@@ -12,14 +12,17 @@ from html import escape
 from pathlib import Path
 
 from fedssl.report.page_figures import figures_of_all, figures_of_each
-from fedssl.report.run_tables import differences, states
-from fedssl.report.text_table import Entry, Grid, TextTable
+from fedssl.report.run_tables import settings_table, status_table
+from fedssl.report.text_table import TableCell, TableData, TextTable
 from fedssl.runs.run import Run
 from fedssl.untrusted import sanitize
 
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-WORDS = (2, 4)  # least and most columns of words before the numbers, for which a page is opened; others stand behind
-LONG = 40  # signs of a text from which on it may be broken
+KEY_COLUMNS = (
+    2,
+    4,
+)  # least and most columns of words before the numbers, for which a page is opened; others stand behind
+LONG_TEXT = 40  # signs of a text from which on it may be broken
 
 
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
@@ -36,10 +39,10 @@ def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | Non
     parts = [
         "<h1>Report of federated runs</h1>",
         f'<p class="faint">{text(_count(runs))}</p>',
-        *(_section(*table.grid().without_constants()) for table in tables),
+        *(_section(*table.data().without_constants()) for table in tables),
         *_figures("Figures", figures_of_all(runs)),
-        _section(differences(runs)) if len(runs) > 1 else "",
-        _section(states(runs)),
+        _section(settings_table(runs)) if len(runs) > 1 else "",
+        _section(status_table(runs)),
         *_figures("Figures of single runs", figures_of_each(runs)),
     ]
     return _document("\n".join(filter(None, parts)), again)
@@ -71,50 +74,50 @@ def _count(runs: Sequence[Run]) -> str:
     return told + (f"; as of {time.strftime('%Y-%m-%d %H:%M:%S')}" if running else "")
 
 
-def _section(grid: Grid, same: Mapping[str, str] | None = None) -> str:
+def _section(data: TableData, same: Mapping[str, str] | None = None) -> str:
     """A table under its title, and above it the settings that are the ``same`` in all rows."""
     told = ", ".join(f"{key}={value}" for key, value in (same or {}).items())
     head = f'<p class="faint">In all rows: {text(told)}.</p>\n' if told else ""
-    rule = f'<p class="faint">Bold: {text(grid.rule)}.</p>' if grid.rule else ""
+    rule = f'<p class="faint">Bold: {text(data.mark_caption)}.</p>' if data.mark_caption else ""
     notes = "".join(
         f"<h3>{text(title)}</h3>\n<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul>\n"
-        for title, lines in grid.notes.items()
+        for title, lines in data.notes.items()
     )
-    table = _table(grid) if grid.rows else "<p>None.</p>"
-    return f"<section>\n<h2>{text(grid.title)}</h2>\n{head}{table}\n{rule}{notes}</section>"
+    table = _table(data) if data.rows else "<p>None.</p>"
+    return f"<section>\n<h2>{text(data.title)}</h2>\n{head}{table}\n{rule}{notes}</section>"
 
 
-def _table(grid: Grid) -> str:
-    kinds = ["" if column < grid.left else ' class="number"' for column in range(len(grid.header))]
-    first = _telling_apart(grid)
-    order = sorted(range(len(kinds)), key=lambda column: column < grid.left and column not in first)
-    header = "".join(f'<th scope="col"{kinds[column]}>{text(grid.header[column])}</th>' for column in order)
-    rows = "".join(f"<tr>{''.join(_cell(row[column], kinds[column]) for column in order)}</tr>\n" for row in grid.rows)
+def _table(data: TableData) -> str:
+    kinds = ["" if column < data.left else ' class="number"' for column in range(len(data.header))]
+    first = _telling_apart(data)
+    order = sorted(range(len(kinds)), key=lambda column: column < data.left and column not in first)
+    header = "".join(f'<th scope="col"{kinds[column]}>{text(data.header[column])}</th>' for column in order)
+    rows = "".join(f"<tr>{''.join(_cell(row[column], kinds[column]) for column in order)}</tr>\n" for row in data.rows)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(grid.title)}">\n'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(data.title)}">\n'
         f"<table>\n<thead><tr>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>"
     )
 
 
-def _telling_apart(grid: Grid) -> set[int]:
+def _telling_apart(data: TableData) -> set[int]:
     """Columns of words that tell most rows apart together: the leftmost of those that tell most, one by one."""
-    least, most = WORDS
+    least, most = KEY_COLUMNS
     chosen: list[int] = []
 
     def told(column: int) -> int:
-        return len({tuple(row[one].text for one in [*chosen, column]) for row in grid.rows})
+        return len({tuple(row[one].text for one in [*chosen, column]) for row in data.rows})
 
-    while len(chosen) < min(most, grid.left):
-        best = max((column for column in range(grid.left) if column not in chosen), key=told)
+    while len(chosen) < min(most, data.left):
+        best = max((column for column in range(data.left) if column not in chosen), key=told)
         if len(chosen) >= least and told(best) == told(chosen[0]):
             break  # no other tells more rows apart
         chosen.append(best)
     return set(chosen)
 
 
-def _cell(one: Entry, kind: str) -> str:
+def _cell(one: TableCell, kind: str) -> str:
     value = "" if one.value is None else f' data-value="{one.value!r}"'
-    long = ' class="long"' if len(one.text) > LONG else ""
+    long = ' class="long"' if len(one.text) > LONG_TEXT else ""
     words = text(one.text)
     if one.text.startswith("fedssl "):
         words = f"<code>{words}</code>"

@@ -4,20 +4,20 @@ from collections.abc import Hashable, Sequence
 from statistics import mean, stdev
 
 # Settings, and groups of them, that say what is to be learned and how it is spread: across these nothing is best.
-TASK = ("dataset", "partition", "num_clients", "newcomers", "experiment")
-RULE = (
+COMPARISON_KEYS = ("dataset", "partition", "num_clients", "newcomers", "experiment")
+MARK_CAPTION = (
     "the best accuracy of all rows with the same data and clients, where its mean leads the second best by more than "
     "the larger of their standard deviations over seeds; with one seed of either nothing is marked"
 )
 
 
-def task_of(settings: dict[str, str]) -> Hashable:
+def comparison_key(settings: dict[str, str]) -> Hashable:
     """What rows must agree in so that one can be better than another."""
-    return frozenset((key, value) for key, value in settings.items() if key.partition(".")[0] in TASK)
+    return frozenset((key, value) for key, value in settings.items() if key.partition(".")[0] in COMPARISON_KEYS)
 
 
-def leading(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
-    """Positions of the rows that are best among those of their task, as `RULE` has it.
+def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
+    """Positions of the rows that are best among those of their task, as `MARK_CAPTION` has it.
 
     Parameters
     ----------

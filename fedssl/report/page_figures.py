@@ -5,14 +5,14 @@ from pathlib import Path
 
 from fedssl.plots.comparisons import accuracies
 from fedssl.plots.curves import cosines, metrics
-from fedssl.plots.groups import groups_of
+from fedssl.plots.groups import group_by_seed
 from fedssl.plots.partition import who_holds_what
-from fedssl.plots.style import Drawing
+from fedssl.plots.style import PlotData
 from fedssl.report.svg import inline
 from fedssl.runs.run import Run
 
 # Of one run: what it shows, how it is drawn, and the file with its numbers.
-OF_EACH: tuple[tuple[str, Callable[[Path], Drawing | None], str], ...] = (
+OF_EACH: tuple[tuple[str, Callable[[Path], PlotData | None], str], ...] = (
     ("loss and results over the rounds", metrics, "metrics.jsonl"),
     ("cosines of clients' models with the global one", cosines, "clients.jsonl"),
     ("who holds what", who_holds_what, "partition.csv"),
@@ -43,10 +43,10 @@ def figures_of_each(runs: Sequence[Run]) -> list[tuple[str, str]]:
 def _groups(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that finished or go on, those together that differ only in their seed; those that finished come first."""
     alive = [run for run in runs if run.finished or run.running]
-    return [one.runs for one in groups_of(sorted(alive, key=lambda run: not run.finished))]
+    return [one.runs for one in group_by_seed(sorted(alive, key=lambda run: not run.finished))]
 
 
-def _drawn(file: Path, draw: Callable[[Path], Drawing | None], *, name: str, label: str) -> str:
+def _drawn(file: Path, draw: Callable[[Path], PlotData | None], *, name: str, label: str) -> str:
     """The figure of this file, drawn anew only if the file has changed; empty if there is nothing to draw."""
     if not file.is_file():
         return ""

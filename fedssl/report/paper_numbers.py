@@ -15,18 +15,18 @@ from fedssl.config.overrides import nearest
 from fedssl.errors import InputError
 from fedssl.untrusted import read_yaml
 
-FOLDER = Path(__file__).parent / "papers"
+PAPERS_FOLDER = Path(__file__).parent / "papers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class PaperNumber:
     """A number of a paper.
 
     Attributes
     ----------
     settings : dict
         Key to value, as on the command line: what tells this run from others of the table.
-    judged : str
+    encoder_kind : str
         Whose number it is: of the ``"federated"`` or of the ``"untrained"`` encoder.
     results : tuple of str
         Names of the result in ``summary.json``: by the paper's own protocol, and by the one that we have for all.
@@ -37,7 +37,7 @@ class Cell:
     """
 
     settings: dict[str, str]
-    judged: str
+    encoder_kind: str
     results: tuple[str, ...]
     value: float
     spread: float | None
@@ -45,10 +45,10 @@ class Cell:
 
 def table_names() -> list[str]:
     """All tables there are, as ``paper.table``."""
-    return [f"{file.stem}.{table}" for file in sorted(FOLDER.glob("*.yaml")) for table in _read(file)["tables"]]
+    return [f"{file.stem}.{table}" for file in sorted(PAPERS_FOLDER.glob("*.yaml")) for table in _read(file)["tables"]]
 
 
-def read_table(name: str) -> list[Cell]:
+def read_table(name: str) -> list[PaperNumber]:
     """The numbers of a table, row by row.
 
     Raises
@@ -60,7 +60,7 @@ def read_table(name: str) -> list[Cell]:
     if name not in names:
         raise InputError(f"there is no table {name!r}{nearest(name, names)}; choose one of {', '.join(names)}")
     paper, _, table = name.partition(".")
-    found = _read(FOLDER / f"{paper}.yaml")
+    found = _read(PAPERS_FOLDER / f"{paper}.yaml")
     return list(_cells(found["tables"][table], found["own"]))
 
 
@@ -70,7 +70,7 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
-def _cells(table: dict[str, Any], own: dict[str, str]) -> Iterator[Cell]:
+def _cells(table: dict[str, Any], own: dict[str, str]) -> Iterator[PaperNumber]:
     for row in table["rows"]:
         for column, number in zip(table["columns"], row["numbers"], strict=True):
             if number is None:  # the paper gives none
@@ -78,9 +78,9 @@ def _cells(table: dict[str, Any], own: dict[str, str]) -> Iterator[Cell]:
             settings = {**column, **row["settings"]}
             protocol, at, where = column["result"].partition("@")
             value, _, spread = str(number).partition(" ± ")
-            yield Cell(
+            yield PaperNumber(
                 settings={key: str(setting) for key, setting in settings.items() if key != "result"},
-                judged=row.get("judged", "federated"),
+                encoder_kind=row.get("encoder_kind", "federated"),
                 results=tuple(dict.fromkeys((f"{own.get(protocol, protocol)}{at}{where}", column["result"]))),
                 value=float(value),
                 spread=float(spread) if spread else None,

@@ -13,29 +13,29 @@ from typing import Any
 
 from fedssl.config.compose import MAY_CHANGE, flatten, resolve
 from fedssl.evaluation.scores import ACCURACY, Score
-from fedssl.report.paper_numbers import Cell, read_table
+from fedssl.report.paper_numbers import PaperNumber, read_table
 from fedssl.report.tables import to_csv
-from fedssl.report.text_table import Entry, Grid, TextTable, entry
-from fedssl.runs.run import Run, flat
+from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
+from fedssl.runs.run import Run, flatten_settings
 from fedssl.untrusted import sanitize
 
 # What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.
-FREE = {*MAY_CHANGE, "seed", "evaluation", "experiment", "output_dir", "resume", "run_id"} - {"rounds"}
-LISTED = 4  # differences that a line names
-NOT_RUN, NOT_JUDGED = "not run", "not judged"
+IGNORED_KEYS = {*MAY_CHANGE, "seed", "evaluation", "experiment", "output_dir", "resume", "run_id"} - {"rounds"}
+MAX_LISTED = 4  # differences that a line names
+NOT_RUN, NOT_EVALUATED = "not run", "not evaluated"
 
 Differences = dict[str, tuple[str, str]]  # key to the value in the runs and in the experiment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class PaperRow:
     """A number of the paper, and what runs with the same settings but for ``differs`` have.
 
     Attributes
     ----------
-    cell : Cell
+    number : PaperNumber
     result : str
-        Name of the result that is compared, one of the cell's.
+        Name of the result that is compared, one of the number's.
     differs : dict
         Key to the value in the runs and in the experiment.
     runs : int
@@ -44,7 +44,7 @@ class Line:
         Mean and standard deviation over seeds; None: there is no run, or none that has such a result.
     """
 
-    cell: Cell
+    number: PaperNumber
     result: str
     differs: Differences
     runs: int
@@ -53,7 +53,7 @@ class Line:
     @property
     def difference(self) -> float | None:
         """Ours minus the paper's, in points of per cent."""
-        return None if self.ours is None else 100 * self.ours.value - self.cell.value
+        return None if self.ours is None else 100 * self.ours.value - self.number.value
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,22 @@ class PaperTable(TextTable):
     ----------
     name : str
         As in ``l_dawa.table2``.
-    lines : list of Line
+    lines : list of PaperRow
     others : list of str
         Folders of finished runs that belong to no number of the table.
     """
 
     name: str
-    lines: list[Line]
+    lines: list[PaperRow]
     others: list[str]
 
-    def grid(self) -> Grid:
+    def data(self) -> TableData:
         """The table as cells; accuracies in per cent."""
         header = [*self._keys, "differs", "result", "paper (%)", "ours (%)", "difference", "runs"]
         notes = {f"finished runs that belong to no row of {self.name}:": self.others} if self.others else {}
-        return Grid(f"Beside {self.name}", header, [*map(self._row, self.lines)], left=len(self._keys) + 2, notes=notes)
+        return TableData(
+            f"Beside {self.name}", header, [*map(self._row, self.lines)], left=len(self._keys) + 2, notes=notes
+        )
 
     def csv(self) -> str:
         """As comma-separated values; accuracies in per cent, in full precision."""
@@ -86,30 +88,30 @@ class PaperTable(TextTable):
         for line in self.lines:
             ours = line.ours and 100 * line.ours.value
             spread = line.ours and line.ours.spread and 100 * line.ours.spread
-            paper = (line.cell.value, line.cell.spread)
+            paper = (line.number.value, line.number.spread)
             settings = self._settings(line, told=len(line.differs))
             rows.append([*settings, *paper, ours, spread, line.difference, line.runs])
         return to_csv(rows)
 
     @property
     def _keys(self) -> list[str]:
-        return list(dict.fromkeys(key for line in self.lines for key in line.cell.settings))
+        return list(dict.fromkeys(key for line in self.lines for key in line.number.settings))
 
-    def _settings(self, line: Line, *, told: int) -> list[str]:
-        settings = [line.cell.settings.get(key, "") for key in self._keys]
-        whose = "" if line.cell.judged == "federated" else f" ({line.cell.judged})"
+    def _settings(self, line: PaperRow, *, told: int) -> list[str]:
+        settings = [line.number.settings.get(key, "") for key in self._keys]
+        whose = "" if line.number.encoder_kind == "federated" else f" ({line.number.encoder_kind})"
         return [*settings, _told(line.differs, told), line.result + whose]
 
-    def _row(self, line: Line) -> list[Entry]:
-        paper = f"{line.cell.value:.2f}" + ("" if line.cell.spread is None else f" ± {line.cell.spread:.2f}")
-        ours = line.ours.number if line.ours else NOT_JUDGED if line.runs else NOT_RUN
+    def _row(self, line: PaperRow) -> list[TableCell]:
+        paper = f"{line.number.value:.2f}" + ("" if line.number.spread is None else f" ± {line.number.spread:.2f}")
+        ours = line.ours.number if line.ours else NOT_EVALUATED if line.runs else NOT_RUN
         difference = "" if line.difference is None else f"{round(line.difference, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
         return [
-            *map(entry, self._settings(line, told=LISTED)),
-            Entry(paper, line.cell.value),
-            Entry(ours, None if line.ours is None else line.ours.value),
-            Entry(difference, line.difference),
-            entry(str(line.runs or "")),
+            *map(text_cell, self._settings(line, told=MAX_LISTED)),
+            TableCell(paper, line.number.value),
+            TableCell(ours, None if line.ours is None else line.ours.value),
+            TableCell(difference, line.difference),
+            text_cell(str(line.runs or "")),
         ]
 
 
@@ -131,25 +133,25 @@ def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
     experiment, finished = name.replace(".", "/"), [run for run in runs if run.finished and run.settings is not None]
     matched: dict[frozenset[tuple[str, str]], list[tuple[Differences, list[Run]]]] = {}
     lines = []
-    for cell in read_table(name):
-        same = frozenset(cell.settings.items())
+    for number in read_table(name):
+        same = frozenset(number.settings.items())
         if same not in matched:
-            matched[same] = list(_groups({"experiment": experiment, **cell.settings}, finished))
-        found = [_line(cell, differs, group) for differs, group in matched[same]]
-        lines += found or [Line(cell=cell, result=cell.results[0], differs={}, runs=0, ours=None)]
+            matched[same] = list(_groups({"experiment": experiment, **number.settings}, finished))
+        found = [_line(number, differs, group) for differs, group in matched[same]]
+        lines += found or [PaperRow(number=number, result=number.results[0], differs={}, runs=0, ours=None)]
     belong = {run.folder for groups in matched.values() for _, group in groups for run in group}
     return PaperTable(name, lines, [str(run.folder) for run in finished if run.folder not in belong])
 
 
-def _line(cell: Cell, differs: Differences, runs: Sequence[Run]) -> Line:
+def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> PaperRow:
     runs = list({run.seed: run for run in reversed(runs)}.values())  # the first with a seed counts
-    for result in cell.results:
-        scores = [run.results_of(cell.judged).get(result) for run in runs]
+    for result in number.results:
+        scores = [run.results_of(number.encoder_kind).get(result) for run in runs]
         values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
         if values:
             ours = Score(mean(values), spread=stdev(values) if len(values) > 1 else None)
-            return Line(cell=cell, result=result, differs=differs, runs=len(values), ours=ours)
-    return Line(cell=cell, result=cell.results[0], differs=differs, runs=len(runs), ours=None)
+            return PaperRow(number=number, result=result, differs=differs, runs=len(values), ours=ours)
+    return PaperRow(number=number, result=number.results[0], differs=differs, runs=len(runs), ours=None)
 
 
 def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[Differences, list[Run]]]:
@@ -162,7 +164,7 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
     values = {key: sanitize(value) for key, value in flatten(config)}
     found: dict[frozenset[tuple[str, tuple[str, str]]], tuple[Differences, list[Run]]] = {}
     for run in runs:
-        if all(run.choices.get(group) == name for group, name in choices.items() if group not in FREE):
+        if all(run.choices.get(group) == name for group, name in choices.items() if group not in IGNORED_KEYS):
             differs = _differences(run.settings or {}, values)
             found.setdefault(frozenset(differs.items()), (differs, []))[1].append(run)
     yield from found.values()
@@ -170,12 +172,12 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
 
 def _differences(settings: Mapping[str, Any], expected: Mapping[str, str]) -> Differences:
     """Settings of a run with other values than expected; those that one of the two does not have are left out."""
-    ours = flat(settings)
+    ours = flatten_settings(settings)
     return {
         key: (ours[key], value)
         for key, value in expected.items()
         if key in ours
-        and not {key, key.partition(".")[0]} & FREE
+        and not {key, key.partition(".")[0]} & IGNORED_KEYS
         and not _is_place(key)
         and not _equal(ours[key], value)
     }

@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from fedssl.plots.style import plain_texts
+from fedssl.plots.style import sanitize_texts
 from fedssl.untrusted import sanitize
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def inline(figure: "Figure", *, name: str, label: str, kind: str = "plain") -> s
     """
     from matplotlib import rc_context
 
-    plain_texts(figure)
+    sanitize_texts(figure)
     for artist in figure.findobj():
         artist.set_clip_on(False)
     stream = io.BytesIO()

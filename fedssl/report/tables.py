@@ -15,10 +15,10 @@ _LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"':
 _LATEX |= {"[": "{[}", "*": "{*}"}  # behind the end of a row they would be its options
 
 Lines = Sequence[Sequence[str]]  # the cells of every line, the header first
-Places = Collection[tuple[int, int]]  # line and column of cells that are marked; the header is line 0
+Positions = Collection[tuple[int, int]]  # line and column of cells that are marked; the header is line 0
 
 
-def align(lines: Lines, *, left: int, marked: Places = ()) -> str:
+def align(lines: Lines, *, left: int, marked: Positions = ()) -> str:
     """Give columns equal width; the first ``left`` start, the others end, at the same place. A mark is a star."""
     lines = _changed(lines, sanitize, marked, "*{}")
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -31,16 +31,16 @@ def align(lines: Lines, *, left: int, marked: Places = ()) -> str:
     )
 
 
-def markdown(lines: Lines, *, left: int, marked: Places = ()) -> str:
+def markdown(lines: Lines, *, left: int, marked: Positions = ()) -> str:
     """Write a Markdown table whose first ``left`` columns are aligned to the left, the others to the right."""
-    header, *body = _changed(lines, escaped, marked, "**{}**")
+    header, *body = _changed(lines, escape_markdown, marked, "**{}**")
     rule = ["---"] * left + ["---:"] * (len(header) - left)
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *body))
 
 
-def latex(lines: Lines, *, left: int, marked: Places = ()) -> str:
+def latex(lines: Lines, *, left: int, marked: Positions = ()) -> str:
     """Write a ``tabular`` with the rules of the package booktabs."""
-    header, *body = (" & ".join(row) + r" \\" for row in _changed(lines, latex_escaped, marked, r"\textbf{{{}}}"))
+    header, *body = (" & ".join(row) + r" \\" for row in _changed(lines, escape_latex, marked, r"\textbf{{{}}}"))
     columns = "l" * left + "r" * (len(lines[0]) - left)
     rows = [
         rf"\begin{{tabular}}{{{columns}}}",
@@ -54,17 +54,17 @@ def latex(lines: Lines, *, left: int, marked: Places = ()) -> str:
     return "".join(f"{row}\n" for row in rows)
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Text of others in Markdown: no link, picture, element or cell of its own."""
     return re.sub(r"([\\`*\[\]<>|~#!])", r"\\\1", sanitize(text))
 
 
-def latex_escaped(text: str) -> str:
+def escape_latex(text: str) -> str:
     """Text of others in LaTeX: no command, comment, formula or cell of its own."""
     return "".join(_LATEX.get(sign, sign) for sign in sanitize(text))
 
 
-def _changed(lines: Lines, write: Callable[[str], str], marked: Places, mark: str) -> list[list[str]]:
+def _changed(lines: Lines, write: Callable[[str], str], marked: Positions, mark: str) -> list[list[str]]:
     """Write every cell so, and put those that are marked into ``mark``."""
     return [
         [mark.format(write(cell)) if (row, column) in marked else write(cell) for column, cell in enumerate(line)]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from fedssl.report.tables import align, escaped, latex, markdown
+from fedssl.report.tables import align, escape_markdown, latex, markdown
 from fedssl.untrusted import sanitize
 
 
-class Entry(NamedTuple):
+class TableCell(NamedTuple):
     """What stands in a place of a table.
 
     Attributes
@@ -27,17 +27,17 @@ class Entry(NamedTuple):
     best: bool = False
 
 
-def entry(text: str) -> Entry:
+def text_cell(text: str) -> TableCell:
     """A setting, or another text that may be a number."""
     try:
         value = float(text)
     except ValueError:
-        return Entry(text)
-    return Entry(text, value if math.isfinite(value) else None)
+        return TableCell(text)
+    return TableCell(text, value if math.isfinite(value) else None)
 
 
 @dataclass(frozen=True)
-class Grid:
+class TableData:
     """A table of text.
 
     Attributes
@@ -49,18 +49,18 @@ class Grid:
         How many columns, the first ones, are words; the others are numbers.
     notes : mapping of str to sequence of str
         Lines under the table, by their title.
-    rule : str
+    mark_caption : str
         When a cell is marked; empty: none ever is.
     """
 
     title: str
     header: Sequence[str]
-    rows: Sequence[Sequence[Entry]]
+    rows: Sequence[Sequence[TableCell]]
     left: int
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    rule: str = ""
+    mark_caption: str = ""
 
-    def without_constants(self) -> tuple["Grid", dict[str, str]]:
+    def without_constants(self) -> tuple["TableData", dict[str, str]]:
         """The table without the settings that are the same in all rows, of which there are several, and these."""
         columns = list(zip(*self.rows, strict=True))[: self.left] if len(self.rows) > 1 else []
         same = {place: cells[0].text for place, cells in enumerate(columns) if len({one.text for one in cells}) == 1}
@@ -80,9 +80,9 @@ class Grid:
         cells = [(line, column, one) for line, row in enumerate(self.rows, start=1) for column, one in enumerate(row)]
         return {(line, column) for line, column, one in cells if one.best}
 
-    def below(self, bullet: str, mark: str, write: Callable[[str], str]) -> list[str]:
+    def lines_below(self, bullet: str, mark: str, write: Callable[[str], str]) -> list[str]:
         """The lines under the table: what a mark says, if there is one, and the notes."""
-        rule = ["", f"{mark}: {self.rule}"] if self.marked else []
+        rule = ["", f"{mark}: {self.mark_caption}"] if self.marked else []
         blocks = [["", title, "", *(bullet + write(line) for line in lines)] for title, lines in self.notes.items()]
         return [*rule, *(line for block in blocks for line in block)]
 
@@ -91,7 +91,7 @@ class TextTable(ABC):
     """A table that can be written in every form."""
 
     @abstractmethod
-    def grid(self) -> Grid:
+    def data(self) -> TableData:
         """The table as cells."""
 
     @abstractmethod
@@ -100,19 +100,19 @@ class TextTable(ABC):
 
     def text(self) -> str:
         """For the terminal."""
-        grid = self.grid()
-        table = align(grid.lines, left=grid.left, marked=grid.marked)
-        return "\n".join([table, *grid.below("  ", "*", sanitize)])
+        data = self.data()
+        table = align(data.lines, left=data.left, marked=data.marked)
+        return "\n".join([table, *data.lines_below("  ", "*", sanitize)])
 
     def markdown(self) -> str:
         """As a Markdown table."""
-        grid = self.grid()
-        table = markdown(grid.lines, left=grid.left, marked=grid.marked)
-        return table + "".join(f"{line}\n" for line in grid.below("- ", "Bold", escaped))
+        data = self.data()
+        table = markdown(data.lines, left=data.left, marked=data.marked)
+        return table + "".join(f"{line}\n" for line in data.lines_below("- ", "Bold", escape_markdown))
 
     def latex(self) -> str:
         """As a table for LaTeX; what stands below it is a comment."""
-        grid = self.grid()
-        below = [line for line in grid.below("- ", "bold", sanitize) if line]
+        data = self.data()
+        below = [line for line in data.lines_below("- ", "bold", sanitize) if line]
         head = r"% \usepackage{booktabs}" + "\n"
-        return head + latex(grid.lines, left=grid.left, marked=grid.marked) + "".join(f"% {line}\n" for line in below)
+        return head + latex(data.lines, left=data.left, marked=data.marked) + "".join(f"% {line}\n" for line in below)

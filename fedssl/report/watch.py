@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.runs.run import Run, find_runs, held
+from fedssl.runs.run import Run, find_runs, is_locked
 
 
-def follow(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Run], bool], None]) -> None:
+def watch_runs(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Run], bool], None]) -> None:
     """Show the runs in the folders every so many seconds, for the last time when none goes on any more.
 
     Parameters
@@ -29,7 +29,7 @@ def follow(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Ru
         raise InputError(f"--watch {every:g} is no time to wait; give seconds, 1 or more, e.g. --watch 30")
     while True:
         runs = find_runs(folders)
-        on = goes_on(folders, runs)
+        on = is_active(folders, runs)
         if not on:
             runs = find_runs(folders)  # with what was written in between
         show(runs, on)
@@ -38,7 +38,7 @@ def follow(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Ru
         time.sleep(every)
 
 
-def goes_on(folders: Sequence[Path], runs: Sequence[Run]) -> bool:
+def is_active(folders: Sequence[Path], runs: Sequence[Run]) -> bool:
     """Whether a process is at work on one of the runs, or on a sweep that they belong to."""
     sweeps = {*folders, *(run.folder.parent for run in runs)}
-    return any(run.running for run in runs) or any(map(held, sweeps))
+    return any(run.running for run in runs) or any(map(is_locked, sweeps))

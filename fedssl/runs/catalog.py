@@ -11,17 +11,17 @@ from typing import Any
 from fedssl.config.overrides import nearest
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.runs.jsonl import read_lines
-from fedssl.runs.run import MARKS, Run, read_run, run_folders
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import RUN_MARKERS, Run, read_run, run_folders
 from fedssl.untrusted import sanitize
 
-DEFAULT = (Path("runs"), Path("multirun"))
-STATES = ("finished", "failed", "interrupted", "running", "ended from outside")
+DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
+STATUSES = ("finished", "failed", "interrupted", "running", "ended from outside")
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """A run as the list shows it.
 
     Attributes
@@ -30,7 +30,7 @@ class Entry:
     date : str
         When it began, by the name of its folder or of the sweep's; otherwise when its files were last written.
     status : str
-        One of `STATES`.
+        One of `STATUSES`.
     done : int
         Rounds.
     results : dict
@@ -54,7 +54,7 @@ class Entry:
         return own[key] if key in own else self.run.value(key)
 
 
-def find_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
+def find_entries(folders: Sequence[Path]) -> tuple[list[RunEntry], list[str]]:
     """Find the runs at and below folders, newest first, and a sentence for each folder that cannot be read.
 
     Raises
@@ -76,7 +76,7 @@ def find_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
     return sorted(entries, key=lambda entry: (entry.date, entry.name), reverse=True), problems
 
 
-def read_entry(folder: Path) -> Entry:
+def read_entry(folder: Path) -> RunEntry:
     """Read a run folder.
 
     Raises
@@ -89,9 +89,9 @@ def read_entry(folder: Path) -> Entry:
         raise InputError(f"{folder} has no readable summary.json and no config.yaml; it is no run, or was none yet")
     results = run.results
     if not run.finished:
-        judged = [line for line in read_lines(folder / "metrics.jsonl") if "evaluation" in line]
+        judged = [line for line in read_jsonl(folder / "metrics.jsonl") if "evaluation" in line]
         results = as_scores(judged[-1]["evaluation"], judged[-1].get("units")) if judged else {}
-    return Entry(
+    return RunEntry(
         run,
         date=_date(folder),
         status=run.state,
@@ -105,11 +105,11 @@ def _date(folder: Path) -> str:
         found = _DATE.search(name)
         if found:
             return f"{found[1]} {found[2]}:{found[3]}:{found[4]}"
-    times = [(folder / mark).stat().st_mtime for mark in MARKS if (folder / mark).is_file()]
+    times = [(folder / mark).stat().st_mtime for mark in RUN_MARKERS if (folder / mark).is_file()]
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times, default=0)))
 
 
-def select(entries: Iterable[Entry], overrides: Sequence[str]) -> list[Entry]:
+def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> list[RunEntry]:
     """Keep the entries that agree with all words, such as ``strategy=l_dawa,fedavg`` (either) and ``status=finished``.
 
     Raises
@@ -127,16 +127,16 @@ def select(entries: Iterable[Entry], overrides: Sequence[str]) -> list[Entry]:
             raise InputError(
                 f"no run has a setting {key!r}{nearest(key, known)}; `fedssl-runs show RUN` lists settings"
             )
-        unknown = [value for value in values.split(",") if key == "status" and value.lower() not in STATES]
+        unknown = [value for value in values.split(",") if key == "status" and value.lower() not in STATUSES]
         if unknown:
             raise InputError(
-                f"there is no status={unknown[0]}{nearest(unknown[0], STATES)}; choose one of {', '.join(STATES)}"
+                f"there is no status={unknown[0]}{nearest(unknown[0], STATUSES)}; choose one of {', '.join(STATUSES)}"
             )
-        kept = [entry for entry in kept if any(_same(entry.value(key), value) for value in values.split(","))]
+        kept = [entry for entry in kept if any(_equal(entry.value(key), value) for value in values.split(","))]
     return kept
 
 
-def _same(one: str, other: str) -> bool:
+def _equal(one: str, other: str) -> bool:
     """Whether two texts stand for the same value: 0.10 is 0.1, and True is true."""
     try:
         return float(one) == float(other)
@@ -145,7 +145,7 @@ def _same(one: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedRuns:
     """Runs that differ in nothing but the seed, and what they are worth.
 
     Attributes
@@ -156,11 +156,11 @@ class Ranked:
         Mean over runs, and spread (divisor n - 1) where there are several.
     """
 
-    entries: list[Entry]
+    entries: list[RunEntry]
     score: Score
 
 
-def best(entries: Iterable[Entry], metric: str, *, group: Callable[[Entry], Any]) -> list[Ranked]:
+def rank_runs(entries: Iterable[RunEntry], metric: str, *, group: Callable[[RunEntry], Any]) -> list[RankedRuns]:
     """Rank finished runs by a final result, the largest first.
 
     Parameters
@@ -174,7 +174,7 @@ def best(entries: Iterable[Entry], metric: str, *, group: Callable[[Entry], Any]
         No finished run has that result.
     """
     finished = [entry for entry in entries if entry.run.finished]
-    groups: dict[Any, dict[str, Entry]] = {}
+    groups: dict[Any, dict[str, RunEntry]] = {}
     for entry in finished:
         if metric in entry.results:
             groups.setdefault(group(entry), {}).setdefault(entry.run.seed, entry)
@@ -188,5 +188,5 @@ def best(entries: Iterable[Entry], metric: str, *, group: Callable[[Entry], Any]
         members = sorted(one.values(), key=lambda entry: entry.results[metric].value, reverse=True)
         values = [entry.results[metric].value for entry in members]
         spread = stdev(values) if len(values) > 1 else None
-        ranked.append(Ranked(members, Score(mean(values), members[0].results[metric].unit, spread)))
+        ranked.append(RankedRuns(members, Score(mean(values), members[0].results[metric].unit, spread)))
     return sorted(ranked, key=lambda one: one.score.value, reverse=True)

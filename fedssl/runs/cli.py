@@ -21,9 +21,17 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import as_numbers, heading, units_of
 from fedssl.report.accuracy_table import LEFT_OUT
 from fedssl.report.tables import align
-from fedssl.runs.catalog import DEFAULT, Entry, Ranked, best, find_entries, read_entry, select
-from fedssl.runs.differences import from_defaults
-from fedssl.runs.run import MARKS, leaves
+from fedssl.runs.catalog import (
+    DEFAULT_FOLDERS,
+    RankedRuns,
+    RunEntry,
+    filter_entries,
+    find_entries,
+    rank_runs,
+    read_entry,
+)
+from fedssl.runs.differences import differences_from_defaults
+from fedssl.runs.run import RUN_MARKERS, iter_settings
 from fedssl.untrusted import sanitize
 
 _COLUMNS = ("strategy", "method", "partition", "partition.alpha", "num_clients")
@@ -60,7 +68,7 @@ def list_runs(options: argparse.Namespace) -> str:
 def best_runs(options: argparse.Namespace) -> str:
     """Make the list of finished runs by a result."""
     entries, problems = _entries(options.overrides)
-    ranked = best(entries, options.metric, group=(lambda entry: entry.name) if options.seeds else _settings)
+    ranked = rank_runs(entries, options.metric, group=(lambda entry: entry.name) if options.seeds else _settings)
     if options.json:
         told = [{**as_numbers({options.metric: one.score}), "runs": [*map(_plain, one.entries)]} for one in ranked]
         return _json({"metric": options.metric, "unit": ranked[0].score.unit, "ranked": told, "unreadable": problems})
@@ -77,10 +85,10 @@ def best_runs(options: argparse.Namespace) -> str:
 def show_run(options: argparse.Namespace) -> str:
     """Tell of a run what was set, what came out, what repeats it, and which files there are."""
     folder: Path = options.folder
-    if not any((folder / mark).is_file() for mark in MARKS):
+    if not any((folder / mark).is_file() for mark in RUN_MARKERS):
         raise InputError(f"{folder} is no folder of a run; `fedssl-runs list` shows the runs that there are")
     entry = read_entry(folder)
-    differing = from_defaults(entry.run)
+    differing = differences_from_defaults(entry.run)
     summary = entry.run.summary or {}
     files = sorted(file for file in folder.rglob("*") if file.is_file() and "clients" not in file.parts)
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
@@ -89,7 +97,7 @@ def show_run(options: argparse.Namespace) -> str:
         rest = {"differs": values, "final": summary.get("final"), "command": summary.get("command"), "files": sizes}
         return _json(_plain(entry) | rest)
     parts = [f"{entry.name}\n{entry.date}  {entry.status} after {entry.done} rounds"]
-    reason = summary.get("reason") or (None if entry.run.finished else entry.run.ending)
+    reason = summary.get("reason") or (None if entry.run.finished else entry.run.failure_reason)
     parts[0] += f"  ({reason})" if reason else ""
     table = [
         ("setting", "value", "default"),
@@ -104,30 +112,30 @@ def show_run(options: argparse.Namespace) -> str:
     return "\n\n".join(sanitize(part, lines=True) for part in parts)
 
 
-def _entries(arguments: Sequence[str]) -> tuple[list[Entry], list[str]]:
+def _entries(arguments: Sequence[str]) -> tuple[list[RunEntry], list[str]]:
     """The runs that are asked for, by folders and words in any order; what exists is a folder."""
     folders = [Path(one) for one in arguments if "=" not in one or Path(one).exists()]
     overrides = [one for one in arguments if "=" in one and not Path(one).exists()]
-    folders = folders or [folder for folder in DEFAULT if folder.is_dir()]
+    folders = folders or [folder for folder in DEFAULT_FOLDERS if folder.is_dir()]
     if not folders:
         raise InputError("there is neither runs nor multirun here; give folders of runs or of sweeps")
     entries, problems = find_entries(folders)
-    return select(entries, overrides), problems
+    return filter_entries(entries, overrides), problems
 
 
-def _cells(entry: Entry) -> tuple[str, ...]:
+def _cells(entry: RunEntry) -> tuple[str, ...]:
     rounds = f"{entry.done}/{entry.run.value('rounds') or '?'}"
     results = "  ".join(f"{name} {score.text}" for name, score in entry.results.items())
     return (entry.date, entry.name, entry.status, rounds, *map(entry.run.value, _COLUMNS), results)
 
 
-def _settings(entry: Entry) -> frozenset[tuple[str, str]]:
+def _settings(entry: RunEntry) -> frozenset[tuple[str, str]]:
     """What runs of one group agree in; a run whose settings are unknown is alone."""
-    known = leaves(entry.run.settings) if entry.run.settings else iter([("", entry.name)])
+    known = iter_settings(entry.run.settings) if entry.run.settings else iter([("", entry.name)])
     return frozenset((key, repr(value)) for key, value in known if not {key, key.partition(".")[0]} & _OWN)
 
 
-def _differing(ranked: Iterable[Ranked]) -> list[str]:
+def _differing(ranked: Iterable[RankedRuns]) -> list[str]:
     """Settings that were given to some of them, and that they do not agree in, beside those that are always shown."""
     runs = [one.entries[0].run for one in ranked]
     given = dict.fromkeys(key for run in runs for key in run.overrides)
@@ -137,7 +145,7 @@ def _differing(ranked: Iterable[Ranked]) -> list[str]:
     ]
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _plain(entry: RunEntry) -> dict[str, Any]:
     """Tell an entry to scripts: accuracies in [0, 1], in full precision."""
     return {
         "folder": entry.name,

@@ -7,13 +7,13 @@ from omegaconf import OmegaConf
 from fedssl.config.compose import compose_nodes
 from fedssl.config.overrides import groups
 from fedssl.machine.threads import default_threads
-from fedssl.runs.run import Run, leaves
+from fedssl.runs.run import Run, iter_settings
 
 _OWN = ("output_dir", "resume", "run_id")  # of every run its own
 _ABSENT = "(none)"
 
 
-def from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
+def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
     """Tell the choices and values of a run that are not the defaults, each with the default.
 
     A value is compared with that of the choices that the run made: ``strategy=fedavg`` differs as a choice, and of its
@@ -31,7 +31,7 @@ def from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
     plain: Any = OmegaConf.to_container(nodes)
     if not plain["threads"] and isinstance(plain["dataset"]["size"], int):
         plain["threads"] = default_threads(plain["dataset"]["size"])
-    defaults, values = dict(leaves(plain)), dict(leaves(settings))
+    defaults, values = dict(iter_settings(plain)), dict(iter_settings(settings))
     for key in dict.fromkeys([*values, *defaults]) if settings else ():
         one, other = values.get(key, _ABSENT), defaults.get(key, _ABSENT)
         if one != other and key not in _OWN:

@@ -7,13 +7,13 @@ from typing import Any
 
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 
-Kind = Callable[[Any], bool]
+Validator = Callable[[Any], bool]
 
-_LARGEST = 1e150
-MOST_NUMBERS = 10**8  # of pictures times dimensions of a spectrum: its reference is drawn from as many
+_MAX_ABS = 1e150
+MAX_SPECTRUM_SIZE = 10**8  # of pictures times dimensions of a spectrum: its reference is drawn from as many
 
 
-def read_lines(file: Path, *, needs: Collection[str] = ()) -> list[dict[str, Any]]:
+def read_jsonl(file: Path, *, required: Collection[str] = ()) -> list[dict[str, Any]]:
     """Read the lines of ``metrics.jsonl``, ``clients.jsonl`` or ``health.jsonl``; none if there is no such file.
 
     A last line that has no end was cut short, e.g. by a kill, and counts as not written.
@@ -21,7 +21,7 @@ def read_lines(file: Path, *, needs: Collection[str] = ()) -> list[dict[str, Any
     Parameters
     ----------
     file : Path
-    needs : collection of str
+    required : collection of str
         Keys that every line must have beside ``round``; others are checked where they are there.
 
     Raises
@@ -30,84 +30,84 @@ def read_lines(file: Path, *, needs: Collection[str] = ()) -> list[dict[str, Any
         The file cannot be read, or a line in it is not one that a run writes.
     """
     text = read_text(file, max_bytes=MAX_LINES_BYTES) or ""
-    return [_line(file, number, line, needs) for number, line in enumerate(text.split("\n")[:-1], start=1)]
+    return [_line(file, line_number, line, required) for line_number, line in enumerate(text.split("\n")[:-1], start=1)]
 
 
-def _line(file: Path, number: int, text: str, needs: Collection[str]) -> dict[str, Any]:
+def _line(file: Path, line_number: int, text: str, required: Collection[str]) -> dict[str, Any]:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise corrupt_file_error(file, f"line {number} is no JSON") from error
+        raise corrupt_file_error(file, f"line {line_number} is no JSON") from error
     if not isinstance(line, dict):
-        raise corrupt_file_error(file, f"line {number} is no JSON object")
-    for key in ("round", *needs):
+        raise corrupt_file_error(file, f"line {line_number} is no JSON object")
+    for key in ("round", *required):
         if key not in line:
-            raise corrupt_file_error(file, f"line {number} has no {key}")
-    kinds = KINDS[file.stem]
-    wrong = next((key for key, value in line.items() if key in kinds and not kinds[key](value)), None)
+            raise corrupt_file_error(file, f"line {line_number} has no {key}")
+    schema = SCHEMAS[file.stem]
+    wrong = next((key for key, value in line.items() if key in schema and not schema[key](value)), None)
     if wrong is not None:
-        raise corrupt_file_error(file, f"{wrong} in line {number} has a value that no run writes there")
+        raise corrupt_file_error(file, f"{wrong} in line {line_number} has a value that no run writes there")
     return line
 
 
-def word(value: Any) -> bool:
+def text(value: Any) -> bool:
     """Whether it is text."""
     return isinstance(value, str)
 
 
-def number(value: Any) -> bool:
+def finite_number(value: Any) -> bool:
     """Whether it is a finite number, and one that arithmetic can go on with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_ABS
 
 
-def whole(least: int) -> Kind:
-    """Whether something is a whole number, no less than ``least``."""
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**53
+def count(minimum: int) -> Validator:
+    """Whether something is a whole number, no less than ``minimum``."""
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**53
 
 
-def maybe(kind: Kind) -> Kind:
+def optional(validator: Validator) -> Validator:
     """Whether something is null or of this kind."""
-    return lambda value: value is None or kind(value)
+    return lambda value: value is None or validator(value)
 
 
-def each(kind: Kind) -> Kind:
+def mapping_of(validator: Validator) -> Validator:
     """Whether something is an object with values of this kind only."""
-    return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
+    return lambda value: isinstance(value, dict) and all(map(validator, value.values()))
 
 
 def _cost(value: Any) -> bool:
-    return each(number)(value) and {"peak_memory", "flops"} <= value.keys()
+    return mapping_of(finite_number)(value) and {"peak_memory", "flops"} <= value.keys()
 
 
 def _spectrum(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and isinstance(value.get("singular_values"), list)
-        and all(map(number, value["singular_values"]))
-        and all(whole(1)(value.get(key)) for key in ("pictures", "dim"))
-        and value["pictures"] * value["dim"] <= MOST_NUMBERS
-        and word(value.get("split"))
+        and all(map(finite_number, value["singular_values"]))
+        and all(count(1)(value.get(key)) for key in ("pictures", "dim"))
+        and value["pictures"] * value["dim"] <= MAX_SPECTRUM_SIZE
+        and text(value.get("split"))
     )
 
 
 # What the values of keys are that somebody reads, by the name of the file.
-KINDS: dict[str, dict[str, Kind]] = {
+SCHEMAS: dict[str, dict[str, Validator]] = {
     "metrics": {
-        "round": whole(1),
-        **dict.fromkeys(("loss", "model_cosine", "layer_cosine", "client_seconds"), maybe(number)),
-        **dict.fromkeys(("seconds", "bytes_up", "bytes_down"), number),
-        "clients": whole(1),
-        "dropped": each(word),
+        "round": count(1),
+        **dict.fromkeys(("loss", "model_cosine", "layer_cosine", "client_seconds"), optional(finite_number)),
+        **dict.fromkeys(("seconds", "bytes_up", "bytes_down"), finite_number),
+        "clients": count(1),
+        "dropped": mapping_of(text),
         "cost": _cost,
-        "evaluation": each(number),
-        "units": each(word),
+        "evaluation": mapping_of(finite_number),
+        "units": mapping_of(text),
     },
     "clients": {
-        "round": whole(1),
-        "client": whole(0),
-        "model": word,
-        "cosine": each(number),
-        **dict.fromkeys(("model_cosine", "layer_cosine"), maybe(number)),
+        "round": count(1),
+        "client": count(0),
+        "model": text,
+        "cosine": mapping_of(finite_number),
+        **dict.fromkeys(("model_cosine", "layer_cosine"), optional(finite_number)),
     },
-    "health": {"round": whole(1), "client": maybe(whole(0)), "model": word, "spectrum": _spectrum},
+    "health": {"round": count(1), "client": optional(count(0)), "model": text, "spectrum": _spectrum},
 }

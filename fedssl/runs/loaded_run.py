@@ -20,19 +20,19 @@ from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build
 from fedssl.model_arrays import copied_layers, load_layers, travelling_names
-from fedssl.plots.style import look_of
-from fedssl.runs.run import rule_of
+from fedssl.plots.style import line_style
+from fedssl.runs.run import strategy_of
 from fedssl.runs.snapshots import KeptRound, kept_rounds, read_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator
 
 # What a run folder may not choose for whoever looks into it: where decoded pictures are written, and an engine.
-INSTEAD = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
+RESUME_OVERRIDES = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
 
 
 @dataclass(frozen=True, eq=False)
-class OpenRun:
+class LoadedRun:
     """A run whose models are looked into.
 
     Attributes
@@ -63,7 +63,7 @@ class OpenRun:
     @property
     def color(self) -> str:
         """That of its rule."""
-        return look_of(rule_of(self.folder)).color
+        return line_style(strategy_of(self.folder)).color
 
     def pictures(self, most: int) -> tuple[Tensor, Tensor | None]:
         """Some pictures of the clients, or of the test where those are on devices, and their labels if they have any.
@@ -116,7 +116,7 @@ class OpenRun:
             yield self.method
 
 
-def open_run(folder: Path, overrides: Sequence[str]) -> OpenRun:
+def load_run_folder(folder: Path, overrides: Sequence[str]) -> LoadedRun:
     """Open a run folder that keeps models.
 
     Parameters
@@ -132,6 +132,6 @@ def open_run(folder: Path, overrides: Sequence[str]) -> OpenRun:
     """
     kept = kept_rounds(folder)
     saved = {word.partition("=")[0] for word in read_overrides(folder / "overrides.yaml") or []}
-    overrides = [*overrides, *(word for key, word in INSTEAD.items() if key in saved)]
+    overrides = [*overrides, *(word for key, word in RESUME_OVERRIDES.items() if key in saved)]
     settings = load_run([*overrides, f"resume={quote(str(folder.resolve()))}"])
-    return OpenRun(folder, settings, kept, set_up(settings.machine))
+    return LoadedRun(folder, settings, kept, set_up(settings.machine))

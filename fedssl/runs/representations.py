@@ -9,7 +9,7 @@ import numpy as np
 from fedssl.atomic_files import atomic_write
 from fedssl.untrusted import corrupt_file_error, read_arrays
 
-FILE = "representations.npz"
+FILE_NAME = "representations.npz"
 MAX_BYTES = 2**30  # bytes of the file
 
 
@@ -41,7 +41,7 @@ class Representations:
         """Write them into a run folder, in place of those of an earlier round."""
         arrays: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         known = {name: array for name, array in arrays.items() if array is not None}
-        atomic_write(folder / FILE, lambda stream: np.savez(stream, round=np.array(round), **known))
+        atomic_write(folder / FILE_NAME, lambda stream: np.savez(stream, round=np.array(round), **known))
 
 
 def read_representations(folder: Path) -> tuple[int, Representations] | None:
@@ -52,7 +52,7 @@ def read_representations(folder: Path) -> tuple[int, Representations] | None:
     InputError
         The file is damaged.
     """
-    file = folder / FILE
+    file = folder / FILE_NAME
     try:
         arrays = read_arrays(file, max_bytes=MAX_BYTES)
         round, found = int(arrays.pop("round")), Representations(**arrays)
@@ -62,12 +62,12 @@ def read_representations(folder: Path) -> tuple[int, Representations] | None:
         raise corrupt_file_error(file, error.strerror or "it is no file of NumPy") from error
     except Exception as error:  # there is no end to how reading a damaged or foreign file can fail
         raise corrupt_file_error(file, "it does not hold representations") from error
-    if not _fit(found):
+    if not _is_valid(found):
         raise corrupt_file_error(file, "it does not hold representations")
     return round, found
 
 
-def _fit(one: Representations) -> bool:
+def _is_valid(one: Representations) -> bool:
     """Whether the arrays have the shapes and dtypes of `Representations`, and finite numbers."""
     vectors = [one.h] if one.z is None else [one.h, one.z]
     if not all(

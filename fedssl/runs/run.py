@@ -15,12 +15,12 @@ from fedssl.config.overrides import groups
 from fedssl.config.saved_run import read_overrides
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.runs.jsonl import each, maybe, number, read_lines, word
+from fedssl.runs.jsonl import finite_number, mapping_of, optional, read_jsonl, text
 from fedssl.untrusted import open_regular_file, read_text, read_yaml, sanitize
 
 # Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
-MARKS = ("summary.json", "config.yaml", "run.log")
-LOCK = ".lock"  # held by the process of a run, or of a sweep, as long as it goes on
+RUN_MARKERS = ("summary.json", "config.yaml", "run.log")
+LOCK_FILE = ".lock"  # held by the process of a run, or of a sweep, as long as it goes on
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Run:
     folder : Path
     words : dict
         Key to value, of the command line that gave the settings.
-    typed : tuple of str
+    command_overrides : tuple of str
         The same words as they were typed, with which the run can be repeated.
     choices : dict
         The choice in every group of the configuration, by whatever it was made; of a folder without ``choices.yaml``
@@ -47,7 +47,7 @@ class Run:
 
     folder: Path
     overrides: dict[str, str]
-    typed: tuple[str, ...]
+    command_overrides: tuple[str, ...]
     choices: dict[str, str]
     settings: dict[str, Any] | None
     summary: dict[str, Any] | None
@@ -63,14 +63,14 @@ class Run:
         """What the federated encoder is worth, by protocol; none without a finished evaluation."""
         return self.results_of("federated")
 
-    def results_of(self, judged: str) -> dict[str, Score]:
-        """What ``judged`` is worth: the ``"federated"`` encoder, the ``"untrained"`` one or raw ``"pixels"``."""
+    def results_of(self, encoder_kind: str) -> dict[str, Score]:
+        """What ``encoder_kind`` is worth: the ``"federated"`` encoder, the ``"untrained"`` one or raw ``"pixels"``."""
         if self.summary is None or not self.finished:
             return {}
-        return as_scores(self.summary["final"].get(judged, {}), self.summary.get("units"))
+        return as_scores(self.summary["final"].get(encoder_kind, {}), self.summary.get("units"))
 
     @property
-    def ending(self) -> str:
+    def failure_reason(self) -> str:
         """Why there are no results, in one line."""
         if self.running:
             return f"{self.progress} done"
@@ -91,14 +91,14 @@ class Run:
         said = self.summary.get("rounds") if self.summary and self.finished else None
         if isinstance(said, int):
             return said
-        lines = read_lines(self.folder / "metrics.jsonl")
+        lines = read_jsonl(self.folder / "metrics.jsonl")
         return lines[-1]["round"] if lines else 0
 
     @property
     def progress(self) -> str:
         """How many rounds are done, and of how many, if its settings tell."""
-        whole = self.value("rounds")
-        return f"{self.rounds_done} of {whole} rounds" if whole else f"{self.rounds_done} rounds"
+        total = self.value("rounds")
+        return f"{self.rounds_done} of {total} rounds" if total else f"{self.rounds_done} rounds"
 
     @property
     def ended_early(self) -> bool:
@@ -108,12 +108,12 @@ class Run:
     @property
     def command(self) -> str:
         """The command that repeats it, for a shell."""
-        return shlex.join(["fedssl", *map(sanitize, self.typed)])
+        return shlex.join(["fedssl", *map(sanitize, self.command_overrides)])
 
     @property
-    def every_setting(self) -> dict[str, str]:
+    def all_settings(self) -> dict[str, str]:
         """All settings by dotted keys, and the choices by their names; of a run without settings the words alone."""
-        return {**self.overrides, **flat(self.settings or {}), **self.choices}
+        return {**self.overrides, **flatten_settings(self.settings or {}), **self.choices}
 
     @property
     def seed(self) -> str:
@@ -156,21 +156,26 @@ def read_run(folder: Path) -> Run:
     InputError
         Another file is damaged.
     """
-    running = held(folder)  # first: what let go of it before has written its summary
+    running = is_locked(folder)  # first: what let go of it before has written its summary
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
     overrides = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
-    typed = tuple(word for word in overrides if word.partition("=")[0] not in ("output_dir", "resume"))
-    own = {key.lstrip("+"): value for key, _, value in (sanitize(word).partition("=") for word in typed)}
+    command_overrides = tuple(
+        override for override in overrides if override.partition("=")[0] not in ("output_dir", "resume")
+    )
+    own = {
+        key.lstrip("+"): value
+        for key, _, value in (sanitize(override).partition("=") for override in command_overrides)
+    }
     choices = read_yaml(folder / "choices.yaml", dict)
     choices = choices or {key: value for key, value in own.items() if key in groups()}
     names = {sanitize(group): sanitize(name) for group, name in choices.items()}
-    return Run(folder, own, typed, names, settings, summary, running)
+    return Run(folder, own, command_overrides, names, settings, summary, running)
 
 
-def held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a process is at work on the run, or the sweep, of a folder."""
     try:
-        with open_regular_file(folder / LOCK) as lock:
+        with open_regular_file(folder / LOCK_FILE) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at the end of the block
     except BlockingIOError:
         return True
@@ -179,34 +184,34 @@ def held(folder: Path) -> bool:
     return False
 
 
-def hold(folder: Path) -> TextIO | None:
+def acquire_lock(folder: Path) -> TextIO | None:
     """Tell others by a lock that a process is at work on the sweep of a folder, until it ends or closes the file.
 
     None: the folder cannot be written, or somebody else holds it.
     """
     try:
-        lock = (folder / LOCK).open("w")
+        lock = (folder / LOCK_FILE).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return None
     return lock
 
 
-def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of nested settings; what looks like an interpolation stays as it stands."""
     for key, value in settings.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from iter_settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def flat(settings: Mapping[str, Any]) -> dict[str, str]:
+def flatten_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Dotted keys and values of nested settings as text."""
-    return {sanitize(key): sanitize(value) for key, value in leaves(settings)}
+    return {sanitize(key): sanitize(value) for key, value in iter_settings(settings)}
 
 
-def rule_of(folder: Path) -> str:
+def strategy_of(folder: Path) -> str:
     """The name of the strategy of a run folder; empty if nothing tells it."""
     return read_run(folder).value("strategy")
 
@@ -221,17 +226,17 @@ def read_summary(file: Path) -> dict[str, Any] | None:
 
 
 def _is_summary(summary: dict[str, Any]) -> bool:
-    needed = {"status": word, "reason": maybe(word), "overrides": _words}
+    needed = {"status": text, "reason": optional(text), "overrides": _is_text_list}
     if summary.get("status") == "finished":
-        needed |= {"final": each(each(number))}
-    allowed = {"units": maybe(each(word))}
+        needed |= {"final": mapping_of(mapping_of(finite_number))}
+    allowed = {"units": optional(mapping_of(text))}
     return needed.keys() <= summary.keys() and all(
         kind(summary[key]) for key, kind in (needed | allowed).items() if key in summary
     )
 
 
-def _words(value: Any) -> bool:
-    return isinstance(value, list) and all(map(word, value))
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(text, value))
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -239,7 +244,7 @@ def run_folders(folder: Path) -> list[Path]:
     found = []
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith(".")]
-        if set(MARKS) & set(files):
+        if set(RUN_MARKERS) & set(files):
             inner.clear()
             found.append(Path(place))
     return sorted(found, key=_natural)

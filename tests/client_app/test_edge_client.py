@@ -19,7 +19,7 @@ from fedssl.wire.messages import PLAN, ClientUpdate, Who, read_who
 from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
-from simulation.grid import context_of
+from simulation.grid import make_context
 from strategies.state import ServerState
 from tests.devices import Devices, ask, context, pictures
 
@@ -271,7 +271,7 @@ def test_who_a_device_is(tmp_path, monkeypatch):
 
 
 def test_what_is_a_simulation():
-    assert is_simulated(context_of(2, num_clients=3).node_config)
+    assert is_simulated(make_context(2, num_clients=3).node_config)
     for config in ({}, {"partition-id": 0, "num-partitions": 2}, {MARK: True}, {MARK: "Simulation()"}):
         assert not is_simulated(config)
 

@@ -13,7 +13,7 @@ import torch
 
 from fedssl.atomic_files import atomic_write, make_subfolder, reject_symlinks, remove_partial_files, write_text
 from fedssl.errors import InputError
-from fedssl.report.tables import escaped, to_csv
+from fedssl.report.tables import escape_markdown, to_csv
 from fedssl.untrusted import open_regular_file, read_arrays, read_tensors, read_text, read_yaml, sanitize
 
 
@@ -152,7 +152,7 @@ def test_text_of_others_is_printable():
 def test_cells_are_no_formulas_links_or_cells_of_their_own():
     rows = [["=1+1", " =x", "+a", "@x", "-x", "-1.5e-3", "+2", -1.5, None, "a,b\nc", "word"]]
     assert to_csv(rows) == "'=1+1,' =x,'+a,'@x,'-x,-1.5e-3,+2,-1.5,,\"a,b c\",word\n"
-    assert escaped("[x](http://y) <b> | *a* `c` ![p](q) l_dawa ~e") == (
+    assert escape_markdown("[x](http://y) <b> | *a* `c` ![p](q) l_dawa ~e") == (
         r"\[x\](http://y) \<b\> \| \*a\* \`c\` \!\[p\](q) l_dawa \~e"
     )
 

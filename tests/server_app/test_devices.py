@@ -17,7 +17,7 @@ from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.nodes import Clients, find_clients
 from simulation.cli import run as simulate
-from simulation.grid import run_server
+from simulation.grid import run_server_app
 from simulation.local_grid import LocalGrid
 from tests.devices import Devices, context, pictures
 
@@ -73,7 +73,7 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(ov
         context(data_path=places[place], state_path=tmp_path / "states", client_name=f"d{place}", partition_id=number)
         for number, place in enumerate(by_partition)
     ]
-    run_server(Devices(*reversed(made)), [*overrides, f"output_dir={tmp_path / 'devices'}"])
+    run_server_app(Devices(*reversed(made)), [*overrides, f"output_dir={tmp_path / 'devices'}"])
     one, other = layers(tmp_path / "simulation"), layers(tmp_path / "devices")
     assert list(one) == list(other)
     assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -88,7 +88,7 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(ov
 
 def test_without_pictures_the_server_says_what_it_does_without(places, tmp_path, capsys):
     overrides = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
-    run_server(Devices(*devices(places, tmp_path)), overrides)
+    run_server_app(Devices(*devices(places, tmp_path)), overrides)
     said = capsys.readouterr().out
     assert "devices: 0 a, 1 b, 2 c; they train on their own pictures, brought to 8 x 8 pixels in 1 channels" in said
     assert "nothing will be evaluated: the server has no pictures, so that health and costs are not measured" in said
@@ -109,7 +109,7 @@ def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsy
         "evaluate_every=1",
     ]
     overrides += ["final_evaluation=knn", "health_pictures=20"]
-    run_server(Devices(*devices(places, tmp_path)), [*overrides, f"output_dir={tmp_path / 'run'}"])
+    run_server_app(Devices(*devices(places, tmp_path)), [*overrides, f"output_dir={tmp_path / 'run'}"])
     said = capsys.readouterr().out
     assert "costs are not measured" in said
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
@@ -120,9 +120,9 @@ def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsy
 def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
     folder, made = tmp_path / "run", devices(places, tmp_path)
     overrides = [*SMALL, "strategy=fedu", "method=byol"]
-    run_server(Devices(made[1], made[2]), [*overrides, "rounds=1", f"output_dir={folder}"])
+    run_server_app(Devices(made[1], made[2]), [*overrides, "rounds=1", f"output_dir={folder}"])
     # One has gone, and one has come whose name sorts before all others.
-    run_server(Devices(made[0], made[2]), [f"resume={folder}", "rounds=2"])
+    run_server_app(Devices(made[0], made[2]), [f"resume={folder}", "rounds=2"])
     assert json.loads((folder / "devices.json").read_text()) == {"b": 0, "c": 1, "a": 2}
     assert [row["client"] for row in lines(folder / "clients.jsonl")] == [0, 1, 1, 2]
     assert len(list((tmp_path / "states").glob("*/*/round-*.state"))) == 4
@@ -131,9 +131,9 @@ def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
 def test_so_many_devices_as_are_asked_for_train(places, tmp_path):
     overrides = [*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(InputError, match="clients_per_round=4 but 3 devices are there; lower clients_per_round"):
-        run_server(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=4"])
+        run_server_app(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=4"])
     shutil.rmtree(tmp_path / "run")
-    run_server(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=2"])
+    run_server_app(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=2"])
     assert len(lines(tmp_path / "run" / "clients.jsonl")) == 2
 
 
@@ -229,7 +229,7 @@ def test_what_is_not_possible_with_devices_is_refused_before_any_round(overrides
 @pytest.mark.parametrize("text", ["[1]", "{a: 1, b: 1}", "{a: -1}", "{a: x}", "{1: 1}", "a: [\xff"])
 def test_a_damaged_file_of_numbers_is_named(text, places, tmp_path):
     folder, made = tmp_path / "run", devices(places, tmp_path)
-    run_server(Devices(*made[:1]), [*SMALL, "rounds=1", f"output_dir={folder}"])
+    run_server_app(Devices(*made[:1]), [*SMALL, "rounds=1", f"output_dir={folder}"])
     (folder / "devices.json").write_text(text)
     with pytest.raises(InputError, match=r"devices.json cannot be used \("):
-        run_server(Devices(*made[:1]), [f"resume={folder}", "rounds=2"])
+        run_server_app(Devices(*made[:1]), [f"resume={folder}", "rounds=2"])

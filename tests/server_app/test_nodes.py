@@ -9,7 +9,7 @@ from fedssl import waiting
 from fedssl.errors import InputError
 from server_app import nodes
 from server_app.nodes import federation_size, find_clients
-from simulation.grid import SimulatedGrid, number
+from simulation.grid import SimulatedGrid, assign_message_id
 
 
 class SlowGrid(SimulatedGrid):
@@ -29,7 +29,7 @@ class SlowGrid(SimulatedGrid):
 
     def push_messages(self, messages):
         self._begun_to_ask = time.monotonic()
-        new = {number(message): message for message in messages}
+        new = {assign_message_id(message): message for message in messages}
         self._asked |= new
         return list(new)
 

@@ -13,7 +13,7 @@ import torch
 
 from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
-from fedssl.runs.run import LOCK, held, hold
+from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked
 from server_app import training_loop
 from server_app.checkpoint import latest_checkpoint
 from simulation import cli
@@ -259,7 +259,7 @@ def test_a_refused_run_takes_no_folder_from_another_that_began_there(tmp_path, m
 
     def meanwhile(settings, folder):
         folder.mkdir()
-        others.append(hold(folder))
+        others.append(acquire_lock(folder))
         raise InputError("somebody else is at work there")
 
     monkeypatch.setattr(cli, "_run_here", meanwhile)
@@ -353,8 +353,8 @@ class TestSweep:
         assert len(table) == 1 + 4
         assert "strategy" in table[0]
         assert (tmp_path / "results.md").exists()
-        assert (tmp_path / LOCK).exists()  # by which others knew that it went on
-        assert not held(tmp_path)
+        assert (tmp_path / LOCK_FILE).exists()  # by which others knew that it went on
+        assert not is_locked(tmp_path)
         for job in range(8):
             assert (tmp_path / str(job) / "summary.json").exists()
         # Every job that ran has a log of its own, the later ones too.

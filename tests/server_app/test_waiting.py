@@ -17,7 +17,7 @@ from server_app.messaging import Post
 from server_app.nodes import Clients, Roll
 from server_app.overdue import brought_up
 from server_app.round import TooFewUpdatesError
-from simulation.grid import SimulatedGrid, identify, number
+from simulation.grid import SimulatedGrid, assign_message_id, set_task_identity
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg
 from strategies.state import GLOBAL, ServerState
@@ -43,7 +43,7 @@ class Scripted(SimulatedGrid):
     def push_messages(self, messages):
         ids = []
         for message in messages:
-            ids.append(number(message))
+            ids.append(assign_message_id(message))
             plan, client = TrainPlan.from_content(message.content), message.metadata.dst_node_id - 2
             self.asked.append((plan.round, client))
             delay, what = self._behave(client, plan.round)
@@ -82,7 +82,7 @@ class Scripted(SimulatedGrid):
 
 
 def federation(grid, strategy=None, *, timeout=2, **options):
-    identify()
+    set_task_identity()
     return small_federation(grid, strategy or FedAvg(weighting="uniform"), timeout=timeout, **options)
 
 

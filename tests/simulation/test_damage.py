@@ -16,7 +16,7 @@ from fedssl.config.load import load_run
 from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
-from fedssl.runs.jsonl import KINDS, read_lines
+from fedssl.runs.jsonl import SCHEMAS, read_jsonl
 from server_app.log import logging_to
 from server_app.recorder import Recorder
 from server_app.screen import Screen
@@ -203,7 +203,7 @@ def test_a_last_line_that_a_kill_cut_short_counts_as_not_written(folder):
         file = folder / name
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join(lines[:-1]) + lines[-1][:20])
-        assert len(read_lines(file)) == len(lines) - 1
+        assert len(read_jsonl(file)) == len(lines) - 1
     restored(folder)
     assert (folder / "metrics.jsonl").read_text().count("\n") == 1
 
@@ -212,14 +212,14 @@ def test_a_last_line_that_a_kill_cut_short_counts_as_not_written(folder):
 def test_values_that_no_run_writes_are_named(folder, name):
     file = folder / name
     lines = file.read_text().splitlines()
-    kinds = KINDS[file.stem]
+    kinds = SCHEMAS[file.stem]
     assert kinds.keys() <= {key for line in lines for key in json.loads(line)} | {"cost"}
     for key in kinds:
         for wrong in ([], {"a": []}, [[1]], True, -1.5, "\x1b[2J" if key not in ("model",) else 1, float("inf")):
             if not kinds[key](wrong):
                 file.write_text(json.dumps(json.loads(lines[0]) | {key: wrong}) + "\n")
                 with pytest.raises(InputError, match=f"{key} in line 1 has a value that no run writes there"):
-                    read_lines(file)
+                    read_jsonl(file)
 
 
 def test_a_report_prints_nothing_that_a_terminal_obeys(folder, capsys):

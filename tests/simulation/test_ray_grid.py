@@ -22,10 +22,10 @@ from fedssl.errors import RunError
 from fedssl.machine.threads import available_cores
 from fedssl.wire.records import from_record, to_record
 from server_app.replies import receive
-from simulation.ray_grid import NO_MEMORY, RayGrid
-from simulation.ray_session import _surroundings, ray_session
-from simulation.sandbox import belonging, private_place
-from simulation.share import Host, Share, share
+from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
+from simulation.ray_session import _environment, ray_session
+from simulation.sandbox import process_sandbox, sandbox_pids
+from simulation.share import ClientResources, Host, fit_clients
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,7 @@ def make_grid(hosts):
         grid = RayGrid(
             num_clients=num_clients,
             actors=actors,
-            client=client or Share(1, 0.0),
+            client=client or ClientResources(1, 0.0),
             client_app=client_app or adding_app(),
         )
         grids.append(grid)
@@ -118,9 +118,9 @@ def test_flowers_own_strategy_runs_on_it_unchanged(make_grid):
 )
 def test_all_actors_work_and_every_gpu_is_used(make_grid, hosts, gpus, fraction):
     assert hosts[0].gpus == 4
-    client, actors = share([Host(4, gpus)], client_cpus=None, client_gpus=None, threads=4, at_most=100)
+    client, actors = fit_clients([Host(4, gpus)], client_cpus=None, client_gpus=None, threads=4, max_clients=100)
     assert (client.gpus, actors) == (fraction, 4)
-    grid = make_grid(4, Share(0, client.gpus), actors=actors)  # this machine may have fewer than four cores
+    grid = make_grid(4, ClientResources(0, client.gpus), actors=actors)  # this machine may have fewer than four cores
     while grid._starting:
         list(grid.pull_messages([]))
     replies = ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)})
@@ -134,7 +134,7 @@ def test_sigterm_is_not_taken_over_by_ray():
     """Ray sets a handler of its own, which would end a run without a word."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with _surroundings(Path.cwd(), {}):
+        with _environment(Path.cwd(), {}):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as ray.init does
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
@@ -164,7 +164,7 @@ def test_what_clients_share_travels_once_and_is_read_in_place(make_grid, monkeyp
         (sum_of_both,) = from_record(reply.content.array_records["arrays"]).values()
         np.testing.assert_array_equal(sum_of_both, node - 2)
     assert not grid._running
-    assert not grid._waiting
+    assert not grid._pending
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_gpu_too_small_for_one_client_costs_that_client(make_grid, tmp_path):
     (reason,) = [reply.error.reason for reply in replies.values() if reply.has_error()]
     assert reason.startswith("OutOfMemoryError")
     assert reason.endswith("a smaller batch_size or a larger engine.client_gpus may help")
-    assert torch.OutOfMemoryError.__name__ == NO_MEMORY
+    assert torch.OutOfMemoryError.__name__ == OUT_OF_MEMORY
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_the_reason_why_no_actor_starts(hosts):
         def __reduce__(self):
             return _burn, ()
 
-    grid = RayGrid(num_clients=2, actors=1, client=Share(1, 0.0), client_app=Broken())
+    grid = RayGrid(num_clients=2, actors=1, client=ClientResources(1, 0.0), client_app=Broken())
     with pytest.raises(RunError, match="could not be started: .*the bread is burnt"):
         ask(grid)
 
@@ -294,9 +294,9 @@ def read_until(process, overrides):
 
 def gone(folder, place):
     deadline = time.monotonic() + 60
-    while (belonging(place) or list(folder.glob("fssl-*"))) and time.monotonic() < deadline:
+    while (sandbox_pids(place) or list(folder.glob("fssl-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not belonging(place) and not list(folder.glob("fssl-*"))
+    return not sandbox_pids(place) and not list(folder.glob("fssl-*"))
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_an_end_in_mid_round_leaves_nothing(number):
         process = start(folder, "rounds=1000", f"engine.client_cpus={available_cores()}", "output_dir=run")
         read_until(process, "round 2/1000")
         (place,) = folder.glob("fssl-*")
-        assert len(belonging(place)) >= 4  # Ray's daemons and an actor
+        assert len(sandbox_pids(place)) >= 4  # Ray's daemons and an actor
         if number == signal.SIGINT:  # as Ctrl-C in a terminal: everybody in the group hears it
             os.killpg(process.pid, number)
         else:
@@ -334,12 +334,12 @@ STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & w
 
 
 def test_processes_of_a_place_end_with_it(tmp_path):
-    with private_place() as place, (tmp_path / "out").open("w") as out:
+    with process_sandbox() as place, (tmp_path / "out").open("w") as out:
         place.start(["sh", "-c", STUBBORN], environment=os.environ, stdout=out)
         other = subprocess.Popen(["sleep", "1000"])
-        assert wait_until(lambda: len(belonging(place.path)) >= 4, seconds=60)
-        assert os.getpid() not in belonging(place.path)
-    assert belonging(place.path) == set()
+        assert wait_until(lambda: len(sandbox_pids(place.path)) >= 4, seconds=60)
+        assert os.getpid() not in sandbox_pids(place.path)
+    assert sandbox_pids(place.path) == set()
     assert not place.path.exists()
     assert other.poll() is None  # a stranger is left alone
     other.kill()
@@ -350,8 +350,8 @@ def test_processes_of_a_place_end_with_it(tmp_path):
 def test_processes_of_a_place_end_with_its_owner(number):
     script = (
         "import os, subprocess\n"
-        "from simulation.sandbox import private_place\n"
-        "with private_place() as place:\n"
+        "from simulation.sandbox import process_sandbox\n"
+        "with process_sandbox() as place:\n"
         "    process = place.start(['sleep', '1000'], environment=os.environ, stdout=subprocess.DEVNULL)\n"
         "    print(place.path, flush=True)\n"
         "    process.wait()\n"
@@ -359,8 +359,8 @@ def test_processes_of_a_place_end_with_its_owner(number):
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     place = Path(owner.stdout.readline().strip())
-    assert belonging(place)
+    assert sandbox_pids(place)
     owner.send_signal(number)
     owner.communicate()
-    assert wait_until(lambda: not belonging(place), seconds=60)
+    assert wait_until(lambda: not sandbox_pids(place), seconds=60)
     assert wait_until(lambda: not place.exists(), seconds=60)

@@ -16,10 +16,10 @@ from ray.cluster_utils import Cluster
 
 from fedssl.errors import InputError
 from server_app.replies import receive
-from simulation.cluster import Facts, check_hosts, compare
+from simulation.cluster import HostInfo, check_host, check_hosts
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import ray_session
-from simulation.share import Host, share
+from simulation.share import Host, fit_clients
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOST = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 200 * 2**20}
@@ -87,7 +87,7 @@ def test_all_gpus_of_all_hosts_are_used_and_a_lost_host_costs_its_clients_of_one
         assert hosts == [Host(2, 2), Host(2, 2)]
         check_hosts(tmp_path / "run")
         assert list(tmp_path.iterdir()) == []
-        client, actors = share(hosts, client_cpus=None, client_gpus=None, threads=4, at_most=8)
+        client, actors = fit_clients(hosts, client_cpus=None, client_gpus=None, threads=4, max_clients=8)
         grid = RayGrid(num_clients=8, actors=actors, client=client, client_app=telling_app())
         while len(grid._idle) < actors:
             list(grid.pull_messages([]))
@@ -116,7 +116,7 @@ def test_all_gpus_of_all_hosts_are_used_and_a_lost_host_costs_its_clients_of_one
 
 # --- what is refused ---
 
-HERE = Facts(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folder=True)
+HERE = HostInfo(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folder=True)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ HERE = Facts(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folder=T
 )
 def test_a_host_that_cannot_take_part_is_named(change, overrides):
     with pytest.raises(InputError, match=overrides):
-        compare("there", replace(HERE, **change), HERE, Path("/shared/run"))
-    compare("there", HERE, HERE, Path("/shared/run"))
+        check_host("there", replace(HERE, **change), HERE, Path("/shared/run"))
+    check_host("there", HERE, HERE, Path("/shared/run"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fedssl.errors import InputError
 from fedssl.machine.memory import peak_memory
 from simulation import resources
 from simulation.cli import run
-from simulation.resources import Choice, choose_engine, number_of_steps, seconds_per_step
+from simulation.resources import EngineChoice, auto_engine, number_of_steps, seconds_per_step
 
 WORDS = ["num_clients=4", "clients_per_round=3", "rounds=5", "local_epochs=2", "dataset.limit=400", "batch_size=50"]
 
@@ -26,17 +26,17 @@ def test_steps_by_hand():
     ("cores", "threads", "step", "expected"),
     [
         # 60 steps of 1 s; a client more at a time saves 60 (1 - 1/n) s.
-        (2, 1, 1.0, Choice("ray", 2, "about 60 s of training, clients at a time: 2")),
-        (2, 1, 0.3, Choice("local", 2, "about 18 s of training, clients at a time: 2")),  # saves 9 s
-        (16, 1, 0.3, Choice("ray", 3, "about 18 s of training, clients at a time: 3")),  # saves 12 s
-        (2, 2, 100.0, Choice("local", 1, "no two clients have place at a time")),
-        (1, 1, 100.0, Choice("local", 1, "no two clients have place at a time")),
+        (2, 1, 1.0, EngineChoice("ray", 2, "about 60 s of training, clients at a time: 2")),
+        (2, 1, 0.3, EngineChoice("local", 2, "about 18 s of training, clients at a time: 2")),  # saves 9 s
+        (16, 1, 0.3, EngineChoice("ray", 3, "about 18 s of training, clients at a time: 3")),  # saves 12 s
+        (2, 2, 100.0, EngineChoice("local", 1, "no two clients have place at a time")),
+        (1, 1, 100.0, EngineChoice("local", 1, "no two clients have place at a time")),
     ],
 )
 def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, step, expected):
     monkeypatch.setattr(resources, "available_cores", lambda: cores)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: step)
-    assert choose_engine(compose([*WORDS, f"threads={threads}", "device=cpu"])) == expected
+    assert auto_engine(compose([*WORDS, f"threads={threads}", "device=cpu"])) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,27 +44,27 @@ def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, ste
     [
         (
             2_500_000_000,
-            Choice("ray", 2, "about 60 s of training, clients at a time: 2, since each takes 1.0 GB of memory"),
+            EngineChoice("ray", 2, "about 60 s of training, clients at a time: 2, since each takes 1.0 GB of memory"),
         ),
         (
             500_000_000,
-            Choice("local", 1, "about 60 s of training, clients at a time: 1, since each takes 1.0 GB of memory"),
+            EngineChoice("local", 1, "about 60 s of training, clients at a time: 1, since each takes 1.0 GB of memory"),
         ),
-        (None, Choice("ray", 3, "about 60 s of training, clients at a time: 3")),
+        (None, EngineChoice("ray", 3, "about 60 s of training, clients at a time: 3")),
     ],
 )
 def test_no_more_at_a_time_than_memory_has_place_for(monkeypatch, free, expected):
     for name, value in {"available_cores": 16, "available_memory": free, "peak_memory": 1_000_000_000}.items():
         monkeypatch.setattr(resources, name, lambda value=value: value)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: 1.0)
-    assert choose_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
+    assert auto_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
 
 
 def test_few_steps_are_not_measured(monkeypatch):
     monkeypatch.setattr(resources, "available_cores", lambda: 2)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("measured"))
     overrides = [*WORDS, "rounds=1", "threads=1", "device=cpu"]  # 3 clients, 2 epochs of 2 batches
-    assert choose_engine(compose(overrides)) == Choice("local", 2, "12 training steps")
+    assert auto_engine(compose(overrides)) == EngineChoice("local", 2, "12 training steps")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in a second way")
@@ -85,7 +85,7 @@ def test_the_memory_of_this_process():
 )
 def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert choose_engine(compose([*WORDS, *overrides])).engine == expected
+    assert auto_engine(compose([*WORDS, *overrides])).engine == expected
 
 
 def test_a_step_is_measured():
@@ -107,4 +107,4 @@ def test_what_a_strategy_refuses_is_refused_before_anything_is_measured(monkeypa
     monkeypatch.setattr(resources, "available_cores", lambda: 2)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("it was measured"))
     with pytest.raises(InputError, match="strategy.topology=rin is not a choice"):
-        choose_engine(compose([*WORDS, "threads=1", "device=cpu", "strategy=gossip", "strategy.topology=rin"]))
+        auto_engine(compose([*WORDS, "threads=1", "device=cpu", "strategy=gossip", "strategy.topology=rin"]))

@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
 from fedssl.partition import Images, auxiliary, clusters, dirichlet, divide, feature_clusters
 from fedssl.partition.clusters import cluster, encoder_features, k_means, pixel_features, whitened
-from fedssl.plots.partition import table
+from fedssl.plots.partition import partition_table
 
 KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 pictures of each of three kinds
 
@@ -180,7 +180,7 @@ def test_in_a_run_without_labels_and_with_pictures_set_aside() -> None:
     assert set(division.groups[kept].tolist()) == {-1}
     rest = np.setdiff1d(np.arange(90), kept)
     assert same_groups(division.groups[rest], KIND[rest])
-    rows = list(csv.reader(table(division.parts, (None, ()), (division.groups, division.names)).splitlines()))
+    rows = list(csv.reader(partition_table(division.parts, (None, ()), (division.groups, division.names)).splitlines()))
     assert rows[0] == ["client", "examples", "cluster 0", "cluster 1", "cluster 2"]
     assert sum(int(number) for row in rows[1:] for number in row[2:]) == 72
 

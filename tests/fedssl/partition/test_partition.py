@@ -19,7 +19,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import Pictures
 from fedssl.errors import InputError
 from fedssl.partition import flower
-from fedssl.plots.partition import draw, table
+from fedssl.plots.partition import partition_table, save_partition_plot
 from fedssl.seeding import derive_seed, numpy_generator
 
 KINDS = {
@@ -382,20 +382,20 @@ def test_modules_loaded_before_are_back_after(monkeypatch: pytest.MonkeyPatch) -
 def test_table_counts_by_hand() -> None:
     parts = [np.array([0, 1, 4]), np.array([2, 3])]
     labels = torch.tensor([0, 0, 2, 2, 2])
-    rows = list(csv.reader(io.StringIO(table(parts, (labels, ("cat", "dog, wet", "owl"))), newline="")))
+    rows = list(csv.reader(io.StringIO(partition_table(parts, (labels, ("cat", "dog, wet", "owl"))), newline="")))
     assert rows == [
         ["client", "examples", "cat", "dog, wet", "owl"],
         ["0", "3", "2", "0", "1"],
         ["1", "2", "0", "0", "2"],
     ]
-    assert table(parts, (labels, ())).splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
-    assert table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
+    assert partition_table(parts, (labels, ())).splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
+    assert partition_table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
 
 
 def test_picture_shows_counts_as_areas(tmp_path: Path) -> None:
     # Class 0: 40 pictures (blue in matplotlib's tab10), class 1: 80 (orange) of them 60 with client 1.
     labels = labels_of(40, 80)
-    draw(tmp_path / "held.png", [np.arange(60), np.arange(60, 120)], labels, ("a", "b"))
+    save_partition_plot(tmp_path / "held.png", [np.arange(60), np.arange(60, 120)], labels, ("a", "b"))
     pixels = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).reshape(-1, 3)
     blue, orange = ((pixels == color).all(axis=1).sum() for color in ([51, 34, 136], [136, 204, 238]))
     assert orange / blue == pytest.approx(2, rel=0.1)
@@ -404,7 +404,7 @@ def test_picture_shows_counts_as_areas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_clients", "num_classes"), [(100, 10), (100, 200), (10, 0)])
 def test_picture_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
     labels = torch.arange(2000) % num_classes if num_classes else None
-    draw(tmp_path / "held.png", np.array_split(np.arange(2000), num_clients), labels)
+    save_partition_plot(tmp_path / "held.png", np.array_split(np.arange(2000), num_clients), labels)
     width, height = Image.open(tmp_path / "held.png").size
     assert width == 960
     assert height == (1440 if num_clients == 100 else 600)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedssl.plots.cka import centred_gram, cka_matrix, draw_cka, linear_cka
+from fedssl.plots.cka import centered_gram, cka_matrix, draw_cka, linear_cka
 from fedssl.plots.cka_layers import between_clients
 from fedssl.runs.representations import Representations
 
@@ -18,7 +18,7 @@ def cka_of_features(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def cka(x: np.ndarray, y: np.ndarray) -> float:
-    return linear_cka(centred_gram(x), centred_gram(y))
+    return linear_cka(centered_gram(x), centered_gram(y))
 
 
 def test_by_hand():
@@ -51,7 +51,7 @@ def test_a_constant_representation_has_nothing_in_common():
 
 def test_matrix_and_pairs_of_clients():
     draw = np.random.default_rng(4).normal
-    one, two, three = ([centred_gram(draw(size=(12, 3))) for _ in range(2)] for _ in range(3))
+    one, two, three = ([centered_gram(draw(size=(12, 3))) for _ in range(2)] for _ in range(3))
     found = cka_matrix(one, two)
     assert found.shape == (2, 2)
     assert found[0, 1] == linear_cka(one[0], two[1])
@@ -66,7 +66,7 @@ def test_no_more_pictures_than_memory_allows(tmp_path: Path, monkeypatch: pytest
     """A file of a run may hold pictures by the million, and a model takes as many numbers squared."""
     h = np.random.default_rng(5).normal(size=(2, 9, 3)).astype(np.float16)
     Representations(names=np.array(["global model", "client 0"]), globals=np.array(1), h=h).save(tmp_path, round=1)
-    monkeypatch.setattr("fedssl.plots.cka.PICTURES", 4)
+    monkeypatch.setattr("fedssl.plots.cka.MAX_IMAGES", 4)
     draw_cka(tmp_path, formats=["csv"])
     rows = list(csv.reader((tmp_path / "figures" / "cka.csv").read_text().splitlines()))
     assert float(rows[1][2]) == cka(h[0, :4], h[1, :4]) != cka(h[0], h[1])

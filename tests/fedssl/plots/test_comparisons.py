@@ -10,12 +10,12 @@ import pytest
 
 from fedssl.config.overrides import groups
 from fedssl.errors import InputError
-from fedssl.plots.comparisons import draw_accuracy, over_seeds, progress
+from fedssl.plots.comparisons import draw_accuracy, evaluation_points, mean_over_seeds
 from fedssl.plots.divergence import draw_divergence, mean_cosines
-from fedssl.plots.forgetting import Judged, mean_forgetting
-from fedssl.plots.groups import groups_of, looks
-from fedssl.plots.sensitivity import draw_sensitivity, final_scores, swept
-from fedssl.plots.style import LOOKS, look_of
+from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
+from fedssl.plots.groups import group_by_seed, line_styles
+from fedssl.plots.sensitivity import draw_sensitivity, final_scores, swept_setting
+from fedssl.plots.style import STRATEGY_STYLES, line_style
 from fedssl.runs.run import Run, find_runs
 
 
@@ -47,8 +47,8 @@ def sweep(tmp_path: Path) -> list[Run]:
     """Two rules and two values, one of them with two seeds."""
     jobs = [("fedavg", 0.1, 0, 0.5), ("fedavg", 0.5, 0, 0.6), ("fedavg", 0.5, 1, 0.8), ("l_dawa", 0.1, 0, 0.7)]
     return [
-        made(tmp_path / str(n), f"strategy={rule}", f"regularizer.weight={value}", f"seed={seed}", knn=knn)
-        for n, (rule, value, seed, knn) in enumerate(jobs)
+        made(tmp_path / str(n), f"strategy={strategy}", f"regularizer.weight={value}", f"seed={seed}", knn=knn)
+        for n, (strategy, value, seed, knn) in enumerate(jobs)
     ]
 
 
@@ -63,23 +63,23 @@ FORMATS = {"formats": ("png", "pdf", "csv")}
 
 
 def test_every_rule_has_a_look_of_its_own():
-    assert LOOKS.keys() <= set(groups()["strategy"])
-    assert len(set(LOOKS.values())) == len(LOOKS)
-    assert look_of("l_dawa").color == look_of("l_dawa_fedu").color
-    assert look_of("mine") == look_of("mine")
-    assert look_of("mine").linestyle == ":"  # none of the known ones has it
-    assert {look.linestyle for look in LOOKS.values()} == {"-", "--", "-."}
+    assert STRATEGY_STYLES.keys() <= set(groups()["strategy"])
+    assert len(set(STRATEGY_STYLES.values())) == len(STRATEGY_STYLES)
+    assert line_style("l_dawa").color == line_style("l_dawa_fedu").color
+    assert line_style("mine") == line_style("mine")
+    assert line_style("mine").linestyle == ":"  # none of the known ones has it
+    assert {style.linestyle for style in STRATEGY_STYLES.values()} == {"-", "--", "-."}
 
 
 def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
-    found = groups_of(sweep)
+    found = group_by_seed(sweep)
     assert [one.label for one in found] == [
         "fedavg, regularizer.weight=0.1",
         "fedavg, regularizer.weight=0.5",
         "l_dawa, regularizer.weight=0.1",
     ]
     assert [len(one.runs) for one in found] == [1, 2, 1]
-    assert [(look["color"], look["marker"]) for look in looks(found)] == [
+    assert [(style["color"], style["marker"]) for style in line_styles(found)] == [
         ("#000000", "o"),
         ("#000000", "s"),
         ("#D55E00", "o"),
@@ -88,19 +88,19 @@ def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
 
 def test_progress_by_hand():
     # (60 + 40) bytes / 2 clients = 50 a round.
-    first, second = progress([round_of(1, knn=0.5), round_of(2), round_of(3, knn=0.6, other=0.1)])
+    first, second = evaluation_points([round_of(1, knn=0.5), round_of(2), round_of(3, knn=0.6, other=0.1)])
     assert (first.round, first.bytes, first.flops, first.scores) == (1, 50, 10, {"knn": 0.5})
     assert (second.round, second.bytes, second.flops, second.scores) == (3, 150, 30, {"knn": 0.6, "other": 0.1})
-    unmeasured = progress([round_of(1, knn=0.5), round_of(2, None, knn=0.5)])
+    unmeasured = evaluation_points([round_of(1, knn=0.5), round_of(2, None, knn=0.5)])
     assert [step.flops for step in unmeasured] == [10, None]
     nats = {**round_of(1, nll=2.0), "units": {"nll": "nats"}}
-    assert progress([nats]) == []
+    assert evaluation_points([nats]) == []
 
 
 def test_over_seeds_takes_rounds_that_all_have():
-    one = progress([round_of(1, knn=0.5), round_of(2, knn=0.6)])
-    other = progress([round_of(1), round_of(2, knn=0.8, flops=None)])
-    ((round, sent, flops, mean, deviation),) = over_seeds([one, other], "knn")
+    one = evaluation_points([round_of(1, knn=0.5), round_of(2, knn=0.6)])
+    other = evaluation_points([round_of(1), round_of(2, knn=0.8, flops=None)])
+    ((round, sent, flops, mean, deviation),) = mean_over_seeds([one, other], "knn")
     assert (round, sent, flops) == (2, 100, None)
     assert (mean, deviation) == pytest.approx((0.7, 0.1))
 
@@ -122,8 +122,8 @@ def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):
 
 
 def test_sensitivity(sweep: list[Run], tmp_path: Path):
-    found = groups_of(sweep)
-    assert swept(found) == "regularizer.weight"
+    found = group_by_seed(sweep)
+    assert swept_setting(found) == "regularizer.weight"
     scores = final_scores(found[:2], "regularizer.weight", "knn")
     np.testing.assert_allclose(scores, [(0.1, 0.5, 0, 1), (0.5, 0.7, 0.1, 2)], atol=1e-12)
     header, *rows = rows_of(draw_sensitivity(sweep, tmp_path, **FORMATS))
@@ -154,9 +154,9 @@ def test_forgetting_by_hand():
     # Round 1: 0.8 - 0.6 = 0.2 and 0.5 - 0.5 = 0: mean 0.1, deviation 0.1. Round 3: 0.4 - 0.5 = -0.1.
     rest = {"local_all": 0.0, "global_all": 0.0}
     found = [
-        Judged(round=3, client=0, local_own=0.4, global_own=0.5, **rest),
-        Judged(round=1, client=0, local_own=0.8, global_own=0.6, **rest),
-        Judged(round=1, client=1, local_own=0.5, global_own=0.5, **rest),
+        ClientForgetting(round=3, client=0, local_matched=0.4, global_matched=0.5, **rest),
+        ClientForgetting(round=1, client=0, local_matched=0.8, global_matched=0.6, **rest),
+        ClientForgetting(round=1, client=1, local_matched=0.5, global_matched=0.5, **rest),
     ]
     means = mean_forgetting(found)
     assert list(means) == [1, 3]

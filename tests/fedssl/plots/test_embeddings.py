@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 from fedssl.errors import InputError
 from fedssl.plots import embeddings
 from fedssl.plots.embeddings import (
-    MARKS,
+    MARKERS,
     MAX_POINTS,
     draw_sphere,
     draw_tsne,
@@ -183,7 +183,7 @@ def test_a_few_global_models_have_marks_of_their_own(monkeypatch: pytest.MonkeyP
     assert drawn == ["x", "x", "^", "s", "o"]  # the global models on top
     figure = tsne_figure(some(models=7, global_models=7), round=1)  # a model for every client
     assert legend(figure) == {"global models": "o"}
-    assert len(MARKS) == len(set(MARKS)) == 6
+    assert len(MARKERS) == len(set(MARKERS)) == 6
 
 
 def test_many_models_show_fewer_pictures_each(monkeypatch: pytest.MonkeyPatch):

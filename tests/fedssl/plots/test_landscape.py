@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedssl.plots.plane import grid_around, principal_plane
+from fedssl.plots.plane import axes_around, principal_plane
 
 # Deviations from the last model: (4, 0, 0, 0), (0, 3, 0, 0), (0, 0, 0, 0). Their squares are 16 + 9 = 25, so the first
 # direction is (1, 0, 0, 0) with 16/25, the second (0, 1, 0, 0) with 9/25.
@@ -15,9 +15,9 @@ def test_directions_and_places_by_hand():
     np.testing.assert_array_equal(plane.origin, [1, 1, 2, 0])
     np.testing.assert_allclose(plane.directions, [[1, 0, 0, 0], [0, 1, 0, 0]], atol=1e-12)
     assert plane.shares == pytest.approx((0.64, 0.36))
-    np.testing.assert_allclose(plane.place(MODELS), [[4, 0], [0, 3], [0, 0]], atol=1e-12)
+    np.testing.assert_allclose(plane.coordinates(MODELS), [[4, 0], [0, 3], [0, 0]], atol=1e-12)
     # (2, 2, 5, 7) deviates by (1, 1, 3, 7): what lies beside the plane is left out.
-    np.testing.assert_allclose(plane.place(np.array([[2.0, 2, 5, 7]])), [[1, 1]], atol=1e-12)
+    np.testing.assert_allclose(plane.coordinates(np.array([[2.0, 2, 5, 7]])), [[1, 1]], atol=1e-12)
     np.testing.assert_allclose(plane.weights(2.0, -1.0), [3, 0, 2, 0], atol=1e-12)
 
 
@@ -28,8 +28,8 @@ def test_directions_are_those_of_the_singular_values():
     np.testing.assert_allclose(np.abs(plane.directions @ directions[:2].T), np.eye(2), atol=1e-9)
     np.testing.assert_allclose(plane.shares, values[:2] ** 2 / np.sum(values**2))
     np.testing.assert_allclose(plane.directions @ plane.directions.T, np.eye(2), atol=1e-9)
-    farthest = np.abs(plane.place(models)).argmax(axis=0)
-    assert (plane.place(models)[farthest, [0, 1]] > 0).all()  # a direction has no sign of its own
+    farthest = np.abs(plane.coordinates(models)).argmax(axis=0)
+    assert (plane.coordinates(models)[farthest, [0, 1]] > 0).all()  # a direction has no sign of its own
 
 
 @pytest.mark.parametrize("models", [MODELS[:2], np.array([[0.0, 0], [1, 1], [2, 2]]), np.ones((3, 4))])
@@ -54,6 +54,6 @@ def test_products_of_more_weights_than_a_block(monkeypatch: pytest.MonkeyPatch):
 
 def test_grid_leaves_a_margin():
     # x goes from 0 to 4, and a margin of 0.25 is 1; y from -1 to 1, which is 0.5.
-    x, y = grid_around(np.array([[0.0, -1], [4, 1], [2, 0]]), points=4, margin=0.25)
+    x, y = axes_around(np.array([[0.0, -1], [4, 1], [2, 0]]), points=4, margin=0.25)
     np.testing.assert_allclose(x, [-1, 1, 3, 5])
     np.testing.assert_allclose(y, [-1.5, -0.5, 0.5, 1.5])

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.overrides import CONF
-from fedssl.report.cost_table import Totals, cost_table, totals
+from fedssl.report.cost_table import CostTotals, cost_table, sum_costs
 from fedssl.runs.run import read_run
 
 GIB = 2**30
@@ -42,18 +42,18 @@ def test_totals_are_those_of_a_client_that_takes_part_in_every_round():
         line(memory=100, flops=7, seconds=3, clients=2, client_seconds=1.5),
         line(memory=80, flops=5, seconds=4, clients=4, client_seconds=0.5),
     ]
-    assert totals(rounds) == Totals(
+    assert sum_costs(rounds) == CostTotals(
         memory=100, flops=12, bytes_down=8 / 2 + 8 / 4, bytes_up=4 / 2 + 4 / 4, seconds=2.0, round_seconds=7
     )
-    assert totals(rounds).communication == 9
+    assert sum_costs(rounds).communication == 9
 
 
 def test_what_some_rounds_do_not_know_the_total_does_not_know():
     known, unknown = line(memory=1, flops=1, client_seconds=1.0), line(client_seconds=None)
-    found = totals([known, unknown])
+    found = sum_costs([known, unknown])
     assert (found.memory, found.flops, found.seconds) == (None, None, None)
     assert (found.bytes_down, found.round_seconds) == (8, 2)
-    assert totals([]).flops is None
+    assert sum_costs([]).flops is None
 
 
 def test_costs_are_relative_to_the_run_that_trains_end_to_end(tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 from fedssl.plots.style import new_figure
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.html_page import SCRIPT, page
-from fedssl.report.run_tables import differences, states
+from fedssl.report.run_tables import settings_table, status_table
 from fedssl.report.svg import inline
 from fedssl.runs.run import find_runs
 
@@ -140,9 +140,9 @@ def test_settings_in_which_runs_differ(tmp_path: Path):
     job(tmp_path / "0", "strategy=l_dawa", "lr=0.1", "seed=0")
     job(tmp_path / "1", "strategy=fedavg", "lr=0.2", "seed=1")
     runs = find_runs([tmp_path])
-    grid = differences(runs)  # strategy, lr, seed, optimizer.lr: more than runs, so a column for each run
-    assert list(grid.header) == ["setting", str(tmp_path / "0"), str(tmp_path / "1")]
-    assert [[one.text for one in row] for row in grid.rows] == [
+    data = settings_table(runs)  # strategy, lr, seed, optimizer.lr: more than runs, so a column for each run
+    assert list(data.header) == ["setting", str(tmp_path / "0"), str(tmp_path / "1")]
+    assert [[one.text for one in row] for row in data.rows] == [
         ["strategy", "l_dawa", "fedavg"],
         ["lr", "0.1", "0.2"],
         ["seed", "0", "1"],
@@ -150,11 +150,11 @@ def test_settings_in_which_runs_differ(tmp_path: Path):
     ]
     job(tmp_path / "2", "strategy=fedavg", "lr=0.2")
     job(tmp_path / "3", "strategy=fedavg", "lr=0.2")
-    grid = differences(find_runs([tmp_path]))
-    assert list(grid.header) == ["run", "strategy", "lr", "seed", "optimizer.lr"]
-    assert [one.text for one in grid.rows[3]] == [str(tmp_path / "3"), "fedavg", "0.2", "0", "0.2"]
-    assert grid.rows[3][2].value == 0.2
-    assert differences(runs[:1]).rows == []
+    data = settings_table(find_runs([tmp_path]))
+    assert list(data.header) == ["run", "strategy", "lr", "seed", "optimizer.lr"]
+    assert [one.text for one in data.rows[3]] == [str(tmp_path / "3"), "fedavg", "0.2", "0", "0.2"]
+    assert data.rows[3][2].value == 0.2
+    assert settings_table(runs[:1]).rows == []
 
 
 def test_settings_are_shown_as_they_stand(tmp_path: Path, monkeypatch):
@@ -162,8 +162,8 @@ def test_settings_are_shown_as_they_stand(tmp_path: Path, monkeypatch):
     for name, value in (("0", "${oc.env:SECRET}"), ("1", "fp32")):
         folder = job(tmp_path / name)
         (folder / "config.yaml").write_text(json.dumps({"precision": value, "rounds": 2, "seed": 0}))
-    grid = differences(find_runs([tmp_path]))
-    assert [[one.text for one in row] for row in grid.rows] == [
+    data = settings_table(find_runs([tmp_path]))
+    assert [[one.text for one in row] for row in data.rows] == [
         [str(tmp_path / "0"), "${oc.env:SECRET}"],
         [str(tmp_path / "1"), "fp32"],
     ]
@@ -174,7 +174,7 @@ def test_the_command_is_made_of_the_words_alone(tmp_path: Path):
     folder = job(tmp_path / "0", *words)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "command": "rm -rf /"}))
-    ((_, state, rounds, seed, command, reason),) = states(find_runs([folder])).rows
+    ((_, state, rounds, seed, command, reason),) = status_table(find_runs([folder])).rows
     assert shlex.split(command.text) == ["fedssl", *words[:2]]
     assert (state.text, rounds.text, seed.text, reason.text) == ("finished", "2 of 2 rounds", "0", "")
 
@@ -185,7 +185,7 @@ def test_a_running_run_is_told_by_its_lock(tmp_path: Path):
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         runs = find_runs([folder])
-        assert [one.text for one in states(runs).rows[0]][1:3] == ["running", "2 of 2 rounds"]
+        assert [one.text for one in status_table(runs).rows[0]][1:3] == ["running", "2 of 2 rounds"]
         assert "0 of 1 runs finished, 1 running, 0 ended otherwise; as of 20" in page_of(folder)
         table = run_table(runs)
         assert (table.running, table.failures) == ([f"{folder}: 2 of 2 rounds done"], [])
@@ -231,4 +231,4 @@ def test_a_run_of_which_only_words_are_known_differs_in_these_alone(tmp_path: Pa
         job(tmp_path / name, f"strategy={rule}")
     for file in ("config.yaml", "choices.yaml"):
         (tmp_path / "c" / file).unlink()
-    assert differences(find_runs([tmp_path])).header == ["run", "strategy"]
+    assert settings_table(find_runs([tmp_path])).header == ["run", "strategy"]

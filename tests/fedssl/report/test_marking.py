@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedssl.report.marking import leading, task_of
+from fedssl.report.marking import best_rows, comparison_key
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ from fedssl.report.marking import leading, task_of
     ],
 )
 def test_a_row_leads_by_more_than_the_larger_deviation(values: list[list[float]], expected: set[int]):
-    assert leading(values, ["same"] * len(values)) == expected
+    assert best_rows(values, ["same"] * len(values)) == expected
 
 
 def test_rows_are_compared_within_their_task_only():
     values = [[0.8, 0.81], [0.6, 0.61], [0.5, 0.51], [0.4, 0.41], [0.9, 0.91]]
     alphas = ("0.1", "0.1", "1", "1", "10")
     rows = [{"strategy": str(n), "partition.alpha": alpha} for n, alpha in enumerate(alphas)]
-    assert leading(values, [task_of(row) for row in rows]) == {0, 2}
-    assert task_of({"strategy": "a", "rounds": "3", "num_clients": "5"}) == task_of({"num_clients": "5"})
-    assert task_of({"dataset.limit": "5"}) != task_of({})
+    assert best_rows(values, [comparison_key(row) for row in rows]) == {0, 2}
+    assert comparison_key({"strategy": "a", "rounds": "3", "num_clients": "5"}) == comparison_key({"num_clients": "5"})
+    assert comparison_key({"dataset.limit": "5"}) != comparison_key({})

@@ -56,9 +56,17 @@ def texts(table) -> Iterator[tuple[object, ...]]:
     """Strategy, epochs, the paper's, ours, difference, runs and what differs, of every line."""
     for line in table.lines:
         ours = line.ours and (round(100 * line.ours.value, 6), line.ours.spread and round(100 * line.ours.spread, 6))
-        settings = line.cell.settings
+        settings = line.number.settings
         difference = None if line.difference is None else round(line.difference, 6)
-        yield settings["strategy"], settings["local_epochs"], line.cell.value, ours, difference, line.runs, line.differs
+        yield (
+            settings["strategy"],
+            settings["local_epochs"],
+            line.number.value,
+            ours,
+            difference,
+            line.runs,
+            line.differs,
+        )
 
 
 def test_runs_stand_beside_the_numbers_of_their_settings(runs):
@@ -88,7 +96,7 @@ def test_the_table_in_every_form(runs, tmp_path, capsys):
     assert "1 m_dawa linear_l_dawa 53.87 not run" in lines
     assert "10 l_dawa linear_l_dawa 69.34 69.0 -0.3 1" in lines  # the paper's own protocol, before others
     assert shown.count("not run") == 5
-    assert shown.count("not judged") == 1
+    assert shown.count("not evaluated") == 1
     assert f"belong to no row of l_dawa.table1:\n\n  {runs / 'digits'}\n" in shown
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))
     row = next(row for row in rows if (row["strategy"], row["local_epochs"]) == ("l_dawa", "5"))
@@ -96,7 +104,7 @@ def test_the_table_in_every_form(runs, tmp_path, capsys):
 
 
 def test_the_untrained_encoder_is_judged_too(runs):
-    [line] = [cell for cell in read_table("dec_ssl.table2_transfer") if cell.judged == "untrained"][:1]
+    [line] = [cell for cell in read_table("dec_ssl.table2_transfer") if cell.encoder_kind == "untrained"][:1]
     assert (line.value, line.results) == (31, ("linear_dec_ssl@cifar10", "linear@cifar10"))
     assert find_runs([runs / "0"])[0].results_of("untrained")["linear"].value == 0.2
 
@@ -114,7 +122,7 @@ def test_every_table_is_an_experiment_and_its_rows_are_words():
     overrides: set[str] = set()
     for name in NAMES:
         cells = read_table(name)
-        assert len({(*cell.settings.items(), cell.judged, cell.results) for cell in cells}) == len(cells)
+        assert len({(*cell.settings.items(), cell.encoder_kind, cell.results) for cell in cells}) == len(cells)
         overrides |= {f"{key}={value}" for cell in cells for key, value in cell.settings.items()}
         assert all(0 < cell.value < 100 for cell in cells)
     check_saved_overrides(overrides)

@@ -1,7 +1,7 @@
 """Tables as text, written by hand."""
 
-from fedssl.report.tables import align, latex, latex_escaped, markdown, to_csv
-from fedssl.report.text_table import entry
+from fedssl.report.tables import align, escape_latex, latex, markdown, to_csv
+from fedssl.report.text_table import text_cell
 
 LINES = [["strategy", "n", "knn"], ["fedavg|2", "10", "9.5"]]
 
@@ -33,9 +33,13 @@ def test_a_mark_in_every_form():
 def test_latex_takes_no_word_for_a_command():
     hostile = "\\input{x} % & $ # _ ~ ^ \n[1] *"
     expected = "\\textbackslash{}input\\{x\\} \\% \\& \\$ \\# \\_ \\textasciitilde{} \\textasciicircum{}  {[}1] {*}"
-    assert latex_escaped(hostile) == expected
-    assert latex_escaped("60.0 ± 1.4") == "60.0 $\\pm$ 1.4"
+    assert escape_latex(hostile) == expected
+    assert escape_latex("60.0 ± 1.4") == "60.0 $\\pm$ 1.4"
 
 
 def test_what_is_a_number_is_sorted_as_one():
-    assert [entry(text).value for text in ("0.1", "-1e-3", "l_dawa", "", "nan", "inf")] == [0.1, -0.001, *[None] * 4]
+    assert [text_cell(text).value for text in ("0.1", "-1e-3", "l_dawa", "", "nan", "inf")] == [
+        0.1,
+        -0.001,
+        *[None] * 4,
+    ]

@@ -8,7 +8,7 @@ from typing import TextIO
 import pytest
 
 from fedssl.report.cli import main, report
-from fedssl.runs.run import held, hold
+from fedssl.runs.run import acquire_lock, is_locked
 from tests.fedssl.report.test_html_page import job
 
 EVERY = 7.0
@@ -21,16 +21,16 @@ def locked(folder: Path) -> TextIO:
 
 
 def test_a_folder_is_held_until_its_holder_lets_go(tmp_path: Path):
-    assert not held(tmp_path)
-    lock = hold(tmp_path)
+    assert not is_locked(tmp_path)
+    lock = acquire_lock(tmp_path)
     assert lock is not None
-    assert held(tmp_path)
-    assert hold(tmp_path) is None
+    assert is_locked(tmp_path)
+    assert acquire_lock(tmp_path) is None
     lock.close()
-    assert not held(tmp_path)
-    assert hold(tmp_path / "missing") is None
+    assert not is_locked(tmp_path)
+    assert acquire_lock(tmp_path / "missing") is None
     (tmp_path / "other" / ".lock").mkdir(parents=True)  # no file
-    assert not held(tmp_path / "other")
+    assert not is_locked(tmp_path / "other")
 
 
 def test_a_sweep_is_followed_to_its_end(tmp_path: Path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from fedssl.config.load import compose, save_run
 from fedssl.runs.cli import main
-from fedssl.runs.run import LOCK
+from fedssl.runs.run import LOCK_FILE
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_list(runs, command):
 
 
 def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
-    with (runs / "2026-01-05_00-00-00" / LOCK).open("w") as lock:
+    with (runs / "2026-01-05_00-00-00" / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert len(json.loads(command("list", "status=running", runs, "--json")[1])["runs"]) == 1
     assert not json.loads(command("list", "status=running", runs, "--json")[1])["runs"]

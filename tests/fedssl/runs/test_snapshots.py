@@ -14,12 +14,12 @@ from fedssl.errors import InputError
 from fedssl.methods.build import build
 from fedssl.model_arrays import load_layers
 from fedssl.plots import landscape
-from fedssl.plots.cka import centred_gram, cka_matrix
+from fedssl.plots.cka import centered_gram, cka_matrix
 from fedssl.plots.cka_layers import layer_outputs
-from fedssl.plots.forgetting import judge
-from fedssl.plots.partition import read_table
+from fedssl.plots.forgetting import measure_forgetting
+from fedssl.plots.partition import read_partition_table
 from fedssl.report.cli import main
-from fedssl.runs.loaded_run import OpenRun, open_run
+from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.representations import read_representations
 from fedssl.runs.snapshots import forget_after, kept_rounds, read_layers, save_layers
 from fedssl.seeding import torch_generator
@@ -39,15 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = ["strategy=fedavg", "keep_models=1", "evaluate_every=1", "final_evaluation=knn", "health_pictures=20"]
     run([*TINY, *more, "engine=local", f"output_dir={folder}"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(landscape, "POINTS", 3)
+        patch.setattr(landscape, "GRID_POINTS", 3)
         patch.setattr(sys, "argv", ["fedssl-report", str(folder), "--figures", *DRAWN, "accuracy"])
         assert main() == 0
     return folder
 
 
 @pytest.fixture(scope="module")
-def opened(folder: Path) -> OpenRun:
-    return open_run(folder, [])
+def opened(folder: Path) -> LoadedRun:
+    return load_run_folder(folder, [])
 
 
 def rows_of(folder: Path, name: str) -> list[list[str]]:
@@ -62,7 +62,7 @@ def test_every_figure_is_there_in_every_form(folder: Path):
         assert len(files[2].read_text().splitlines()) > 1
 
 
-def test_kept_models_are_those_of_the_round(folder: Path, opened: OpenRun):
+def test_kept_models_are_those_of_the_round(folder: Path, opened: LoadedRun):
     assert [one.round for one in opened.kept] == [1, 2]
     last = opened.kept[-1]
     assert (list(last.models), list(last.clients)) == (["global"], [0, 1])
@@ -82,41 +82,41 @@ def test_kept_models_are_those_of_the_round(folder: Path, opened: OpenRun):
 
 
 def test_partition_is_the_table_of_the_run(folder: Path):
-    counts, names = read_table(folder / "partition.csv") or (np.empty(0), [])
+    counts, names = read_partition_table(folder / "partition.csv") or (np.empty(0), [])
     assert counts.sum() == 120
     assert [list(map(int, row[1:])) for row in rows_of(folder, "partition")] == counts.tolist()
     assert len(names) == 10
 
 
-def test_landscape_has_the_loss_of_its_models(folder: Path, opened: OpenRun):
-    way = [row for row in rows_of(folder, "landscape") if row[0] == "model"]
-    assert [row[1] for row in way] == ["0", "1", "2"]
-    assert [float(cell) for cell in way[-1][3:5]] == [0, 0]  # the last model is the origin
+def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
+    trajectory = [row for row in rows_of(folder, "landscape") if row[0] == "model"]
+    assert [row[1] for row in trajectory] == ["0", "1", "2"]
+    assert [float(cell) for cell in trajectory[-1][3:5]] == [0, 0]  # the last model is the origin
     kinds = [row[0] for row in rows_of(folder, "landscape")]
     assert (kinds.count("client"), kinds.count("grid")) == (2, 9)
     # The loss of the last model, by the method itself, on the same views: one whole batch of 64 of the 120 pictures.
     method = build(opened.settings.model)
     load_layers(method, opened.layers(opened.kept[-1].models["global"]))
-    images, _ = opened.pictures(landscape.PICTURES)
+    images, _ = opened.pictures(landscape.MAX_IMAGES)
     views = opened.settings.training.augmentation.make()(
         images[:64], torch_generator(opened.settings.seed, "landscape views")
     )
     with torch.no_grad():
         expected = float(method.train().loss(*views))
-    assert float(way[-1][5]) == pytest.approx(expected, rel=1e-6)
-    assert float(way[0][5]) > expected
+    assert float(trajectory[-1][5]) == pytest.approx(expected, rel=1e-6)
+    assert float(trajectory[0][5]) > expected
 
 
 def test_cka_is_that_of_the_representations(folder: Path):
     _, kept = read_representations(folder) or (0, None)
     assert kept is not None
-    grams = [centred_gram(h) for h in kept.h]
+    grams = [centered_gram(h) for h in kept.h]
     found = [list(map(float, row[1:])) for row in rows_of(folder, "cka")]
     np.testing.assert_array_equal(found, cka_matrix(grams, grams))
     assert [row[0] for row in rows_of(folder, "cka")] == ["global model", "client 0", "client 1"]
 
 
-def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: OpenRun):
+def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: LoadedRun):
     kept = opened.kept[-1]
     images, _ = opened.pictures(256)
     outputs = []
@@ -125,7 +125,8 @@ def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: OpenRun):
             outputs.append(layer_outputs(method.encoder, images, run=opened))
     assert list(outputs[0]) == [*method.encoder.stage_names, "h"]
     expected = [
-        cka_matrix([centred_gram(a)], [centred_gram(b)])[0, 0] for a, b in zip(*map(dict.values, outputs), strict=True)
+        cka_matrix([centered_gram(a)], [centered_gram(b)])[0, 0]
+        for a, b in zip(*map(dict.values, outputs), strict=True)
     ]
     rows = rows_of(folder, "cka_layers")
     pairs = [float(row[4]) for row in rows if row[0] == "client 0"]
@@ -133,10 +134,10 @@ def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: OpenRun):
     assert len(rows) == 5 * 5 + 5
 
 
-def test_forgetting_is_that_of_the_models(folder: Path, opened: OpenRun):
-    found = judge(opened)
+def test_forgetting_is_that_of_the_models(folder: Path, opened: LoadedRun):
+    found = measure_forgetting(opened)
     assert [(one.round, one.client) for one in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    expected = [[one.local_own, one.global_own, one.local_all, one.global_all, one.forgetting] for one in found]
+    expected = [[one.local_matched, one.global_matched, one.local_all, one.global_all, one.forgetting] for one in found]
     np.testing.assert_array_equal([list(map(float, row[2:])) for row in rows_of(folder, "forgetting")], expected)
     # The evaluation of the run itself: all test pictures of the digits, by the same protocol.
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -183,10 +184,10 @@ def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
     assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
 
 
-def test_few_rounds_give_no_plane(opened: OpenRun):
-    alone = OpenRun(opened.folder, opened.settings, opened.kept[-1:], opened.device)
+def test_few_rounds_give_no_plane(opened: LoadedRun):
+    alone = LoadedRun(opened.folder, opened.settings, opened.kept[-1:], opened.device)
     with pytest.raises(InputError, match=r"keeps the models of 1 round\(s\) .* needs 2; run it again with a smaller"):
-        landscape.landscape_of(alone)
+        landscape.compute_landscape(alone)
 
 
 def test_a_sum_has_no_models_of_clients():
