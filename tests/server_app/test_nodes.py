@@ -63,7 +63,7 @@ def test_what_takes_no_time_is_not_talked_about(caplog):
 
 
 @pytest.mark.parametrize(
-    ("grid", "words"),
+    ("grid", "message"),
     [
         ({"silent": {1}}, r"1 of 3 SuperNodes, such as 3, did not say within 0 s .* longer client_timeout"),
         ({"error": "no torch"}, r"a client cannot start: no torch"),
@@ -72,9 +72,9 @@ def test_what_takes_no_time_is_not_talked_about(caplog):
         ({"there_after": 1000}, r"num_clients=3 but the federation has 0 SuperNodes"),
     ],
 )
-def test_what_is_wrong_with_the_nodes(grid, overrides, monkeypatch):
+def test_what_is_wrong_with_the_nodes(grid, message, monkeypatch):
     monkeypatch.setattr(nodes, "NODE_WAIT", 0.1)
-    with pytest.raises(InputError, match=overrides):
+    with pytest.raises(InputError, match=message):
         find_clients(SlowGrid(**grid), 3, timeout=0.2)
 
 

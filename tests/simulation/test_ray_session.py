@@ -120,26 +120,26 @@ HERE = HostInfo(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folde
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"code": "bb"}, r"host there has another code of fedssl \(bb\) than this one \(aa\)"),
         ({"torch": "2.12.0"}, r"host there has another version of torch \(2.12.0\) than this one \(2.11.0\)"),
         ({"folder": False}, "host there does not see /shared, .* set output_dir to a folder that all hosts share"),
     ],
 )
-def test_a_host_that_cannot_take_part_is_named(change, overrides):
-    with pytest.raises(InputError, match=overrides):
+def test_a_host_that_cannot_take_part_is_named(change, message):
+    with pytest.raises(InputError, match=message):
         check_host("there", replace(HERE, **change), HERE, Path("/shared/run"))
     check_host("there", HERE, HERE, Path("/shared/run"))
 
 
 @pytest.mark.parametrize(
-    ("address", "words"),
+    ("address", "message"),
     [
         ("somewhere", "engine.address=somewhere is no address of a Ray cluster; set it to HOST:PORT or to auto"),
         ("127.0.0.1:1", "engine.address=127.0.0.1:1 leads to no Ray cluster .*refused.* `ray start --head`"),
     ],
 )
-def test_no_cluster_there(address, overrides):
-    with pytest.raises(InputError, match=overrides), ray_session(gpus=None, address=address):
+def test_no_cluster_there(address, message):
+    with pytest.raises(InputError, match=message), ray_session(gpus=None, address=address):
         pass

@@ -162,7 +162,7 @@ def test_vit_tiny_draws_the_same_kind_of_patch_weights_for_any_channels() -> Non
 
 
 @pytest.mark.parametrize(
-    ("build", "settings", "words"),
+    ("build", "settings", "message"),
     [
         (vit_tiny, {"channels": 3, "size": 30}, "encoder.patch=4 does not divide the 30x30"),
         (vit_tiny, {"channels": 3, "size": 32, "heads": 5}, "encoder.heads=5 does not divide encoder.width=192"),
@@ -179,8 +179,8 @@ def test_vit_tiny_draws_the_same_kind_of_patch_weights_for_any_channels() -> Non
         (conv_small, {"channels": 3, "size": 32, "width": 0}, "encoder.width=0"),
     ],
 )
-def test_bad_settings_are_refused_in_one_sentence(build, settings: dict, overrides: str) -> None:
-    with pytest.raises(InputError, match=overrides):
+def test_bad_settings_are_refused_in_one_sentence(build, settings: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         build(**settings)
 
 
@@ -194,7 +194,7 @@ def test_every_yaml_builds(file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoder", "shape", "words"),
+    ("encoder", "shape", "message"),
     [
         (conv_small(channels=1, size=8), (3, 8, 8), "encoder.channels=1 but the pictures have 3 channels; leave"),
         (conv_small(channels=3, size=8), (1, 8, 8), "encoder.channels=3 but the pictures have 1 channels; leave"),
@@ -209,14 +209,14 @@ def test_every_yaml_builds(file: str) -> None:
         (vit_tiny(channels=3, size=8, depth=1), (3, 8, 12), "have 8x12 pixels.*give pictures of 8x8$"),
     ],
 )
-def test_pictures_of_another_form_are_one_sentence(encoder: Encoder, shape: tuple[int, ...], overrides: str) -> None:
+def test_pictures_of_another_form_are_one_sentence(encoder: Encoder, shape: tuple[int, ...], message: str) -> None:
     pictures = torch.rand(2, *shape)
     for attempt in (
         lambda: encoder.check_pictures(pictures.shape),
         lambda: encoder(pictures),
         lambda: encoder.prefix([pictures], torch.Generator()),
     ):
-        with pytest.raises(InputError, match=overrides) as caught:
+        with pytest.raises(InputError, match=message) as caught:
             attempt()
         assert "\n" not in str(caught.value)
 

@@ -224,7 +224,7 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"temperature": 0}, "method.temperature=0 must be positive"),
         ({"dictionary_size": -1}, "method.dictionary_size=-1 must not be negative"),
@@ -234,8 +234,8 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
         ({"alignment_weight": math.nan}, "method.alignment_weight=nan"),
     ],
 )
-def test_refused_settings(settings, overrides):
-    with pytest.raises(InputError, match=overrides):
+def test_refused_settings(settings, message):
+    with pytest.raises(InputError, match=message):
         make_method(**settings)
 
 

@@ -320,7 +320,7 @@ def test_training_lowers_the_loss(make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: SimCLR(encoder(), projector=HEAD, temperature=0), "method.temperature=0"),
         (lambda: make_byol(ema_decay=1.5), "method.ema_decay=1.5"),
@@ -351,8 +351,8 @@ def test_training_lowers_the_loss(make) -> None:
         ),
     ],
 )
-def test_bad_settings_are_refused_in_one_sentence(make, overrides: str) -> None:
-    with pytest.raises(InputError, match=overrides):
+def test_bad_settings_are_refused_in_one_sentence(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         make()
 
 

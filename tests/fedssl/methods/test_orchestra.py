@@ -353,7 +353,7 @@ def test_the_servers_half_clusters_what_clients_send():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: make_method(local_clusters=0), "method.local_clusters=0"),
         (lambda: make_method(global_clusters=1), "method.global_clusters=1"),
@@ -361,8 +361,8 @@ def test_the_servers_half_clusters_what_clients_send():
         (lambda: make_method(temperature=0), "method.temperature=0"),
     ],
 )
-def test_refused_settings(make, overrides):
-    with pytest.raises(InputError, match=overrides):
+def test_refused_settings(make, message):
+    with pytest.raises(InputError, match=message):
         make()
 
 

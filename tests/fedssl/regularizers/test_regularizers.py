@@ -359,7 +359,7 @@ def test_a_negative_weight_is_refused(kind):
 
 
 @pytest.mark.parametrize(
-    ("make_it", "words"),
+    ("make_it", "message"),
     [
         (lambda: FUR(variant="kl"), "regularizer.variant=kl is unknown; set regularizer.variant=uot or"),
         (lambda: FUR(part="head"), "regularizer.part=head is unknown; set regularizer.part=projector or"),
@@ -373,8 +373,8 @@ def test_a_negative_weight_is_refused(kind):
         (lambda: Alignment(temperature=0), "regularizer.temperature=0 must be positive"),
     ],
 )
-def test_other_bad_settings_are_refused(make_it, overrides):
-    with pytest.raises(InputError, match=overrides):
+def test_other_bad_settings_are_refused(make_it, message):
+    with pytest.raises(InputError, match=message):
         make_it()
 
 

@@ -41,15 +41,15 @@ def test_step_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: cosine(1, rounds=4, phase=WHOLE, least=2), "lr_schedule.least=2"),
         (lambda: step(1, rounds=4, phase=WHOLE, milestones=[3], factor=0.1), r"lr_schedule.milestones=\[3\]"),
         (lambda: step(1, rounds=4, phase=WHOLE, milestones=[0.5], factor=0), "lr_schedule.factor=0"),
     ],
 )
-def test_bad_settings_are_refused(call, overrides):
-    with pytest.raises(InputError, match=overrides):
+def test_bad_settings_are_refused(call, message):
+    with pytest.raises(InputError, match=message):
         call()
 
 

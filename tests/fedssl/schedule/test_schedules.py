@@ -56,7 +56,7 @@ def test_every_round_belongs_to_one_stage(shares):
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda: divide(3, 4, "uniform"), "rounds=3 but the encoder has 4 stages"),
         (lambda: divide(8, 4, "even"), "rounds_per_stage=even is unknown"),
@@ -66,8 +66,8 @@ def test_every_round_belongs_to_one_stage(shares):
         (lambda: layer_wise(rounds=8, depth=4, depth_dropout=1.0), "depth_dropout=1.0"),
     ],
 )
-def test_bad_schedules_are_refused(call, overrides):
-    with pytest.raises(InputError, match=overrides):
+def test_bad_schedules_are_refused(call, message):
+    with pytest.raises(InputError, match=message):
         call()
 
 
