@@ -12,6 +12,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedssl import messages as public
 from fedssl.wire.messages import ClientUpdate, TrainPlan, Who, read_who, who_reply
 from fedssl.wire.records import Array, from_record, read_array, to_record
 
@@ -184,3 +185,7 @@ def test_who_query():
     query = Message(RecordDict(), 2, "query.who")
     for who in (Who(partition=3, partitions=10), Who(partition=None, name="roof"), Who(partition=0, name="garden-2")):
         assert read_who(who_reply(query, who)) == who
+
+
+def test_messages_have_a_public_path():
+    assert (public.ClientUpdate, public.TrainPlan) == (ClientUpdate, TrainPlan)
