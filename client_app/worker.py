@@ -73,7 +73,7 @@ class Resident:
         """
         start = time.perf_counter()
         with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
-            private = set(plan.up or ()) - set(travelling_names(self.method))
+            private = set(plan.upload_names or ()) - set(travelling_names(self.method))
             if private:
                 raise RequestRefused(f"layer {min(private)!r} was asked for, which is not exchanged")
             arrived, rows = {*plan.layers, *plan.shared}, self._rows(client)

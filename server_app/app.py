@@ -98,13 +98,13 @@ def run(
                 untrained=context.initial_model(),
                 clients=max([settings.num_clients, *(number + 1 for number in numbers.values())]),
                 phases=len(context.phases),
-                knows=context.strategy.server.knows,
-                recalls=context.strategy.server.recalls,
+                is_valid_model_state=context.strategy.server.is_valid_model_state,
+                is_valid_strategy_state=context.strategy.server.is_valid_strategy_state,
             )
         )
     recorder.begin(settings.recording, components.held)
     recorder.register(components.roll.clients.numbers)
-    components.context.strategy.server.draw(recorder.folder / "figures")
+    components.context.strategy.server.plot(recorder.folder / "figures")
     pictures = f"{len(components.held.pictures.images)} pictures" if components.held else "their own pictures"
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",

@@ -143,7 +143,7 @@ def build_run(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None
         privacy=make_privacy(settings, method, devices=bool(task)),
         transport=settings.transport,
         unseen_clients=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
-        extract_features=make_feature_extractor(settings, method, strategy.server.pictures, device),
+        extract_features=make_feature_extractor(settings, method, strategy.server.num_comparison_images, device),
     )
     return RunComponents(
         settings=settings,
@@ -243,17 +243,17 @@ def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> t
     """The strategy and the server optimiser, which must be able to work here; raises `InputError`."""
     strategy: FedSSLStrategy = settings.algorithm.strategy.make()
     server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
-    strategy.check(
+    strategy.validate(
         StrategyContext(
             method=method,
             clients_per_round=settings.clients_per_round,
             num_clients=settings.num_clients,
-            newcomers=settings.newcomers,
+            num_unseen_clients=settings.newcomers,
             rounds=settings.rounds,
             seed=settings.seed,
-            devices=devices,
-            pictures=settings.data.train is not None,
-            calibrated=settings.calibration is not None,
+            is_deployment=devices,
+            server_has_images=settings.data.train is not None,
+            has_calibration=settings.calibration is not None,
             server_optimizer=server_optimizer.steps,
         )
     )

@@ -106,7 +106,9 @@ def shown(
     context = replace(components.context, lr_factor=lambda round: 1.0)
     if context.calibration is not None:
         context = replace(context, calibration=AtRest())
-    candidates = {client: context.strategy.server.candidates(state, state.round + 1, client) for client in clients}
+    candidates = {
+        client: context.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
+    }
     plans = Plans(context, state, candidates=candidates, also=(), keep_from=0)
     messages = [Message(ask.beside(plan.content), plan.metadata.dst_node_id, "train.own") for plan in plans.messages]
     client_of = {context.nodes[client]: client for client in clients}

@@ -23,7 +23,7 @@ class Start:
     model: Model
     trained: Layers
     frozen: Layers
-    up: tuple[str, ...] | None
+    upload_names: tuple[str, ...] | None
     sent: GlobalLayers
 
 
@@ -78,7 +78,7 @@ class Plans:
         layers = model.layers
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
-        up = context.strategy.server.up(model, self._number, trained)
+        up = context.strategy.server.upload_names(model, self._number, trained)
         sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
         return Start(model, trained, frozen, up, sent)
 
@@ -99,14 +99,16 @@ class Plans:
             start = self.starts[names[0]]
             # Of several models a client has none by itself: it does not know which it will take.
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
-            chosen = context.strategy.server.down(start.model, self._number, start.trained, last)
+            chosen = context.strategy.server.download_names(start.model, self._number, start.trained, last)
             self.received[client] = tuple(start.trained) if chosen is None else chosen
             down = (*self._lacks(start, last), *self.received[client])
             shared = self._shared(start.model, last)
             key = (names, down, tuple(shared))
             if key not in contents:
                 models = [self._of_model(name, down) for name in names]
-                one = replace(plan, layers=models[0], others=tuple(models[1:]), shared=shared, up=start.up)
+                one = replace(
+                    plan, layers=models[0], others=tuple(models[1:]), shared=shared, upload_names=start.upload_names
+                )
                 contents[key] = self._in_phase(one, start).to_content(self._pack)
             content = contents[key]
             self.bytes_down[client] = content_bytes(content)
@@ -131,7 +133,7 @@ class Plans:
             return plan
         return replace(
             plan,
-            up=tuple(start.sent.layers),
+            upload_names=tuple(start.sent.layers),
             depth=phase.depth,
             frozen=phase.frozen,
             hold=self._context.clients_cache_frozen,

@@ -21,15 +21,15 @@ class Expected:
         What all models are like in names, shapes and dtypes.
     clients, phases : int
         Of the run: there is at most a model for each client, and one for all.
-    knows, recalls : callable
+    is_valid_model_state, is_valid_strategy_state : callable
         Whether what an algorithm remembers of a model, and of the whole, is what it can have.
     """
 
     untrained: Model
     clients: int
     phases: int
-    knows: Callable[[Mapping[str, Any]], bool]
-    recalls: Callable[[Mapping[str, Any]], bool]
+    is_valid_model_state: Callable[[Mapping[str, Any]], bool]
+    is_valid_strategy_state: Callable[[Mapping[str, Any]], bool]
 
     @property
     def max_bytes(self) -> int:
@@ -47,8 +47,8 @@ class Expected:
             _check_layers(model.shared, self.untrained.shared, all_of_them=True)
             for moments in _mapping(model.moments).values():
                 _check_layers(moments, self.untrained.layers, same_dtype=False)
-            _check_memory(model.memory, self.knows)
-        _check_memory(state.memory, self.recalls)
+            _check_memory(model.memory, self.is_valid_model_state)
+        _check_memory(state.memory, self.is_valid_strategy_state)
         if len(state.models) > self.clients + 1:
             raise ValueError(f"it has {len(state.models)} models")
         for client, place in _mapping(state.took_part).items():
@@ -57,11 +57,11 @@ class Expected:
                 raise ValueError("the rounds of its clients are not those of a run")
 
 
-def _check_memory(memory: Any, knows: Callable[[Mapping[str, Any]], bool]) -> None:
+def _check_memory(memory: Any, is_valid: Callable[[Mapping[str, Any]], bool]) -> None:
     for value in iter_leaves(_mapping(memory)):
         if isinstance(value, np.ndarray | float) and not np.isfinite(value).all():
             raise ValueError("what the algorithm remembers is not finite")
-    if not knows(memory):
+    if not is_valid(memory):
         raise ValueError("what the algorithm remembers is none of its own")
 
 

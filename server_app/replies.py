@@ -108,7 +108,7 @@ def check_update(
     *,
     sent: GlobalLayers,
     gathered: GlobalLayers,
-    needs: Collection[str],
+    required_metrics: Collection[str],
     plan: tuple[int, str],
     max_examples: int | None = None,
 ) -> Cosines:
@@ -120,7 +120,7 @@ def check_update(
         The layers that the client was to send, as it had received them.
     gathered : GlobalLayers
         What its part for the method's server half must be like.
-    needs : collection of str
+    required_metrics : collection of str
         Metrics that it must have.
     plan : tuple of int and str
         Round and code of the plan that it must answer.
@@ -141,7 +141,7 @@ def check_update(
         gathered.check(update.gathered)
     except InputError as problem:
         raise BadUpdate(str(problem)) from problem
-    _check_metrics(update, needs, max_examples=max_examples)
+    _check_metrics(update, required_metrics, max_examples=max_examples)
     cosines = sent.compare(update.layers)
     for offender in (cosines.offender, gathered.compare(update.gathered).offender):
         if offender is not None:
@@ -152,9 +152,9 @@ def check_update(
     return cosines
 
 
-def _check_metrics(update: ClientUpdate, needs: Collection[str], *, max_examples: int | None) -> None:
+def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, max_examples: int | None) -> None:
     for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
-        if name in needs and value is None:
+        if name in required_metrics and value is None:
             raise BadUpdate(f"metric {name} is missing")
     if update.num_examples is not None and update.num_examples <= 0:
         raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
@@ -164,5 +164,5 @@ def _check_metrics(update: ClientUpdate, needs: Collection[str], *, max_examples
         low, high = RANGES[name]
         if value is not None and math.isfinite(value) and not low <= value <= high:
             raise BadUpdate(f"{name}={value} is not from {low:g} to {high:g}")
-    if TRAIN_LOSS in needs and not math.isfinite(update.train_loss or 0.0):
+    if TRAIN_LOSS in required_metrics and not math.isfinite(update.train_loss or 0.0):
         raise BadUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")

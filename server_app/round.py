@@ -28,7 +28,7 @@ from server_app.replies import NO_REPLY, BadUpdate, check_update, choice, in_ord
 from server_app.report import ClientRow, RoundReport
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import NotEnough, mean_way, moved
-from strategies.base import Outcome, Rule
+from strategies.base import Aggregator, RoundOutcome
 from strategies.state import GLOBAL, Model, ServerState, suffix
 from strategies.weighted_sum import NO_COSINES, is_uniform_sum
 
@@ -41,7 +41,7 @@ Observe = Callable[[int, Layers], None]  # sees the client and the running layer
 class _Aggregation:
     """What goes into a model: the rule's updates, what their clients had received, and what the method gathers."""
 
-    rule: Rule
+    aggregator: Aggregator
     received: dict[int, tuple[str, ...]] = field(default_factory=dict)
     gathered: list[Layers] = field(default_factory=list)
 
@@ -98,22 +98,22 @@ class Round:
     ) -> None:
         server = context.strategy.server
         self.number = state.round + 1
-        self._sorted_into = server.sorts(state, self.number)
-        state = state.beside(self._sorted_into)
+        self._cluster_models = server.models_to_cluster(state, self.number)
+        state = state.beside(self._cluster_models)
         self._context, self._state = context, state
         clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
-        self._candidates = {client: server.candidates(state, self.number, client) for client in clients}
+        self._candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
         self._start_of = {client: names[0] for client, names in self._candidates.items()}
         self._into: dict[int, tuple[str, ...]] = {}
-        targets = dict.fromkeys(self._sorted_into or (GLOBAL,) * context.updates.buffered)
+        targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.updates.buffered)
         for client, names in self._candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
         plans = Plans(context, state, candidates=self._candidates, also=targets, keep_from=keep_from)
         self._starts, self._received, self._bytes_down = plans.starts, plans.received, plans.bytes_down
         self.messages = plans.messages
-        self._aggregations = {name: _Aggregation(server.rule(self.number, name)) for name in targets}
+        self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
         self._seen: dict[int, Tensor] = {}
-        self._needs = server.rule(self.number).needs
+        self._required_metrics = server.aggregator(self.number).required_metrics
         self._report = RoundReport(self.number)
         if context.updates.buffered:
             self._check_whole("updates.buffered=true")
@@ -146,13 +146,13 @@ class Round:
             Fewer updates than needed could be used.
         """
         for name, aggregation in self._aggregations.items():
-            aggregation.rule.start(self._starts[name].sent)
+            aggregation.aggregator.start(self._starts[name].sent)
         clients = {self._context.nodes[client]: client for client in self._start_of}
         own = self._usable(in_order(replies, sent=self.messages, clients=clients, drop=self._drop))
         usable: Iterable[_Usable] = chain(own, self._overdue(late))
         if self._context.updates.norm_factor is not None:
             usable = self._plausible(list(usable), factor=self._context.updates.norm_factor)
-        if self._sorted_into:
+        if self._cluster_models:
             usable = self._sorted(list(usable))
         for one in usable:
             self._fold(one, observe)
@@ -174,8 +174,8 @@ class Round:
         for client in self._start_of.keys() - {clients[node] for node in found.nodes}:
             self._drop(client, NO_REPLY)
         aggregation = self._aggregations[GLOBAL]
-        aggregation.rule.start(start.sent)
-        aggregation.rule.add(mean, start.sent.compare(mean.layers))
+        aggregation.aggregator.start(start.sent)
+        aggregation.aggregator.add(mean, start.sent.compare(mean.layers))
         for node in found.nodes:
             client = clients[node]
             self._into[client] = (GLOBAL,)
@@ -194,7 +194,7 @@ class Round:
         fed = {
             name: self._aggregate(name)
             for name, one in self._aggregations.items()
-            if one.received and not server.stays(name, one.received)
+            if one.received and not server.keeps_model(name, one.received)
         }
         took_part = {**self._state.took_part}
         took_part |= {row.client: (self.number - row.age, row.model) for row in self._report.clients}
@@ -203,29 +203,31 @@ class Round:
         if self._context.privacy:
             self._report.privacy.update(self._context.privacy.spent(self.number))
         state = replace(self._state, round=self.number, models={**self._state.models, **fed}, took_part=took_part)
-        outcome = Outcome(
+        outcome = RoundOutcome(
             round=self.number,
-            into={row.client: self._into[row.client] for row in self._report.clients},
+            destinations={row.client: self._into[row.client] for row in self._report.clients},
             bytes_up={row.client: row.bytes_up for row in self._report.clients},
-            seen=self._seen,
-            represent=self._context.extract_features,
+            client_features=self._seen,
+            extract_features=self._context.extract_features,
         )
         present = {name: self._context.advance_to_phase(model, self.number) for name, model in state.models.items()}
-        memory, findings = server.conclude(replace(state, models=present), outcome)
+        memory, findings = server.on_round_end(replace(state, models=present), outcome)
         self._report.findings.update(findings)
         return replace(state, memory=memory), self._report
 
     def _targets(self, client: int, start: str) -> tuple[str, ...]:
         """Models that the client's update goes into, each once; none yet if updates are sorted when all are there."""
-        if self._sorted_into:
+        if self._cluster_models:
             return ()
-        return tuple(dict.fromkeys(self._context.strategy.server.into(self._state, self.number, client, start)))
+        return tuple(
+            dict.fromkeys(self._context.strategy.server.destination_models(self._state, self.number, client, start))
+        )
 
     # --- what is not possible ---
 
     def _check_sum(self, what: str) -> None:
         self._check_whole(what)
-        if not all(is_uniform_sum(aggregation.rule) for aggregation in self._aggregations.values()):
+        if not all(is_uniform_sum(aggregation.aggregator) for aggregation in self._aggregations.values()):
             raise InputError(
                 f"{what} needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
                 "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
@@ -239,7 +241,7 @@ class Round:
         one_model = {*chain.from_iterable(self._candidates.values()), *self._aggregations} <= {GLOBAL}
         start = next(iter(self._starts.values()))
         whole = all(received == tuple(start.trained) for received in self._received.values())
-        if not (one_model and whole and start.up is None and len(self._context.phases) == 1):
+        if not (one_model and whole and start.upload_names is None and len(self._context.phases) == 1):
             raise InputError(
                 f"{what} needs clients that all send and receive the whole model, and the strategy or "
                 "the schedule has others; leave it out"
@@ -274,7 +276,7 @@ class Round:
                 update,
                 sent=sent,
                 gathered=context.gathered,
-                needs=self._needs,
+                required_metrics=self._required_metrics,
                 plan=(number, context.code_fingerprint),
                 max_examples=context.updates.max_examples,
             )
@@ -314,21 +316,21 @@ class Round:
         for one in usable:
             begun = self._starts[self._start_of[one.update.partition_id]].sent.layers
             ways[one.update.partition_id] = {name: one.update.layers[name] - begun[name] for name in begun}
-        found = self._context.strategy.server.sort(ways)
+        found = self._context.strategy.server.assign_clusters(ways)
         self._into.update({client: (name,) for client, name in found.items()})
         return usable
 
     def _fold(self, one: _Usable, observe: Observe | None) -> None:
         update, client = one.update, one.update.partition_id
         whole = {**self._starts[self._start_of[client]].frozen, **update.layers}
-        if self._context.strategy.server.pictures:
+        if self._context.strategy.server.num_comparison_images:
             self._seen[client] = self._context.extract_features(whole)
         if self._context.privacy:
             begun = self._starts[self._start_of[client]].sent.layers
             update = replace(update, layers=self._context.privacy.clip(update.layers, begun))
         for name in self._into[client]:
             aggregation = self._aggregations[name]
-            aggregation.rule.add(update, one.cosines)
+            aggregation.aggregator.add(update, one.cosines)
             aggregation.received[client] = self._received[client]
             aggregation.gathered.append(update.gathered)
         if observe is not None:
@@ -373,13 +375,13 @@ class Round:
         """The model after the round."""
         context, start, one = self._context, self._starts[name], self._aggregations[name]
         model = start.model
-        mean = one.rule.finish()
+        mean = one.aggregator.finish()
         if context.privacy:
             mean = context.privacy.release(mean, start.sent.layers, used=len(one.received), round=self.number)
         moments, new = context.server_optimizer.step(model.moments, model.updates + 1, start.sent.layers, mean)
         trained = {**start.trained, **new}
-        memory, findings = context.strategy.server.remember(
-            model, self.number, trained, rule=one.rule, received=one.received
+        memory, findings = context.strategy.server.after_aggregation(
+            model, self.number, trained, aggregator=one.aggregator, received=one.received
         )
         self._report.findings.update({f"{key}{suffix(name)}": value for key, value in findings.items()})
         shared = context.method.gather(one.gathered, model.shared)

@@ -160,7 +160,7 @@ class RoundContext:
 
     def requested_metrics(self, round: int) -> tuple[str, ...]:
         """Metrics that clients report in a round."""
-        return tuple(dict.fromkeys([*self.strategy.server.rule(round).needs, *self.metrics]))
+        return tuple(dict.fromkeys([*self.strategy.server.aggregator(round).required_metrics, *self.metrics]))
 
 
 def check_metrics(metrics: Iterable[str]) -> None:

@@ -176,13 +176,13 @@ def print_travels(overrides: Sequence[str]) -> None:
     method = build(settings.model)
     phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
     travels = settings.algorithm.strategy.make().travels(method)
-    metrics = dict.fromkeys([*travels.needs, *settings.algorithm.metrics])
+    metrics = dict.fromkeys([*travels.required_metrics, *settings.algorithm.metrics])
     frozen = "all frozen ones, which calibration changes" if settings.calibration else "frozen ones that it lacks"
     print(
-        f"\n# down, to the clients: {travels.down}"
-        f"\n# up, to the server:    {travels.up}"
+        f"\n# down, to the clients: {travels.download}"
+        f"\n# up, to the server:    {travels.upload}"
         f"\n# metrics, up:          {', '.join(metrics) or 'none'}"
-        f"\n# stays at the clients: {travels.stays}"
+        f"\n# stays at the clients: {travels.local_state}"
         f"\n# layers travel as:     {travels_as(settings.transport)}"
         + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if len(phases) > 1 else "")
     )

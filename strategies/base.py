@@ -1,7 +1,7 @@
 """What an aggregation algorithm is: a half that runs on the server and a half that runs on the clients.
 
 An algorithm is a `FedSSLStrategy` with a `ServerStrategy` and a `ClientStrategy`. The server half says which model a client
-starts from and which models its update goes into, which layers travel, and by which `Rule` updates become new layers.
+starts from and which models its update goes into, which layers travel, and by which `Aggregator` updates become new layers.
 The client half says how a client merges what it receives with what it kept, what it keeps, and what it sends. What is
 not said is as in federated averaging. `server_app.round.Round` makes rounds of it.
 """
@@ -24,11 +24,11 @@ State = dict[str, torch.Tensor]
 TrainAgain = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
 
 
-class Rule(Protocol):
+class Aggregator(Protocol):
     """A streaming aggregation of one round: `start`, `add` for each client in order of partition id, `finish`."""
 
     @property
-    def needs(self) -> tuple[str, ...]:
+    def required_metrics(self) -> tuple[str, ...]:
         """Metrics that every client must report."""
         ...
 
@@ -51,18 +51,18 @@ class Travels:
 
     Attributes
     ----------
-    down, up : str
+    download, upload : str
         Layers that a client receives, and sends back.
-    needs : tuple of str
+    required_metrics : tuple of str
         Metrics that a client must report.
-    stays : str
+    local_state : str
         What a client keeps between rounds.
     """
 
-    down: str
-    up: str
-    needs: tuple[str, ...]
-    stays: str
+    download: str
+    upload: str
+    required_metrics: tuple[str, ...]
+    local_state: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,55 +73,55 @@ class StrategyContext:
     ----------
     method : SSLMethod
     clients_per_round, num_clients : int
-    newcomers : int
+    num_unseen_clients : int
         Clients that never train.
     rounds : int
     seed : int
-    calibrated : bool
+    has_calibration : bool
         Whether the server trains models as well.
     server_optimizer : bool
         Whether the server takes steps of its own with what is aggregated.
-    devices : bool
+    is_deployment : bool
         Whether clients are devices.
-    pictures : bool
+    server_has_images : bool
         Whether the server has pictures of its own.
     """
 
     method: SSLMethod
     clients_per_round: int
     num_clients: int
-    newcomers: int = 0
+    num_unseen_clients: int = 0
     rounds: int = 2**31
     seed: int = 0
-    calibrated: bool = False
+    has_calibration: bool = False
     server_optimizer: bool = False
-    devices: bool = False
-    pictures: bool = True
+    is_deployment: bool = False
+    server_has_images: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """A round that is done, as `ServerStrategy.conclude` sees it.
+class RoundOutcome:
+    """A round that is done, as `ServerStrategy.on_round_end` sees it.
 
     Attributes
     ----------
     round : int
-    into : mapping of int to tuple of str
+    destinations : mapping of int to tuple of str
         For each client whose update was used, the models that it went into.
     bytes_up : mapping of int to int
         Bytes of each of these updates.
-    seen : mapping of int to Tensor
+    client_features : mapping of int to Tensor
         For each of these clients what its model makes of the server's pictures, ``(pictures, dim)``; empty unless
-        the server half asks for it by ``pictures``.
-    represent : callable
+        the server half asks for it by ``num_comparison_images``.
+    extract_features : callable
         What a model with these layers makes of the same pictures.
     """
 
     round: int
-    into: Mapping[int, tuple[str, ...]]
+    destinations: Mapping[int, tuple[str, ...]]
     bytes_up: Mapping[int, int]
-    seen: Mapping[int, torch.Tensor]
-    represent: Callable[[Layers], torch.Tensor]
+    client_features: Mapping[int, torch.Tensor]
+    extract_features: Callable[[Layers], torch.Tensor]
 
 
 class ServerStrategy:
@@ -129,13 +129,13 @@ class ServerStrategy:
 
     Parameters
     ----------
-    make_rule : callable
+    make_aggregator : callable
         Makes a fresh rule.
 
     Attributes
     ----------
-    pictures : int
-        How many pictures of the server's own `conclude` compares models with; 0: it needs none.
+    num_comparison_images : int
+        How many pictures of the server's own `on_round_end` compares models with; 0: it needs none.
 
     Raises
     ------
@@ -143,62 +143,68 @@ class ServerStrategy:
         The rule refuses its options.
     """
 
-    pictures: int = 0
+    num_comparison_images: int = 0
 
-    def __init__(self, make_rule: Callable[[], Rule]) -> None:
-        self._make_rule = make_rule
-        make_rule()  # an option that it refuses is refused here
+    def __init__(self, make_aggregator: Callable[[], Aggregator]) -> None:
+        self._make_aggregator = make_aggregator
+        make_aggregator()  # an option that it refuses is refused here
 
-    def start_of(self, state: ServerState, round: int, client: int) -> str:
+    def starting_model(self, state: ServerState, round: int, client: int) -> str:
         """Name of the model that a client starts from. One that does not exist yet is the untrained model."""
         return GLOBAL
 
-    def candidates(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
+    def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
         """Names of the models of which a client chooses its start; it takes the first if it cannot tell.
 
         Of several it receives all, as wholes, and `ClientStrategy.choose` chooses.
         """
-        return (self.start_of(state, round, client),)
+        return (self.starting_model(state, round, client),)
 
-    def into(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
+    def destination_models(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
         """Names of the models that the update of a client goes into, which started from the model ``start``."""
         return (start,)
 
-    def sorts(self, state: ServerState, round: int) -> tuple[str, ...]:
-        """Names of the models among which `sort` divides the updates of the round; none: `into` says where they go.
+    def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
+        """Names of the models among which `assign_clusters` divides the updates of the round; none: `destination_models` says where they go.
 
         All updates of such a round are in memory at once.
         """
         return ()
 
-    def sort(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
+    def assign_clusters(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
         """Name of the model that each client's update goes into, by what its training changed of the layers.
 
-        Only server halves whose `sorts` names models are asked, and these define it.
+        Only server halves whose `models_to_cluster` names models are asked, and these define it.
         """
         raise NotImplementedError
 
-    def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
+    def upload_names(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
         """Names of those ``layers``, the ones trained in this round, that clients of the model send; None: all."""
         return None
 
-    def down(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+    def download_names(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
         """Names of those ``layers`` that a client receives; None: all.
 
         ``last`` is the round of its last update, if that was used and had started from the same model.
         """
         return None
 
-    def stays(self, name: str, clients: Collection[int]) -> bool:
+    def keeps_model(self, name: str, clients: Collection[int]) -> bool:
         """Whether a model stays as it is although updates of these clients went into it."""
         return False
 
-    def rule(self, round: int, name: str = GLOBAL) -> Rule:
+    def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         """A fresh rule for one model in one round."""
-        return self._make_rule()
+        return self._make_aggregator()
 
-    def remember(
-        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    def after_aggregation(
+        self,
+        model: Model,
+        round: int,
+        layers: Layers,
+        *,
+        aggregator: Aggregator,
+        received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The model's new memory, and findings of the round for the log, ready for JSON.
 
@@ -209,37 +215,37 @@ class ServerStrategy:
         round : int
         layers : Layers
             The trained layers after the round.
-        rule : Rule
+        aggregator : Aggregator
             The one that made them.
         received : mapping of int to tuple of str
             For each client whose update went into the model, the names of the trained layers that it had received.
         """
         return model.memory, {}
 
-    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         """The new memory of the whole, and findings of the round for the log, ready for JSON.
 
         ``state`` is the one after the round, in its phase, with the memory from before it.
         """
         return state.memory, {}
 
-    def knows(self, memory: Mapping[str, Any]) -> bool:
-        """Whether a memory that a checkpoint holds is one that `remember` makes; the file may be another's."""
+    def is_valid_model_state(self, memory: Mapping[str, Any]) -> bool:
+        """Whether a memory that a checkpoint holds is one that `after_aggregation` makes; the file may be another's."""
         return True
 
-    def recalls(self, memory: Mapping[str, Any]) -> bool:
-        """Whether a memory that a checkpoint holds is one that `conclude` makes; the file may be another's."""
+    def is_valid_strategy_state(self, memory: Mapping[str, Any]) -> bool:
+        """Whether a memory that a checkpoint holds is one that `on_round_end` makes; the file may be another's."""
         return not memory
 
-    def check(self, circumstances: StrategyContext) -> None:
-        """Refuse circumstances by an `InputError`, and take from them what the algorithm must know; comes first."""
+    def validate(self, context: StrategyContext) -> None:
+        """Refuse a context by an `InputError`, and take from them what the algorithm must know; comes first."""
 
-    def draw(self, folder: Path) -> None:
+    def plot(self, folder: Path) -> None:
         """Draw figures of the algorithm's own into the folder, before the first round."""
 
     def travels(self, usual: Travels) -> Travels:
         """What is exchanged, given what is usual."""
-        return replace(usual, needs=self.rule(1).needs)
+        return replace(usual, required_metrics=self.aggregator(1).required_metrics)
 
 
 class LocalData(Protocol):
@@ -306,8 +312,8 @@ class ClientStrategy:
         """The layers that the client sends back; they may be taken out of the model."""
         return take_layers(method, upload_names_of(method, plan))
 
-    def check(self, circumstances: StrategyContext) -> None:
-        """Refuse circumstances by an `InputError`."""
+    def validate(self, context: StrategyContext) -> None:
+        """Refuse a context by an `InputError`."""
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         """What is exchanged and what stays, given what is usual."""
@@ -327,27 +333,31 @@ class FedSSLStrategy:
     def __init__(self, server: ServerStrategy, client: ClientStrategy | None = None) -> None:
         self.server, self.client = server, client or ClientStrategy()
 
-    def check(self, circumstances: StrategyContext) -> None:
-        """Refuse circumstances that the algorithm cannot work with; raises `InputError`."""
-        self.server.check(circumstances)
-        self.client.check(circumstances)
+    def validate(self, context: StrategyContext) -> None:
+        """Refuse a context that the algorithm cannot work with; raises `InputError`."""
+        self.server.validate(context)
+        self.client.validate(context)
 
     def travels(self, method: SSLMethod) -> Travels:
         """What is exchanged and what stays, in words."""
         parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in travelling_names(method)))
-        usual = Travels(down=parts, up=parts, needs=(), stays=", ".join(method.kept) or "nothing")
+        usual = Travels(
+            download=parts, upload=parts, required_metrics=(), local_state=", ".join(method.kept) or "nothing"
+        )
         given = {False: "made by the server half", True: "of the server half, once"}
         found = self.client.travels(method, self.server.travels(usual))
         return replace(
             found,
-            down=", ".join([found.down, *(f"{name} ({given[name in method.constant]})" for name in method.shared)]),
-            up=", ".join([found.up, *(f"{name} (for the server half)" for name in method.gathered)]),
+            download=", ".join(
+                [found.download, *(f"{name} ({given[name in method.constant]})" for name in method.shared)]
+            ),
+            upload=", ".join([found.upload, *(f"{name} (for the server half)" for name in method.gathered)]),
         )
 
 
 def upload_names_of(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
     """Names under which a client sends layers."""
-    return tuple(travelling_names(method)) if plan.up is None else plan.up
+    return tuple(travelling_names(method)) if plan.upload_names is None else plan.upload_names
 
 
 def layers_in_state(state: State, method: SSLMethod) -> Layers:

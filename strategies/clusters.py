@@ -13,7 +13,7 @@ from sklearn.cluster import AgglomerativeClustering
 
 from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from strategies.base import Outcome, Rule, ServerStrategy, StrategyContext, Travels
+from strategies.base import Aggregator, RoundOutcome, ServerStrategy, StrategyContext, Travels
 from strategies.choosing import argmin, feature_distance
 from strategies.gram import deviation_gram
 from strategies.state import GLOBAL, Model, ServerState
@@ -43,29 +43,35 @@ class Clusters(ServerStrategy):
         self.within = within
         self.names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
 
-    def start_of(self, state: ServerState, round: int, client: int) -> str:
+    def starting_model(self, state: ServerState, round: int, client: int) -> str:
         members: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
         return members.get(client, self.names[client % len(self.names)])
 
-    def rule(self, round: int, name: str = GLOBAL) -> Rule:
-        return self.within.rule(round, name)
+    def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
+        return self.within.aggregator(round, name)
 
-    def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
-        return self.within.up(model, round, layers)
+    def upload_names(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
+        return self.within.upload_names(model, round, layers)
 
-    def down(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
-        return self.within.down(model, round, layers, last)
+    def download_names(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+        return self.within.download_names(model, round, layers, last)
 
-    def remember(
-        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    def after_aggregation(
+        self,
+        model: Model,
+        round: int,
+        layers: Layers,
+        *,
+        aggregator: Aggregator,
+        received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.within.remember(model, round, layers, rule=rule, received=received)
+        return self.within.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
 
-    def knows(self, memory: Mapping[str, Any]) -> bool:
-        return self.within.knows(memory)
+    def is_valid_model_state(self, memory: Mapping[str, Any]) -> bool:
+        return self.within.is_valid_model_state(memory)
 
-    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._with({client: names[0] for client, names in outcome.into.items()}, state)
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._with({client: names[0] for client, names in outcome.destinations.items()}, state)
 
     def _with(self, found: Mapping[int, str], state: ServerState) -> tuple[dict[str, Any], dict[str, Any]]:
         """The memory with these clients' models in it, and what the log has of it: the clients of each model."""
@@ -73,10 +79,10 @@ class Clusters(ServerStrategy):
             return state.memory, {}
         before: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
         members = {name: sorted(client for client in found if found[client] == name) for name in self.names}
-        moved = sum(self.start_of(state, state.round, client) != name for client, name in found.items())
+        moved = sum(self.starting_model(state, state.round, client) != name for client, name in found.items())
         return {ASSIGNMENTS: {**before, **found}}, {"clusters": members, "changed_cluster": moved}
 
-    def recalls(self, memory: Mapping[str, Any]) -> bool:
+    def is_valid_strategy_state(self, memory: Mapping[str, Any]) -> bool:
         members = memory.get(ASSIGNMENTS, {})
         return (
             memory.keys() <= {ASSIGNMENTS}
@@ -84,23 +90,23 @@ class Clusters(ServerStrategy):
             and all(isinstance(client, int) and name in self.names for client, name in members.items())
         )
 
-    def check(self, circumstances: StrategyContext) -> None:
-        self.within.check(circumstances)
-        clusters, clients = len(self.names), circumstances.num_clients
+    def validate(self, context: StrategyContext) -> None:
+        self.within.validate(context)
+        clusters, clients = len(self.names), context.num_clients
         if clusters > clients:
             raise InputError(
                 f"strategy.clusters={clusters} but num_clients={clients}; give at most one for each client"
             )
         if clusters == 1:
             return
-        if circumstances.calibrated:
+        if context.has_calibration:
             raise InputError(
                 "calibration=auxiliary trains the one model that clients share, and "
                 f"strategy.clusters={clusters} makes several; set calibration=none"
             )
-        if circumstances.method.gathered or circumstances.method.shared:
+        if context.method.gathered or context.method.shared:
             raise InputError(
-                f"{type(circumstances.method).__name__} has a server half of its own for one model, and "
+                f"{type(context.method).__name__} has a server half of its own for one model, and "
                 f"strategy.clusters={clusters} makes several; set another method"
             )
 
@@ -111,15 +117,17 @@ class Clusters(ServerStrategy):
 class ClientAssignedClusters(Clusters):
     """Every client receives all models and chooses; the one that it chose last comes first."""
 
-    def candidates(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
-        first = self.start_of(state, round, client)
+    def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
+        first = self.starting_model(state, round, client)
         return (first, *(name for name in self.names if name != first))
 
     def travels(self, usual: Travels) -> Travels:
         usual = super().travels(usual)
         if len(self.names) == 1:
             return usual
-        return replace(usual, down=f"{usual.down} of all {len(self.names)} models", up=f"{usual.up}, model chosen")
+        return replace(
+            usual, download=f"{usual.download} of all {len(self.names)} models", upload=f"{usual.upload}, model chosen"
+        )
 
 
 class ServerAssignedClusters(Clusters):
@@ -127,22 +135,26 @@ class ServerAssignedClusters(Clusters):
 
     def __init__(self, within: ServerStrategy, *, clusters: int, pictures: int) -> None:
         super().__init__(within, clusters=clusters)
-        self.pictures = pictures if clusters > 1 else 0
+        self.num_comparison_images = pictures if clusters > 1 else 0
 
-    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         if len(self.names) == 1:
-            return super().conclude(state, outcome)
-        views = {name: outcome.represent(state.models[name].layers) for name in self.names if name in state.models}
+            return super().on_round_end(state, outcome)
+        views = {
+            name: outcome.extract_features(state.models[name].layers) for name in self.names if name in state.models
+        }
         found = {}
-        for client, names in outcome.into.items():
+        for client, names in outcome.destinations.items():
             # A client stays with its model if another is only as near.
             order = [names[0], *(name for name in views if name != names[0])]
-            found[client] = order[argmin([feature_distance(outcome.seen[client], views[name]) for name in order])]
+            found[client] = order[
+                argmin([feature_distance(outcome.client_features[client], views[name]) for name in order])
+            ]
         return self._with(found, state)
 
-    def check(self, circumstances: StrategyContext) -> None:
-        super().check(circumstances)
-        if self.pictures and not circumstances.pictures:
+    def validate(self, context: StrategyContext) -> None:
+        super().validate(context)
+        if self.num_comparison_images and not context.server_has_images:
             raise InputError(
                 "strategy.assign_at=server compares models on pictures of the server's own, and it has none; name a "
                 "data set, or set strategy.assign_at=client"
@@ -166,31 +178,31 @@ class OneShotClusters(Clusters):
             raise InputError(f"strategy.after={after} must be the number of a round, from 1 on")
         self.after = after
 
-    def start_of(self, state: ServerState, round: int, client: int) -> str:
+    def starting_model(self, state: ServerState, round: int, client: int) -> str:
         members: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
         if client in members:
             return members[client]
         return max(self.names, key=list(members.values()).count)
 
-    def sorts(self, state: ServerState, round: int) -> tuple[str, ...]:
+    def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
         return self.names if len(self.names) > 1 and round >= self.after and ASSIGNMENTS not in state.memory else ()
 
-    def sort(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
+    def assign_clusters(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
         places = cluster_by_cosine(list(ways.values()), clusters=len(self.names))
         return {client: self.names[place] for client, place in zip(ways, places, strict=True)}
 
-    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
-        return super().conclude(state, outcome) if outcome.round >= self.after else (state.memory, {})
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+        return super().on_round_end(state, outcome) if outcome.round >= self.after else (state.memory, {})
 
-    def check(self, circumstances: StrategyContext) -> None:
-        super().check(circumstances)
-        asked, clients = circumstances.clients_per_round, circumstances.num_clients - circumstances.newcomers
+    def validate(self, context: StrategyContext) -> None:
+        super().validate(context)
+        asked, clients = context.clients_per_round, context.num_clients - context.num_unseen_clients
         if len(self.names) == 1:
             return
-        if self.after > circumstances.rounds:
+        if self.after > context.rounds:
             raise InputError(
                 f"strategy.after={self.after} is the round in which clients are sorted, and there are "
-                f"rounds={circumstances.rounds}; lower strategy.after or raise rounds"
+                f"rounds={context.rounds}; lower strategy.after or raise rounds"
             )
         if asked < clients:
             raise InputError(

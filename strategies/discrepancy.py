@@ -33,9 +33,9 @@ class DiscrepancySum:
         self._sum = total
 
     @property
-    def needs(self) -> tuple[str, ...]:
+    def required_metrics(self) -> tuple[str, ...]:
         """Metrics that every client must report."""
-        return self._sum.needs
+        return self._sum.required_metrics
 
     def start(self, global_layers: GlobalLayers) -> None:
         """Begin a round."""

@@ -27,7 +27,7 @@ import torch
 from fedssl.arrays import ROW, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, Rule, ServerStrategy
+from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy
 from strategies.gram import deviation_gram
 from strategies.min_norm import min_norm_weights
 from strategies.state import Model
@@ -111,7 +111,7 @@ class EUAAggregator:
         What the last `finish` found.
     """
 
-    needs: tuple[str, ...] = ()
+    required_metrics: tuple[str, ...] = ()
 
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
         self.deviation = check_choice("strategy.deviation", deviation, DEVIATIONS)
@@ -214,27 +214,33 @@ def eua(
     InputError
         No updates, an unknown option, or a layer that does not fit or has values that are not finite.
     """
-    rule = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
+    aggregator = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
     reference = GlobalLayers(global_layers)
-    rule.start(reference)
+    aggregator.start(reference)
     check_updates(reference, updates)
     for update in sorted(updates, key=lambda update: update.partition_id):
         cosines = reference.compare(update.layers)
         if not cosines.finite:
             raise InputError(f"client {update.partition_id}: layer {cosines.offender} has NaN or infinite values")
-        rule.add(update, cosines)
-    return rule.finish()
+        aggregator.add(update, cosines)
+    return aggregator.finish()
 
 
 class EUAServer(ServerStrategy):
     """A server that records what EUA found, see `EUA`."""
 
-    def remember(
-        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    def after_aggregation(
+        self,
+        model: Model,
+        round: int,
+        layers: Layers,
+        *,
+        aggregator: Aggregator,
+        received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        assert isinstance(rule, EUAAggregator)
-        found = rule.solution
-        weights = {str(client): float(p) for client, p in zip(rule.clients, found.weights, strict=True)}
+        assert isinstance(aggregator, EUAAggregator)
+        found = aggregator.solution
+        weights = {str(client): float(p) for client, p in zip(aggregator.clients, found.weights, strict=True)}
         return model.memory, {
             "weights": weights,
             "conflict_before": found.before,

@@ -26,9 +26,9 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
+    Aggregator,
     ClientStrategy,
     FedSSLStrategy,
-    Rule,
     ServerStrategy,
     State,
     StrategyContext,
@@ -99,17 +99,17 @@ class EUCServer(ServerStrategy):
         self.interval = interval
         super().__init__(mean(weighting))
 
-    def rule(self, round: int, name: str = GLOBAL) -> WeightedSum | DiscrepancySum:
-        total = self._make_rule()
+    def aggregator(self, round: int, name: str = GLOBAL) -> WeightedSum | DiscrepancySum:
+        total = self._make_aggregator()
         assert isinstance(total, WeightedSum)
         return DiscrepancySum(total) if self._adjusts(round) else total
 
-    def up(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
+    def upload_names(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
         waits = model.memory.get("intervals", {})
         due = tuple(name for name in layers if round % waits.get(name, 1) == 0)
         return None if len(due) == len(layers) else due
 
-    def down(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+    def download_names(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
         if last is None:
             return None
         # An average of the round in which the client took part was made after the client had left.
@@ -117,10 +117,16 @@ class EUCServer(ServerStrategy):
         new = tuple(name for name in layers if averaged.get(name, math.inf) >= last)
         return None if len(new) == len(layers) else new
 
-    def remember(
-        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    def after_aggregation(
+        self,
+        model: Model,
+        round: int,
+        layers: Layers,
+        *,
+        aggregator: Aggregator,
+        received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        due = self.up(model, round, layers)
+        due = self.upload_names(model, round, layers)
         names = tuple(layers) if due is None else due
         findings: dict[str, Any] = {
             "synced_layers": len(names),
@@ -132,25 +138,25 @@ class EUCServer(ServerStrategy):
         intervals_now = dict(model.memory.get("intervals", {}))
         averaged = {**model.memory.get("averaged", {}), **dict.fromkeys(names, round)}
         if self._adjusts(round):  # all layers were averaged
-            assert isinstance(rule, DiscrepancySum)
-            per_round = {name: d / intervals_now.get(name, 1) for name, d in rule.discrepancy.items()}
+            assert isinstance(aggregator, DiscrepancySum)
+            per_round = {name: d / intervals_now.get(name, 1) for name, d in aggregator.discrepancy.items()}
             new = averaging_intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
             if new != {name: intervals_now.get(name, 1) for name in new}:
                 findings["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
             intervals_now = new
         return {"intervals": intervals_now, "averaged": averaged}, findings
 
-    def knows(self, memory: Mapping[str, Any]) -> bool:
+    def is_valid_model_state(self, memory: Mapping[str, Any]) -> bool:
         return memory.keys() <= {"intervals", "averaged"} and all(
             isinstance(numbers, dict) and all(isinstance(number, int) and number >= 1 for number in numbers.values())
             for numbers in memory.values()
         )
 
-    def check(self, circumstances: StrategyContext) -> None:
-        if self.interval > 1 and circumstances.clients_per_round < 2:
+    def validate(self, context: StrategyContext) -> None:
+        if self.interval > 1 and context.clients_per_round < 2:
             raise InputError(
                 "strategy=euc compares the clients of a round but "
-                f"clients_per_round={circumstances.clients_per_round}; 2 or more are needed"
+                f"clients_per_round={context.clients_per_round}; 2 or more are needed"
             )
 
     def travels(self, usual: Travels) -> Travels:
@@ -159,8 +165,8 @@ class EUCServer(ServerStrategy):
             return usual
         return replace(
             usual,
-            down=f"{usual.down}; of these the layers that were averaged since the client's last round",
-            up=f"{usual.up}; of these some weights only every {self.interval} rounds",
+            download=f"{usual.download}; of these the layers that were averaged since the client's last round",
+            upload=f"{usual.upload}; of these some weights only every {self.interval} rounds",
         )
 
     def _adjusts(self, round: int) -> bool:
@@ -171,7 +177,7 @@ class EUCClient(ClientStrategy):
     """A client that goes on with its own weights where it receives none, and keeps those that it does not send."""
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, stays=", ".join(["layers that are not averaged in the round", *method.kept]))
+        return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.kept]))
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
         return start_from(method, layers_in_state(state or {}, method) | plan.layers)

@@ -37,7 +37,7 @@ def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting:
     InputError
         No updates, an unknown weighting, a layer that does not fit, or ``num_examples`` missing where it is needed.
     """
-    return weighted_sum(global_layers, updates, rule=mean(weighting)())  # Eq. 1
+    return weighted_sum(global_layers, updates, aggregator=mean(weighting)())  # Eq. 1
 
 
 class FedAvg(FedSSLStrategy):

@@ -33,12 +33,12 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
 class FedBNClient(ClientStrategy):
     """A client that keeps its batch normalisation."""
 
-    def check(self, circumstances: StrategyContext) -> None:
-        if not batch_norm_names(circumstances.method):
+    def validate(self, context: StrategyContext) -> None:
+        if not batch_norm_names(context.method):
             raise InputError("strategy=fedbn but the model has no batch normalisation; use strategy=fedavg")
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, stays=", ".join(["its batch norm", *method.kept]))
+        return replace(usual, local_state=", ".join(["its batch norm", *method.kept]))
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         own = {*kept_names(method), *batch_norm_names(method)}

@@ -96,11 +96,13 @@ class FedEMAClient(ClientStrategy):
         self.tau = tau
         self.distance = check_choice("strategy.distance", distance, DISTANCES)
 
-    def check(self, circumstances: StrategyContext) -> None:
-        distance_names(circumstances.method, distance=self.distance)
+    def validate(self, context: StrategyContext) -> None:
+        distance_names(context.method, distance=self.distance)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, stays=", ".join([f"own weights of {usual.down}", *method.kept, "distance and lambda"]))
+        return replace(
+            usual, local_state=", ".join([f"own weights of {usual.download}", *method.kept, "distance and lambda"])
+        )
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
         layers = plan.layers

@@ -94,8 +94,8 @@ class FedUClient(ClientStrategy):
     def __init__(self, options: FedUOptions) -> None:
         self.options = options
 
-    def check(self, circumstances: StrategyContext) -> None:
-        method, options = circumstances.method, self.options
+    def validate(self, context: StrategyContext) -> None:
+        method, options = context.method, self.options
         kind = type(method).__name__
         if not _targets(method) and (options.aggregate, options.update) != ("online", "online"):
             raise InputError(
@@ -123,14 +123,14 @@ class FedUClient(ClientStrategy):
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         options, sources = self.options, self._sources(method, travelling_names(method))
         up = {name.partition(".")[0]: source.partition(".")[0] for name, source in sources.items()}
-        stays = _parts(self._own(method, travelling_names(method), local_head=options.predictor != "global"))
+        local_state = _parts(self._own(method, travelling_names(method), local_head=options.predictor != "global"))
         if options.predictor == "dapu":
-            stays = [f"{part} (if DAPU says so)" if part == _head(method) else part for part in stays]
-            stays += ["DAPU's distance and decision"]
+            local_state = [f"{part} (if DAPU says so)" if part == _head(method) else part for part in local_state]
+            local_state += ["DAPU's distance and decision"]
         return replace(
             usual,
-            up=", ".join(part if part == source else f"{source} (as {part})" for part, source in up.items()),
-            stays=", ".join(stays) or "nothing",
+            upload=", ".join(part if part == source else f"{source} (as {part})" for part, source in up.items()),
+            local_state=", ".join(local_state) or "nothing",
         )
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:

@@ -23,10 +23,10 @@ import numpy as np
 from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, Outcome, Rule, ServerStrategy, StrategyContext, Travels
+from strategies.base import Aggregator, FedSSLStrategy, RoundOutcome, ServerStrategy, StrategyContext, Travels
 from strategies.state import GLOBAL, ServerState
 from strategies.topology import KINDS, make_graph, metropolis_weights
-from strategies.topology_plot import draw_topology
+from strategies.topology_plot import plot_topology
 from strategies.weighted_sum import WeightedSum, check_choice
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class NeighborAverage:
         W_ij of its neighbours. What those that are missing leave is the client's own.
     """
 
-    needs: tuple[str, ...] = ()
+    required_metrics: tuple[str, ...] = ()
 
     def __init__(self, own: int, weights: Mapping[int, float]) -> None:
         self._own, self._weights = own, weights
@@ -91,19 +91,19 @@ class GossipServer(ServerStrategy):
         self._graph: nx.Graph | None = None
         self._weights: Mapping[int, Mapping[int, float]] = {}
 
-    def start_of(self, state: ServerState, round: int, client: int) -> str:
+    def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return GLOBAL if self._star else str(client)
 
-    def into(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
+    def destination_models(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
         return (start,) if self._star else (start, *(str(other) for other in self._beside(client)))
 
-    def rule(self, round: int, name: str = GLOBAL) -> Rule:
+    def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         return WeightedSum() if name == GLOBAL else NeighborAverage(int(name), self._beside(int(name)))
 
-    def stays(self, name: str, clients: Collection[int]) -> bool:
+    def keeps_model(self, name: str, clients: Collection[int]) -> bool:
         return name != GLOBAL and int(name) not in clients
 
-    def conclude(self, state: ServerState, outcome: Outcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         if self._star:
             return state.memory, {}
         there = outcome.bytes_up
@@ -115,29 +115,29 @@ class GossipServer(ServerStrategy):
             "consensus_distance": consensus_distance([model.layers for model in state.models.values()]),
         }
 
-    def draw(self, folder: Path) -> None:
+    def plot(self, folder: Path) -> None:
         assert self._graph is not None
-        draw_topology(self._graph, folder / "topology.png")
+        plot_topology(self._graph, folder / "topology.png")
 
-    def check(self, circumstances: StrategyContext) -> None:
+    def validate(self, context: StrategyContext) -> None:
         for given, setting in (
-            (circumstances.calibrated, "calibration=auxiliary"),
-            (circumstances.server_optimizer, "server_optimizer"),
+            (context.has_calibration, "calibration=auxiliary"),
+            (context.server_optimizer, "server_optimizer"),
         ):
             if given:
                 raise InputError(
                     f"{setting} works on a model that clients share, and with strategy=gossip they share none; set "
                     f"{setting.partition('=')[0]}=none"
                 )
-        if circumstances.devices and not self._star:
+        if context.is_deployment and not self._star:
             raise InputError(
                 "strategy=gossip is for simulations: the graph is over all clients, and which devices there will be is "
                 "not known; set another strategy, or strategy.topology=star"
             )
         self._graph = make_graph(
             self._topology,
-            circumstances.num_clients,
-            seed=circumstances.seed,
+            context.num_clients,
+            seed=context.seed,
             degree=self._degree,
             probability=self._probability,
             file=self._file,
@@ -146,7 +146,7 @@ class GossipServer(ServerStrategy):
 
     def travels(self, usual: Travels) -> Travels:
         usual = super().travels(usual)
-        return usual if self._star else replace(usual, down=f"{usual.down}, mixed with those of its neighbours")
+        return usual if self._star else replace(usual, download=f"{usual.download}, mixed with those of its neighbours")
 
     @property
     def _star(self) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, Rule, ServerStrategy, StrategyContext
+from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy, StrategyContext
 from strategies.gram import deviation_gram
 from strategies.robust import BatchAggregator, checked
 from strategies.state import Model
@@ -53,7 +53,7 @@ def krum(global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: i
         A setting is out of range, no updates, or a layer that does not fit.
     """
     chosen = closest(global_layers, updates, malicious=malicious, select=select)
-    return weighted_sum(global_layers, chosen, rule=WeightedSum())
+    return weighted_sum(global_layers, chosen, aggregator=WeightedSum())
 
 
 def closest(
@@ -138,27 +138,33 @@ class KrumAggregator(BatchAggregator):
             )
         chosen = closest(global_layers, updates, malicious=self.malicious, select=self.select)
         self.chosen = [update.partition_id for update in chosen]
-        return weighted_sum(global_layers, chosen, rule=WeightedSum())
+        return weighted_sum(global_layers, chosen, aggregator=WeightedSum())
 
 
 class KrumServer(ServerStrategy):
     """The server half of Krum, which records whom it chose."""
 
-    def check(self, circumstances: StrategyContext) -> None:
-        rule = self._make_rule()
-        assert isinstance(rule, KrumAggregator)
-        if circumstances.clients_per_round < rule.enough:
+    def validate(self, context: StrategyContext) -> None:
+        aggregator = self._make_aggregator()
+        assert isinstance(aggregator, KrumAggregator)
+        if context.clients_per_round < aggregator.enough:
             raise InputError(
-                f"strategy=krum with malicious={rule.malicious} and select={rule.select} needs clients_per_round of "
-                f"{rule.enough} or more (2 malicious + 3, and select + malicious) but it is "
-                f"{circumstances.clients_per_round}; raise it or lower these"
+                f"strategy=krum with malicious={aggregator.malicious} and select={aggregator.select} needs clients_per_round of "
+                f"{aggregator.enough} or more (2 malicious + 3, and select + malicious) but it is "
+                f"{context.clients_per_round}; raise it or lower these"
             )
 
-    def remember(
-        self, model: Model, round: int, layers: Layers, *, rule: Rule, received: Mapping[int, tuple[str, ...]]
+    def after_aggregation(
+        self,
+        model: Model,
+        round: int,
+        layers: Layers,
+        *,
+        aggregator: Aggregator,
+        received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        assert isinstance(rule, KrumAggregator)
-        return model.memory, {"selected": rule.chosen}
+        assert isinstance(aggregator, KrumAggregator)
+        return model.memory, {"selected": aggregator.chosen}
 
 
 class Krum(FedSSLStrategy):

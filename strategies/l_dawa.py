@@ -29,9 +29,9 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import (
+    Aggregator,
     ClientStrategy,
     FedSSLStrategy,
-    Rule,
     ServerStrategy,
     State,
     StrategyContext,
@@ -79,8 +79,8 @@ def l_dawa(
         No updates, an unknown option, a layer that does not fit or has values that are not finite, or a metric missing
         that the weighting needs.
     """
-    rule = WeightedSum(weighting=weighting, scale="layer", buffers=buffers, normalize=normalize)
-    return weighted_sum(global_layers, updates, rule=rule)  # Eqs. 4-6
+    aggregator = WeightedSum(weighting=weighting, scale="layer", buffers=buffers, normalize=normalize)
+    return weighted_sum(global_layers, updates, aggregator=aggregator)  # Eqs. 4-6
 
 
 def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "average") -> Layers:
@@ -101,7 +101,7 @@ class WarmupServer(ServerStrategy):
 
     Parameters
     ----------
-    make_rule : callable
+    make_aggregator : callable
         Makes the rule of the other rounds.
     rounds : int
         How many come before; 0: none.
@@ -112,18 +112,18 @@ class WarmupServer(ServerStrategy):
         ``rounds`` is negative, or the rule refuses its options.
     """
 
-    def __init__(self, make_rule: Callable[[], Rule], *, rounds: int) -> None:
-        super().__init__(make_rule)
+    def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int) -> None:
+        super().__init__(make_aggregator)
         if rounds < 0:
             raise InputError(f"strategy.warmup_rounds={rounds} is negative; 0 turns the warm-up off")
         self.rounds = rounds
 
-    def rule(self, round: int, name: str = GLOBAL) -> Rule:
-        return WeightedSum(weighting="examples") if round <= self.rounds else super().rule(round)
+    def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
+        return WeightedSum(weighting="examples") if round <= self.rounds else super().aggregator(round)
 
     def travels(self, usual: Travels) -> Travels:
-        ever = [*self.rule(1).needs, *self.rule(self.rounds + 1).needs]
-        return replace(super().travels(usual), needs=tuple(dict.fromkeys(ever)))
+        ever = [*self.aggregator(1).required_metrics, *self.aggregator(self.rounds + 1).required_metrics]
+        return replace(super().travels(usual), required_metrics=tuple(dict.fromkeys(ever)))
 
 
 class LDAWAScalingClient(ClientStrategy):
@@ -160,8 +160,8 @@ class LDAWAScalingClient(ClientStrategy):
             return layers
         return scale_layers(plan.layers, layers, buffers=self._buffers)
 
-    def check(self, circumstances: StrategyContext) -> None:
-        self._client.check(circumstances)
+    def validate(self, context: StrategyContext) -> None:
+        self._client.validate(context)
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return self._client.travels(method, usual)
@@ -210,8 +210,8 @@ class LDAWA(FedSSLStrategy):
                 " set one of them back"
             )
         scale = "layer" if scale_at == "server" else "none"
-        rule = partial(WeightedSum, weighting=weighting, scale=scale, buffers=buffers, normalize=normalize)
+        aggregator = partial(WeightedSum, weighting=weighting, scale=scale, buffers=buffers, normalize=normalize)
         client = client or ClientStrategy()
         if scale_at == "client":
             client = LDAWAScalingClient(client, buffers=buffers, warmup_rounds=warmup_rounds)
-        super().__init__(WarmupServer(rule, rounds=warmup_rounds), client)
+        super().__init__(WarmupServer(aggregator, rounds=warmup_rounds), client)

@@ -16,16 +16,16 @@ from strategies.weighted_sum import WeightedSum
 class LocalOnlyServer(ServerStrategy):
     """A server with a model per client; the mean of one client's update is the update."""
 
-    def start_of(self, state: ServerState, round: int, client: int) -> str:
+    def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return str(client)
 
-    def check(self, circumstances: StrategyContext) -> None:
-        if circumstances.calibrated:
+    def validate(self, context: StrategyContext) -> None:
+        if context.has_calibration:
             raise InputError(
                 "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share "
                 "none; set calibration=none"
             )
-        if circumstances.server_optimizer:
+        if context.server_optimizer:
             raise InputError(
                 "server_optimizer takes steps with the model that clients share, but with strategy=local_only they "
                 "share none; set server_optimizer=none"

@@ -34,7 +34,7 @@ def loss_weighted(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Lay
     InputError
         No updates, a layer that does not fit, or a ``train_loss`` that is missing or not finite.
     """
-    return weighted_sum(global_layers, updates, rule=WeightedSum(weighting="loss"))
+    return weighted_sum(global_layers, updates, aggregator=WeightedSum(weighting="loss"))
 
 
 class LossWeighted(FedSSLStrategy):

@@ -35,7 +35,7 @@ def m_dawa(global_layers: Layers, updates: Sequence[ClientUpdate], *, buffers: s
     InputError
         No updates, an unknown option, a layer that does not fit or has values that are not finite.
     """
-    return weighted_sum(global_layers, updates, rule=WeightedSum(scale="model", buffers=buffers))  # Eq. 3
+    return weighted_sum(global_layers, updates, aggregator=WeightedSum(scale="model", buffers=buffers))  # Eq. 3
 
 
 class MDAWA(FedSSLStrategy):

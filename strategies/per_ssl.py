@@ -87,7 +87,7 @@ class PersonalClient(ClientStrategy):
         self.weight = weight
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, stays=", ".join([f"a personal model ({usual.down})", *method.kept]))
+        return replace(usual, local_state=", ".join([f"a personal model ({usual.download})", *method.kept]))
 
     def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
         found = {name: value.detach().clone() for name, value in method.tensors.items()}

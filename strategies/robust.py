@@ -84,7 +84,7 @@ class BatchAggregator:
         Makes the new global layers of the old ones and the updates.
     """
 
-    needs: tuple[str, ...] = ()
+    required_metrics: tuple[str, ...] = ()
 
     def __init__(self, combine: Callable[[Layers, Sequence[ClientUpdate]], Layers]) -> None:
         self._combine = combine
@@ -119,10 +119,10 @@ class TrimmedServer(ServerStrategy):
         self.beta = _share(beta)
         super().__init__(partial(BatchAggregator, self._combine))
 
-    def check(self, circumstances: StrategyContext) -> None:
-        if not int(self.beta * circumstances.clients_per_round):
+    def validate(self, context: StrategyContext) -> None:
+        if not int(self.beta * context.clients_per_round):
             raise InputError(
-                f"strategy.beta={self.beta:g} of clients_per_round={circumstances.clients_per_round} is less than one "
+                f"strategy.beta={self.beta:g} of clients_per_round={context.clients_per_round} is less than one "
                 "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
             )
 

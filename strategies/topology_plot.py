@@ -17,7 +17,7 @@ _LABELLED = 100  # clients; the numbers of more would not be legible
 Place = tuple[float, float]
 
 
-def draw_topology(graph: "nx.Graph", file: Path) -> None:
+def plot_topology(graph: "nx.Graph", file: Path) -> None:
     """Draw the graph of `strategies.topology.make_graph` into a PNG file; raises `InputError` if it cannot be written.
 
     Nodes have the numbers of the clients. The title names kind, numbers of nodes and edges, and the second eigenvalue.

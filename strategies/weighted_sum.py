@@ -81,7 +81,7 @@ class WeightedSum:
         self.normalize = normalize
 
     @property
-    def needs(self) -> tuple[str, ...]:
+    def required_metrics(self) -> tuple[str, ...]:
         """Metrics that every client must report."""
         return NEEDS[self.weighting]
 
@@ -207,9 +207,9 @@ class WeightedSum:
         return [term.weight * term.cosines.buffers[name] for term in terms]
 
 
-def is_uniform_sum(rule: object) -> bool:
+def is_uniform_sum(aggregator: object) -> bool:
     """Whether a rule adds clients up, each with the same weight."""
-    return isinstance(rule, WeightedSum) and (rule.weighting, rule.scale) == ("uniform", "none")
+    return isinstance(aggregator, WeightedSum) and (aggregator.weighting, aggregator.scale) == ("uniform", "none")
 
 
 def check_updates(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:
@@ -221,11 +221,11 @@ def check_updates(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) 
             raise InputError(f"client {update.partition_id}: {problem}") from problem
 
 
-def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, rule: WeightedSum) -> Layers:
+def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum) -> Layers:
     """Apply the rule to updates that are all at hand, in order of partition id."""
-    rule.start(GlobalLayers(global_layers))
-    rule.add_all(sorted(updates, key=lambda update: update.partition_id))
-    return rule.finish()
+    aggregator.start(GlobalLayers(global_layers))
+    aggregator.add_all(sorted(updates, key=lambda update: update.partition_id))
+    return aggregator.finish()
 
 
 def _sum_dtype(array: np.ndarray) -> np.dtype:

@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """How a run ended.
 
     Attributes
@@ -42,7 +42,7 @@ class Outcome:
     log: str
 
 
-def flwr_run(app_dir: Path, *options: str, devices: Sequence[str] = ()) -> Outcome:
+def flwr_run(app_dir: Path, *options: str, devices: Sequence[str] = ()) -> RoundOutcome:
     """``flwr run APP_DIR OPTIONS --stream``, to the end of the run.
 
     ``flwr run`` itself exits with 0 when the run failed, so the SuperLink is asked how it ended. ``devices`` are the
@@ -70,7 +70,7 @@ def flwr_run(app_dir: Path, *options: str, devices: Sequence[str] = ()) -> Outco
             stdout=subprocess.PIPE,
         ).communicate()[0]
         runs = json.loads(listed)["runs"]
-        return Outcome(runs[0]["status"] if runs else "refused", log)
+        return RoundOutcome(runs[0]["status"] if runs else "refused", log)
 
 
 def free_port() -> int:

@@ -13,8 +13,15 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 def row(name: str) -> str:
     settings = compose([f"strategy={name}", "method=simclr"])
     travels = settings.algorithm.strategy.make().travels(build(settings.model))
-    log = [metric for metric in settings.algorithm.metrics if metric not in travels.needs]
-    cells = [f"`{name}`", travels.down, travels.up, _listed(travels.needs), _listed(log), travels.stays]
+    log = [metric for metric in settings.algorithm.metrics if metric not in travels.required_metrics]
+    cells = [
+        f"`{name}`",
+        travels.download,
+        travels.upload,
+        _listed(travels.required_metrics),
+        _listed(log),
+        travels.local_state,
+    ]
     return "| " + " | ".join(cells) + " |"
 
 

@@ -46,7 +46,7 @@ class TrainPlan:
         Fingerprint of the server's source code; a client that runs other code refuses to train.
     transport : str
         How layers travel, in both directions, see `fedssl.wire.wire_format`.
-    up : tuple of str or None
+    upload_names : tuple of str or None
         Names of the layers that the client sends back; None: all that its model exchanges.
     depth : int or None
         Stages of the encoder that run, see `fedssl.schedule.phases`; None: all, and all are trained.
@@ -69,7 +69,7 @@ class TrainPlan:
     transport: str = EXACT
     shared: Layers = field(default_factory=dict)
     lr_factor: float = 1.0
-    up: tuple[str, ...] | None = None
+    upload_names: tuple[str, ...] | None = None
     depth: int | None = None
     frozen: int = 0
     hold: bool = False
@@ -89,8 +89,8 @@ class TrainPlan:
                 "metrics": _to_text(self.metrics),
             }
         )
-        if self.up is not None:
-            plan["up"] = _to_text(self.up)
+        if self.upload_names is not None:
+            plan["upload-names"] = _to_text(self.upload_names)
         if self.depth is not None:
             plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
             plan["depth-dropout"] = self.depth_dropout
@@ -116,7 +116,7 @@ class TrainPlan:
             keep_from=int(_number(plan["keep-from"])),
             code=str(plan["code"]),
             lr_factor=_number(plan["lr-factor"]),
-            up=_from_text(plan["up"]) if "up" in plan else None,
+            upload_names=_from_text(plan["upload-names"]) if "upload-names" in plan else None,
             depth=int(_number(plan["depth"])) if "depth" in plan else None,
             frozen=int(_number(plan.get("frozen", 0))),
             hold=bool(plan.get("hold", False)),

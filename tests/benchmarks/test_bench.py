@@ -128,7 +128,7 @@ def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     merge(file, [entry("fedavg", 0, 0.4), entry("theirs", 0, 0.5)])
     together = merge(file, [entry("fedavg", 0, 0.6)])
-    assert [(one.rule, one.results["linear"]) for one in together] == [("fedavg", 0.6), ("theirs", 0.5)]
+    assert [(one.aggregator, one.results["linear"]) for one in together] == [("fedavg", 0.6), ("theirs", 0.5)]
     assert json.loads(file.read_text())["results"][1]["rule"] == "theirs"
 
 

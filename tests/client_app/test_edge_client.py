@@ -139,7 +139,10 @@ ATTEMPTS = {
     "no number": (lambda plan: changed(plan, lr_factor=float("nan")), "lr-factor=nan of the plan"),
     "a depth": (lambda plan: changed(plan, depth=10**6), "depth=1000000 of the plan is not from 1 to 256"),
     "frozen beyond": (lambda plan: changed(plan, depth=1, frozen=2), "frozen=2 of the plan is not from 0 to 1"),
-    "what is private": (lambda plan: changed(plan, up="\nencoder.nothing"), "layer 'encoder.nothing' was asked for"),
+    "what is private": (
+        lambda plan: changed(plan, upload_names="\nencoder.nothing"),
+        "layer 'encoder.nothing' was asked for",
+    ),
     "no plan": (lambda plan: RecordDict(), "KeyError; the log of the device says more"),
 }
 

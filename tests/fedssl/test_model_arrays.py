@@ -35,18 +35,18 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
 
     method, travelling = federation.method, set(travelling_names(federation.method))
     assert travelling.isdisjoint({*kept_names(method), *method.gathered, *method.shared})
-    needs = set(federation.strategy.travels(method).needs)
+    needs = set(federation.strategy.travels(method).required_metrics)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         several = ["arrays-1"] if name in ("featarc", "clustered") else []  # models to choose from
         assert set(plan) == {"arrays", "shared", "plan", *several}
         assert all(set(plan[other]) == set(plan["arrays"]) for other in several)
         assert ("chosen" in update["answers"]) == bool(several)
-        known = {"round", "settings", "keep-from", "lr-factor", "code", "transport", "metrics", "up"}
+        known = {"round", "settings", "keep-from", "lr-factor", "code", "transport", "metrics", "upload-names"}
         assert set(plan["plan"]) <= known
         assert set(plan["arrays"]) <= travelling
         assert set(plan["shared"]) == set(method.shared)
         assert set(update) == {"arrays", "gathered", "metrics", "answers"}
-        up = plan["plan"].get("up")
+        up = plan["plan"].get("upload-names")
         assert set(update["arrays"]) == (travelling if up is None else set(up.splitlines()))
         assert set(update["gathered"]) == set(method.gathered)
         assert set(update["metrics"]) == needs | set(federation.settings.algorithm.metrics)

@@ -11,7 +11,7 @@ from strategies.weighted_sum import WeightedSum
 class Groups(ServerStrategy):
     """A model for the clients with even partition ids, and one for the others."""
 
-    def start_of(self, state, round, client):
+    def starting_model(self, state, round, client):
         return ("even", "odd")[client % 2]
 
 
@@ -29,10 +29,10 @@ class Neighbours(ServerStrategy):
         super().__init__(WeightedSum)
         self._clients = clients
 
-    def start_of(self, state, round, client):
+    def starting_model(self, state, round, client):
         return str(client)
 
-    def into(self, state, round, client, start):
+    def destination_models(self, state, round, client, start):
         return tuple(str((client + step) % self._clients) for step in (-1, 0, 1))
 
 
@@ -57,8 +57,8 @@ class TwoUnifiedGroups(FedSSLStrategy):
 class Switching(Groups):
     """As `Groups`, but in round 6 client 1 goes over to the even ones."""
 
-    def start_of(self, state, round, client):
-        return "even" if (round, client) == (6, 1) else super().start_of(state, round, client)
+    def starting_model(self, state, round, client):
+        return "even" if (round, client) == (6, 1) else super().starting_model(state, round, client)
 
 
 class TwoGroupsOneSwitch(FedSSLStrategy):

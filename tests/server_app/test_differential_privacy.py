@@ -155,5 +155,5 @@ def test_what_it_cannot_cover_is_refused(tmp_path, overrides, reason):
 
 
 def test_l_dawa_scaled_by_the_clients_is_such_a_sum():
-    assert is_uniform_sum(LDAWA(scale_at="client").server.rule(1))
-    assert not is_uniform_sum(LDAWA().server.rule(1))
+    assert is_uniform_sum(LDAWA(scale_at="client").server.aggregator(1))
+    assert not is_uniform_sum(LDAWA().server.aggregator(1))

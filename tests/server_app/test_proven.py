@@ -18,8 +18,8 @@ EXPECTED = Expected(
     untrained=Model(layers=LAYERS, shared=SHARED),
     clients=2,
     phases=3,
-    knows=EUC(interval=2, weighting="uniform").server.knows,
-    recalls=EUC(interval=2, weighting="uniform").server.recalls,
+    is_valid_model_state=EUC(interval=2, weighting="uniform").server.is_valid_model_state,
+    is_valid_strategy_state=EUC(interval=2, weighting="uniform").server.is_valid_strategy_state,
 )
 
 

@@ -208,7 +208,7 @@ def test_only_what_is_declared_travels_up(strategy, metrics, declared):
 
 def test_nothing_to_report_and_nothing_to_send_are_said_in_the_plan():
     for up in (None, (), ("encoder.weight",)):
-        plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x", up=up)
+        plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x", upload_names=up)
         content = plan.to_content()
         assert content_bytes(content) > 0
         assert TrainPlan.from_content(content) == plan

@@ -267,7 +267,7 @@ def test_a_client_that_never_replies_is_asked_again_after_the_timeout():
 
 def test_buffered_needs_clients_that_exchange_the_whole_model():
     class Half(ServerStrategy):
-        def up(self, model, round, layers):
+        def upload_names(self, model, round, layers):
             return ("encoder.weight",)
 
     run = Run(3, prompt, strategy=FedSSLStrategy(Half(WeightedSum)), buffered=True)

@@ -20,7 +20,7 @@ from server_app.replies import receive
 from server_app.round import Round
 from simulation.cli import run
 from simulation.local_grid import LocalGrid
-from strategies.base import Outcome, ServerStrategy
+from strategies.base import RoundOutcome, ServerStrategy
 from strategies.choosing import LAST_ENCODER_PREFIX, SelectByFeatures, SelectByLoss, argmin, feature_distance
 from strategies.clustered import Clustered
 from strategies.clusters import ASSIGNMENTS, ServerAssignedClusters, cluster_by_cosine
@@ -268,8 +268,14 @@ def test_the_server_compares_what_models_see():
     state = ServerState(round=1, models={name: Model(layers={"name": name}) for name in views})
     seen[6] = torch.tensor([[1.0, 1.0]])
     names = {3: ("1",), 5: ("1",), 6: ("0",), 9: ("1",)}
-    outcome = Outcome(round=1, into=names, bytes_up={}, seen=seen, represent=lambda layers: views[layers["name"]])
-    memory, findings = half.conclude(state, outcome)
+    outcome = RoundOutcome(
+        round=1,
+        destinations=names,
+        bytes_up={},
+        client_features=seen,
+        extract_features=lambda layers: views[layers["name"]],
+    )
+    memory, findings = half.on_round_end(state, outcome)
     assert memory == {ASSIGNMENTS: {3: "0", 5: "1", 6: "0", 9: "1"}}
     assert findings == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}
 
@@ -306,7 +312,7 @@ def test_updates_are_sorted_in_their_round_and_clients_stay(tmp_path):
     assert {row.client: row.model for row in report.clients} == dict.fromkeys(range(5), "0")  # where they started
     state, report = run_round(post, lambda: federation, state)
     assert {row.client: row.model for row in report.clients} == state.memory[ASSIGNMENTS]
-    assert federation.strategy.server.start_of(state, 4, 77) == "1"  # a newcomer goes where most are
+    assert federation.strategy.server.starting_model(state, 4, 77) == "1"  # a newcomer goes where most are
 
 
 def test_clusters_begin_with_the_model_that_their_clients_came_from():
@@ -430,7 +436,7 @@ def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, overrides, se
 )
 def test_a_memory_of_something_else_is_not_recalled(memory):
     server = FeatARC().server
-    assert server.recalls({})
-    assert server.recalls({ASSIGNMENTS: {0: "0", 7: "1"}})
-    assert not server.recalls(memory)
-    assert not FeatARC(clusters=1).server.recalls({ASSIGNMENTS: {0: "1"}})
+    assert server.is_valid_strategy_state({})
+    assert server.is_valid_strategy_state({ASSIGNMENTS: {0: "0", 7: "1"}})
+    assert not server.is_valid_strategy_state(memory)
+    assert not FeatARC(clusters=1).server.is_valid_strategy_state({ASSIGNMENTS: {0: "1"}})

@@ -377,7 +377,7 @@ def test_a_model_without_biases_may_send_nothing_at_all():
 
     counts = {"num_clients": 4, "clients_per_round": 3}
     toys = Toys(EUC(interval=2), **counts, make=Plain, trained=step)
-    toys.strategy.check(StrategyContext(method=toys.method, num_clients=10, clients_per_round=3))
+    toys.strategy.validate(StrategyContext(method=toys.method, num_clients=10, clients_per_round=3))
     for round, (new, begun, _, synced) in enumerate(slowly(toys.layers, 7, phi=2, **counts, trained=step), start=1):
         layers = toys.round()
         assert len(synced) == (0 if round in (3, 5, 7) else 3)  # the first adjustment is after round 2
@@ -385,7 +385,7 @@ def test_a_model_without_biases_may_send_nothing_at_all():
             np.testing.assert_allclose(array, new[name], rtol=1e-5, err_msg=name)
         assert {row.client for row in toys.report.clients} == begun.keys()
         for client, model in begun.items():
-            assert toys.plans[round, client].up == (None if synced else ())
+            assert toys.plans[round, client].upload_names == (None if synced else ())
             for name, array in model.items():
                 own = toys.begun[round, client][name].numpy(force=True)
                 np.testing.assert_allclose(own, array, rtol=1e-5, err_msg=f"{round} {client} {name}")
@@ -442,16 +442,16 @@ def test_settings_are_refused_with_the_reason():
     with pytest.raises(InputError, match="strategy.weighting=loss is not a choice; allowed are examples, uniform"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
-        EUC().check(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
-    EUC(interval=1).check(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
-    EUC().check(StrategyContext(method=Toy(), num_clients=10, clients_per_round=2))
+        EUC().validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
+    EUC(interval=1).validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
+    EUC().validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=2))
 
 
 def test_what_travels_in_words():
     travels = EUC(interval=4, weighting="examples").travels(Toy())
-    assert travels.up == "encoder, projector; of these some weights only every 4 rounds"
-    assert travels.stays == "layers that are not averaged in the round, target_encoder"
-    assert travels.needs == ("num-examples",)
-    assert EUC(interval=4).travels(Toy()).needs == ()
-    assert EUC(interval=1).travels(Toy()).up == "encoder, projector"
-    assert EUC(interval=1).travels(Toy()).stays == "target_encoder"
+    assert travels.upload == "encoder, projector; of these some weights only every 4 rounds"
+    assert travels.local_state == "layers that are not averaged in the round, target_encoder"
+    assert travels.required_metrics == ("num-examples",)
+    assert EUC(interval=4).travels(Toy()).required_metrics == ()
+    assert EUC(interval=1).travels(Toy()).upload == "encoder, projector"
+    assert EUC(interval=1).travels(Toy()).local_state == "target_encoder"

@@ -31,7 +31,7 @@ def test_batch_norm_is_found_by_type():
 
 def test_models_without_batch_norm_are_refused():
     with pytest.raises(InputError, match="strategy=fedbn but the model has no batch normalisation"):
-        FedBN().check(
+        FedBN().validate(
             StrategyContext(method=Toy(nn.Linear(2, 2), nn.LayerNorm(2)), num_clients=10, clients_per_round=2)
         )
 

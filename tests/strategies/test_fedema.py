@@ -258,8 +258,10 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
     assert len(begun) == 2 * 8
     first = "encoder.blocks.0.0.weight"
     for plan, loaded, state in begun:
-        trained = [name for name in plan.up if name.startswith("encoder.") and is_weight(name, plan.layers[name])]
-        frozen = set(plan.layers) - set(plan.up)
+        trained = [
+            name for name in plan.upload_names if name.startswith("encoder.") and is_weight(name, plan.layers[name])
+        ]
+        frozen = set(plan.layers) - set(plan.upload_names)
         assert (first in frozen) == (plan.round > 2)
         for name in frozen:  # whatever the client trained there in an earlier phase or had received since
             np.testing.assert_array_equal(loaded[name], plan.layers[name], err_msg=f"round {plan.round}: {name}")
@@ -284,12 +286,12 @@ def test_refused_settings():
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):
-        FedEMA().check(StrategyContext(method=method, num_clients=10, clients_per_round=2))
+        FedEMA().validate(StrategyContext(method=method, num_clients=10, clients_per_round=2))
 
 
 def test_the_server_averages_by_examples():
-    assert FedEMA().server.rule(1).needs == (NUM_EXAMPLES,)
-    assert FedEMA(weighting="uniform").server.rule(1).needs == ()
+    assert FedEMA().server.aggregator(1).required_metrics == (NUM_EXAMPLES,)
+    assert FedEMA(weighting="uniform").server.aggregator(1).required_metrics == ()
 
 
 QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]

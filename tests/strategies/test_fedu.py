@@ -94,7 +94,7 @@ def same(one, other):
 @pytest.mark.parametrize("aggregate", ["online", "target"])
 def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
     shared_method, shared_strategy = make_byol(), FedU(aggregate=aggregate, update=update, predictor=predictor)
-    shared_strategy.check(in_pairs(shared_method))
+    shared_strategy.validate(in_pairs(shared_method))
     previous = {}
     for round in (1, 2, 3):
         layers = some_layers(shared_method, round)
@@ -123,15 +123,15 @@ def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
 
 def test_what_travels_is_said():
     travels = FedU().travels(make_byol())
-    assert (travels.down, travels.up) == ("encoder, projector, predictor", "encoder, projector, predictor")
+    assert (travels.download, travels.upload) == ("encoder, projector, predictor", "encoder, projector, predictor")
     overrides = "predictor (if DAPU says so), target_encoder, target_projector, DAPU's distance and decision"
-    assert travels.stays == overrides
+    assert travels.local_state == overrides
     travels = FedU(aggregate="target", update="both", predictor="global").travels(make_byol())
-    assert travels.down == "encoder, projector, predictor"
-    assert travels.up == "target_encoder (as encoder), target_projector (as projector), predictor"
-    assert travels.stays == "nothing"
-    assert FedU(update="target", predictor="local").travels(make_byol()).stays == "encoder, projector, predictor"
-    assert FedU(predictor="local").travels(make_simclr()).stays == "projector"
+    assert travels.download == "encoder, projector, predictor"
+    assert travels.upload == "target_encoder (as encoder), target_projector (as projector), predictor"
+    assert travels.local_state == "nothing"
+    assert FedU(update="target", predictor="local").travels(make_byol()).local_state == "encoder, projector, predictor"
+    assert FedU(predictor="local").travels(make_simclr()).local_state == "projector"
 
 
 def test_the_first_target_is_a_copy():
@@ -147,7 +147,7 @@ def test_the_first_target_is_a_copy():
 
 def test_a_target_that_is_copied_every_round_goes_with_update_both(tmp_path):
     method, strategy = make_byol(target="copy"), FedU(update="both")
-    strategy.check(in_pairs(method))
+    strategy.validate(in_pairs(method))
     for round in (1, 2):
         plan = make_plan(round, some_layers(method, round))
         began, *_ = participate(method, strategy, plan, tmp_path, step=0)
@@ -256,19 +256,19 @@ def make_bare():
 @pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
 def test_refused_combinations(strategy, options, make, sentence):
     with pytest.raises(InputError, match=sentence):
-        strategy(**options).check(in_pairs(make()))
+        strategy(**options).validate(in_pairs(make()))
 
 
 def test_an_encoder_of_which_nothing_is_trained_has_no_distance():
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy, or strategy.predictor"):
-        FedU().check(in_pairs(method))
-    FedU(predictor="local").check(in_pairs(method))  # measures nothing
+        FedU().validate(in_pairs(method))
+    FedU(predictor="local").validate(in_pairs(method))  # measures nothing
 
 
 def test_global_predictors_ask_for_no_heads():
-    FedU(predictor="global").check(in_pairs(make_bare()))
+    FedU(predictor="global").validate(in_pairs(make_bare()))
 
 
 @pytest.mark.parametrize(
@@ -293,13 +293,13 @@ def test_refused_options(strategy, option, sentence):
 
 def test_l_dawa_fedu_is_eq_5_on_the_server():
     method, strategy = make_byol(), LDAWAFedU()
-    assert strategy.travels(method).needs == (NUM_EXAMPLES,)
+    assert strategy.travels(method).required_metrics == (NUM_EXAMPLES,)
     layers = some_layers(method, 0)
     updates = [
         ClientUpdate(layers=some_layers(method, client + 1), partition_id=client, num_examples=10 + client)
         for client in range(3)
     ]
-    reference, rule = GlobalLayers(layers), strategy.server.rule(1)
+    reference, rule = GlobalLayers(layers), strategy.server.aggregator(1)
     rule.start(reference)
     for update in updates:
         rule.add(update, reference.compare(update.layers))

@@ -25,7 +25,9 @@ def played(strategy, behaviours, state=None, *, number=1, **options):
     """So many rounds among clients that behave in these ways; the state, and the report of the last."""
     grid = make_grid(behaviours)
     federation = small_federation(grid, strategy, **options)
-    strategy.check(StrategyContext(method=federation.method, clients_per_round=1, num_clients=len(behaviours), seed=3))
+    strategy.validate(
+        StrategyContext(method=federation.method, clients_per_round=1, num_clients=len(behaviours), seed=3)
+    )
     state = state or ServerState()
     for _ in range(number):
         one = Round(federation, state)
@@ -81,10 +83,10 @@ def test_a_client_that_is_missing_gets_no_model_by_what_its_neighbours_send(tmp_
 
 
 def test_without_a_server_nobody_knows_which_devices_there_will_be():
-    circumstances = StrategyContext(method=Small(), clients_per_round=3, num_clients=3, devices=True)
+    context = StrategyContext(method=Small(), clients_per_round=3, num_clients=3, devices=True)
     with pytest.raises(InputError, match="strategy=gossip is for simulations"):
-        Gossip().check(circumstances)
-    Gossip(topology="star").check(circumstances)
+        Gossip().validate(context)
+    Gossip(topology="star").validate(context)
 
 
 @pytest.mark.parametrize("topology", ["ring", "grid", "complete", "random_regular"])
@@ -138,7 +140,7 @@ def test_a_run_and_its_figure(tmp_path):
     federation = Federation(tmp_path, "strategy=gossip", "method=byol")
     federation.run(2)
     assert sorted(federation.state.models) == [str(client) for client in range(5)]
-    federation.strategy.server.draw(tmp_path)
+    federation.strategy.server.plot(tmp_path)
     assert (tmp_path / "topology.png").stat().st_size > 1000
     for plan in federation.plans:
         assert len(plan.array_records) == 2  # no client receives any model but its own mixture

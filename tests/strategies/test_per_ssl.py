@@ -208,8 +208,8 @@ def test_two_trainings_cost_twice_as_much(tmp_path):
 def test_settings():
     with pytest.raises(InputError, match="strategy.weight=-1 must be a number of at least 0"):
         PerSSL(weight=-1)
-    assert PerSSL().server.rule(1).needs == (NUM_EXAMPLES,)
-    assert PerSSL(weighting="uniform").server.rule(1).needs == ()
+    assert PerSSL().server.aggregator(1).required_metrics == (NUM_EXAMPLES,)
+    assert PerSSL(weighting="uniform").server.aggregator(1).required_metrics == ()
 
 
 QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]

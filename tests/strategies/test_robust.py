@@ -388,17 +388,17 @@ def test_settings_of_krum_out_of_range_are_refused():
 )
 def test_krum_needs_enough_clients(malicious, select, least):
     strategy = Krum(malicious=malicious, select=select)
-    strategy.check(StrategyContext(method=None, num_clients=10, clients_per_round=least))
+    strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=least))
     with pytest.raises(InputError, match=f"needs clients_per_round of {least} or more .* but it is {least - 1}"):
-        strategy.check(StrategyContext(method=None, num_clients=10, clients_per_round=least - 1))
+        strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=least - 1))
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.4])
 def test_trimming_needs_a_client_to_trim(beta):
     least = ceil(1 / beta)
-    TrimmedMean(beta=beta).check(StrategyContext(method=None, num_clients=10, clients_per_round=least))
+    TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=least))
     with pytest.raises(InputError, match=f"strategy.beta={beta} of clients_per_round={least - 1} is less than one"):
-        TrimmedMean(beta=beta).check(StrategyContext(method=None, num_clients=10, clients_per_round=least - 1))
+        TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=least - 1))
 
 
 # --- strategies ---

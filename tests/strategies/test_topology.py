@@ -19,7 +19,7 @@ from strategies.topology import (
     second_eigenvalue,
     weight_matrix,
 )
-from strategies.topology_plot import describe, draw_topology, places
+from strategies.topology_plot import describe, places, plot_topology
 
 OPTIONS = {"random_regular": {"degree": 3}, "erdos_renyi": {"probability": 0.4}}
 
@@ -246,7 +246,7 @@ def test_figures_are_drawn_and_labelled(kind, tmp_path):
     graph = make(kind, 12, tmp_path)
     (tmp_path / "run").mkdir()
     file = tmp_path / "run" / "figures" / "topology.png"
-    draw_topology(graph, file)
+    plot_topology(graph, file)
     assert file.read_bytes().startswith(b"\x89PNG")
     place = places(graph)
     assert set(place) == set(graph)

@@ -26,12 +26,14 @@ from tests.strategies.made import (
 
 def ever_needed(strategy):
     """Metrics that the rule needs in some round, as people are told."""
-    return strategy.server.travels(Travels(down="", up="", needs=("nothing of this",), stays="")).needs
+    return strategy.server.travels(
+        Travels(download="", upload="", required_metrics=("nothing of this",), local_state="")
+    ).required_metrics
 
 
 def run(strategy, round):
     reference = GlobalLayers(GLOBAL)
-    rule = strategy.server.rule(round)
+    rule = strategy.server.aggregator(round)
     rule.start(reference)
     for client in CLIENTS:
         rule.add(client, reference.compare(client.layers))
@@ -53,7 +55,7 @@ def run(strategy, round):
 def test_strategies_apply_their_rule_and_ask_for_no_more_than_it_needs(strategy, expected, needs):
     assert ever_needed(strategy) == needs
     for round in (1, 2):  # nothing is left over from a round
-        assert strategy.server.rule(round).needs == needs
+        assert strategy.server.aggregator(round).required_metrics == needs
         assert same(run(strategy, round), expected(GLOBAL, CLIENTS))
 
 
@@ -62,7 +64,9 @@ def test_warm_up():
     assert ever_needed(strategy) == ("num-examples", "train-loss")
     by_loss = partial(l_dawa, weighting="loss")
     for round, expected in ((1, fedavg), (2, fedavg), (3, by_loss)):
-        assert strategy.server.rule(round).needs == (("train-loss",) if round == 3 else ("num-examples",))
+        assert strategy.server.aggregator(round).required_metrics == (
+            ("train-loss",) if round == 3 else ("num-examples",)
+        )
         assert same(run(strategy, round), expected(GLOBAL, CLIENTS))
 
 
@@ -73,7 +77,7 @@ def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
     updates = clients_of(start)
     scaled = [replace(one, layers=scale_layers(start, one.layers, buffers=buffers)) for one in updates]
     strategy = LDAWA(weighting=weighting, buffers=buffers, scale_at="client")
-    rule, reference = strategy.server.rule(1), GlobalLayers(start)
+    rule, reference = strategy.server.aggregator(1), GlobalLayers(start)
     rule.start(reference)
     for one in scaled:
         rule.add(one, reference.compare(one.layers))

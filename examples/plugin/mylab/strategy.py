@@ -16,10 +16,10 @@ class Teams(ServerStrategy):
         super().__init__(WeightedSum)
         self._mix_every = mix_every
 
-    def start_of(self, state: ServerState, round: int, client: int) -> str:
+    def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return TEAMS[client % 2]
 
-    def into(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
+    def destination_models(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
         mix = self._mix_every > 0 and round % self._mix_every == 0
         return TEAMS if mix else (start,)
 

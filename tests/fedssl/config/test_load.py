@@ -97,7 +97,7 @@ def test_wrong_words_get_one_sentence(overrides, sentence):
 )
 def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(word, sentence):
     settings = compose(["strategy=local_only", word])
-    circumstances = StrategyContext(
+    context = StrategyContext(
         method=build(settings.model),
         clients_per_round=settings.clients_per_round,
         num_clients=settings.num_clients,
@@ -105,7 +105,7 @@ def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(word, s
         server_optimizer=settings.algorithm.server_optimizer.make().steps,
     )
     with pytest.raises(InputError, match=sentence) as caught:
-        settings.algorithm.strategy.make().check(circumstances)
+        settings.algorithm.strategy.make().validate(context)
     assert "\n" not in str(caught.value)
 
 

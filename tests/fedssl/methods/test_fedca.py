@@ -175,10 +175,10 @@ def test_what_clients_send_is_normalised_whoever_sends_it():
 def test_a_client_sends_its_first_projections():
     method = make_method(dictionary_size=5, entries=8)
     rows = torch.eye(4)
-    method.remember(2 * rows[:3])
+    method.after_aggregation(2 * rows[:3])
     assert torch.equal(method.local_dictionary, torch.cat((rows[:3], torch.zeros(2, 4))))
     for _ in range(2):  # what has no room is left out
-        method.remember(3 * rows.flip(0))
+        method.after_aggregation(3 * rows.flip(0))
         assert torch.equal(method.local_dictionary, rows[[0, 1, 2, 3, 2]])
     assert method.tensors["local_dictionary"] is method.local_dictionary
     method.start_round(first=False)
@@ -278,10 +278,10 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
     teacher_bytes = sum(method.tensors[name].nbytes for name in layers_of(method, ["teacher"]))
     assert min(bytes_down[True]) - max(bytes_down[False]) > teacher_bytes
     travels = federation.strategy.travels(method)
-    assert travels.down == (
+    assert travels.download == (
         "encoder, projector, dictionary (made by the server half), teacher (of the server half, once)"
     )
-    assert travels.up == "encoder, projector, local_dictionary (for the server half)"
+    assert travels.upload == "encoder, projector, local_dictionary (for the server half)"
 
 
 def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, teacher):

@@ -182,15 +182,15 @@ def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
     federation = run(tmp_path, *overrides, rounds=2)
     assert parts(from_record(federation.updates[0].array_records[ARRAYS])) >= {"encoder", *TARGETS}
     travels = federation.strategy.travels(federation.method)
-    assert all(target in travels.up and target in travels.down for target in TARGETS)
+    assert all(target in travels.upload and target in travels.download for target in TARGETS)
 
 
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     settings = compose([f"strategy={strategy}", "method=byol", "method.target=average"])
-    circumstances = StrategyContext(method=build(settings.model), num_clients=10, clients_per_round=2)
+    context = StrategyContext(method=build(settings.model), num_clients=10, clients_per_round=2)
     with pytest.raises(InputError, match="method.target=average lets .* set method.target=keep, or") as caught:
-        settings.algorithm.strategy.make().check(circumstances)
+        settings.algorithm.strategy.make().validate(context)
     assert "\n" not in str(caught.value)
 
 

@@ -262,11 +262,11 @@ def test_bf16_passes_end_in_a_loss_of_full_precision():
 def test_the_memory_is_first_in_first_out():
     method = make_method(memory_size=4)
     rows = torch.eye(8)
-    method.remember(2 * rows[:3])
+    method.after_aggregation(2 * rows[:3])
     assert torch.equal(method.memory, torch.cat((rows[:3], torch.zeros(1, 8))))
-    method.remember(3 * rows[3:5])
+    method.after_aggregation(3 * rows[3:5])
     assert torch.equal(method.memory, rows[[3, 4, 0, 1]])
-    method.remember(rows[1:7])
+    method.after_aggregation(rows[1:7])
     assert torch.equal(method.memory, rows[1:5])
     assert method.tensors["memory"] is method.memory  # live: what is kept is what is there
 
@@ -284,7 +284,7 @@ def test_the_memory_holds_what_the_target_made_of_the_first_view():
 
 def test_a_new_client_begins_with_an_empty_memory():
     method = make_method()
-    method.remember(torch.eye(8))
+    method.after_aggregation(torch.eye(8))
     method.start_round(first=False)
     assert torch.equal(method.memory, torch.eye(8))
     method.start_round(first=True)
@@ -293,7 +293,7 @@ def test_a_new_client_begins_with_an_empty_memory():
 
 def test_local_centroids_are_those_of_the_memory():
     method = make_method(memory_size=20)
-    method.remember(groups(5, 5, 5))
+    method.after_aggregation(groups(5, 5, 5))
     method.end_round()
     torch.testing.assert_close(method.local_centroids, equal_clusters(method.memory[:15], clusters=3).float())
     torch.testing.assert_close(by_axis(method.local_centroids), torch.eye(8)[:3], rtol=0, atol=0.1)
@@ -301,7 +301,7 @@ def test_local_centroids_are_those_of_the_memory():
 
 def test_a_client_with_fewer_pictures_than_clusters():
     method = make_method(local_clusters=6)
-    method.remember(torch.eye(8)[:2])
+    method.after_aggregation(torch.eye(8)[:2])
     method.end_round()
     assert by_axis(method.local_centroids).sum(dim=0).bool().tolist() == [True] * 2 + [False] * 6
     assert torch.equal(method.local_centroids.norm(dim=1), torch.ones(6))
@@ -393,9 +393,9 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
     np.testing.assert_array_equal(found[0], clusters_of(sent[:4], np.zeros_like(found[0])))
     np.testing.assert_array_equal(found[1], clusters_of(sent[4:], found[0]))
     travels = federation.strategy.travels(federation.method)
-    assert travels.down == "encoder, projector, rotation, centroids (made by the server half)"
-    assert travels.up == "encoder, projector, rotation, local_centroids (for the server half)"
-    assert travels.stays == "target_encoder, target_projector, memory"
+    assert travels.download == "encoder, projector, rotation, centroids (made by the server half)"
+    assert travels.upload == "encoder, projector, rotation, local_centroids (for the server half)"
+    assert travels.local_state == "target_encoder, target_projector, memory"
 
 
 @pytest.mark.parametrize(

@@ -146,4 +146,4 @@ def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
 def test_dapu_decides_on_the_classifier(tmp_path):
     never = Federation(tmp_path, "method=supervised", "strategy=fedu", "strategy.predictor_threshold=0")
     travels = never.strategy.travels(never.method)
-    assert travels.stays.startswith("classifier (if DAPU says so)")
+    assert travels.local_state.startswith("classifier (if DAPU says so)")

@@ -70,7 +70,7 @@ def test_plan_survives_the_message():
 
 @pytest.mark.parametrize("up", [None, (), ("encoder.conv.weight",)])
 def test_all_and_nothing_are_told_apart(up):
-    assert TrainPlan.from_content(replace(PLAN, up=up).to_content()).up == up
+    assert TrainPlan.from_content(replace(PLAN, upload_names=up).to_content()).upload_names == up
 
 
 def test_what_belongs_to_the_servers_half_of_a_method_is_apart_from_the_layers():
