@@ -36,7 +36,7 @@ from fedssl.config.load import compose, read_client
 from fedssl.training import batches
 from server_app.app import build_run
 from server_app.attempts import run_round
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from simulation.local_grid import LocalGrid
 from strategies.base import State
 from strategies.state import ServerState
@@ -57,9 +57,9 @@ class Federation:
     def __call__(self) -> float:
         """Run a round; its seconds."""
         start = time.perf_counter()
-        post = Post(self.grid)
-        self.state, _ = run_round(post, lambda: self.federation, self.state, keep_from=self.state.round)
-        post.settle()
+        exchange = MessageExchange(self.grid)
+        self.state, _ = run_round(exchange, lambda: self.federation, self.state, keep_from=self.state.round)
+        exchange.flush()
         return time.perf_counter() - start
 
     def bare(self) -> float:

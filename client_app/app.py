@@ -22,18 +22,18 @@ from fedssl.config.load import read_client
 from fedssl.config.settings import EXACT
 from fedssl.errors import RequestRefused
 from fedssl.fingerprint import code_fingerprint
-from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan, who_reply
+from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan, node_info_reply
 
 log = logging.getLogger("fedssl")
 
 app = ClientApp()
 
 
-@app.query("who")
-def who(message: Message, context: Context) -> Message:
+@app.query("node_info")
+def node_info(message: Message, context: Context) -> Message:
     """Tell who this node is."""
     try:
-        return who_reply(message, _client(context).who)
+        return node_info_reply(message, _client(context).node_info)
     except Exception as error:  # the server is told, whatever is wrong with the node
         return _failed(message, context, error)
 

@@ -38,7 +38,7 @@ from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.threads import default_threads
 from fedssl.untrusted import read_text
 from fedssl.waiting import sanitize_line
-from fedssl.wire.messages import Who, check_device_name
+from fedssl.wire.messages import NodeInfo, check_device_name
 
 log = logging.getLogger("fedssl")
 
@@ -127,9 +127,9 @@ class Device:
         return named if self.partition is None else self.partition
 
     @property
-    def who(self) -> Who:
+    def node_info(self) -> NodeInfo:
         """What it answers when it is asked."""
-        return Who(partition=self.partition, name=self.name)
+        return NodeInfo(partition=self.partition, name=self.name)
 
     def settings(self, text: str) -> ClientSettings:
         """What the device makes of a task, within its limits.

@@ -49,10 +49,10 @@ def answer(
 
     def call(message: Message, context: Context) -> Message:
         plan, update = train(message, context)
-        way = way_of(update.layers, plan.layers)
+        delta = delta_of(update.layers, plan.layers)
         # Flower leaves the type of a record's value open; this one its own set-up stage has written as a number.
-        _check_way(way, most=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
-        found = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([way]), num_examples=1, metrics={})
+        _check_delta(delta, most=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
+        found = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([delta]), num_examples=1, metrics={})
         return Message(fitres_to_recorddict(found, keep_input=False), reply_to=message)
 
     return secaggplus_mod(message, context, call)
@@ -63,17 +63,17 @@ def summed(layers: Layers) -> list[str]:
     return [name for name, array in layers.items() if array.dtype.kind == "f"]
 
 
-def way_of(layers: Layers, begun: Layers) -> np.ndarray:
+def delta_of(layers: Layers, start: Layers) -> np.ndarray:
     """How far all summed layers went, as one vector."""
-    ways = [layers[name].astype(np.float64) - begun[name] for name in summed(begun)]
-    return np.concatenate([way.reshape(-1) for way in ways])
+    deltas = [layers[name].astype(np.float64) - start[name] for name in summed(start)]
+    return np.concatenate([delta.reshape(-1) for delta in deltas])
 
 
-def _check_way(way: np.ndarray, *, most: float) -> None:
+def _check_delta(delta: np.ndarray, *, most: float) -> None:
     """Refuse what nobody could find in the sum, and say what will be cut."""
-    if not np.isfinite(way).all():
+    if not np.isfinite(delta).all():
         raise RequestRefused("training diverged: the update has values that are not finite")
-    cut = int(np.count_nonzero(np.abs(way) > most))
+    cut = int(np.count_nonzero(np.abs(delta) > most))
     if cut:
         log.warning("%d numbers of the update went further than secure.clipping_range=%g and are cut to it", cut, most)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from client_app.store import FILES, Store
-from fedssl.wire.messages import Who
+from fedssl.wire.messages import NodeInfo
 
 MARK = "simulation"  # key of the node's configuration
 
@@ -71,6 +71,6 @@ class Simulated:
         return str(self.number)
 
     @property
-    def who(self) -> Who:
+    def node_info(self) -> NodeInfo:
         """What it answers when it is asked."""
-        return Who(partition=self.number, partitions=self.partitions)
+        return NodeInfo(partition=self.number, partitions=self.partitions)

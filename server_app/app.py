@@ -26,7 +26,7 @@ from server_app.build import RunComponents, build_run
 from server_app.devices import NO_PICTURES
 from server_app.evaluator import Judged
 from server_app.log import logging_to, writing
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import own_models
 from server_app.proven import Expected
@@ -82,7 +82,7 @@ def run(
     grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None
 ) -> tuple[Judged, Judged, str | None]:
     """All rounds from the last checkpoint on; returns what `finish` does, and why nothing is evaluated, if so."""
-    components = build_run(grid, settings, known=recorder.devices())
+    components = build_run(grid, settings, known_client_ids=recorder.devices())
     settings = components.settings
     resumed = settings.recording.resumed
     if resumed not in (None, settings.rounds) and len(components.context.phases) > 1:
@@ -92,18 +92,18 @@ def run(
         )
     state = ServerState()
     if resumed is not None:
-        context, numbers = components.context, components.roll.clients.numbers
+        context, client_ids = components.context, components.client_manager.clients.client_ids
         state = recorder.restore(
             Expected(
                 untrained=context.initial_model(),
-                clients=max([settings.num_clients, *(number + 1 for number in numbers.values())]),
+                clients=max([settings.num_clients, *(number + 1 for number in client_ids.values())]),
                 phases=len(context.phases),
                 is_valid_model_state=context.strategy.server.is_valid_model_state,
                 is_valid_strategy_state=context.strategy.server.is_valid_strategy_state,
             )
         )
     recorder.begin(settings.recording, components.held)
-    recorder.register(components.roll.clients.numbers)
+    recorder.register(components.client_manager.clients.client_ids)
     components.context.strategy.server.plot(recorder.folder / "figures")
     pictures = f"{len(components.held.pictures.images)} pictures" if components.held else "their own pictures"
     log.info(
@@ -119,14 +119,14 @@ def run(
     problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    post = Post(grid, keep=settings.updates.buffered)
+    exchange = MessageExchange(grid, keep_contents=settings.updates.buffered)
     overlap = may_overlap(components, client_cores)
-    state = rounds(post, components, state, recorder, last=settings.rounds, overlap=overlap)
+    state = rounds(exchange, components, state, recorder, last=settings.rounds, overlap=overlap)
     judged = finish(components, state, settings, recorder)
     if settings.evaluation.clients:
         trained, epochs = recorder.trained(), settings.evaluation.adapt_epochs
         with at_stage(components.method, depth=components.context.phases[-1].depth):
-            recorder.own_models(own_models(post, components, state, trained=trained, epochs=epochs))
+            recorder.own_models(own_models(exchange, components, state, trained=trained, epochs=epochs))
     return (*judged, problem)
 
 

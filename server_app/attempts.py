@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.report import RoundReport
 from server_app.round import Observe, Round, TooFewUpdatesError
 from server_app.round_context import RoundContext
@@ -13,7 +13,7 @@ log = logging.getLogger("fedssl")
 
 
 def run_round(
-    post: Post,
+    exchange: MessageExchange,
     current_context: Callable[[], RoundContext],
     state: ServerState,
     *,
@@ -24,7 +24,7 @@ def run_round(
 
     Parameters
     ----------
-    post : Post
+    exchange : MessageExchange
         Of the run.
     current_context : callable
         Gives the context with the clients that are there.
@@ -40,16 +40,18 @@ def run_round(
     while True:
         context = current_context()
         updates = context.updates
-        post.forget(older=context.timeout)
-        one = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(post, context))
-        enough = updates.min_updates if updates.buffered else None
+        exchange.expire(older_than=context.timeout)
+        one = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(exchange, context))
+        min_replies = updates.min_updates if updates.buffered else None
         if updates.extra_clients:
-            enough = context.clients_per_round
-        replies = post.exchange(one.messages, timeout=context.timeout, deadline=updates.deadline, enough=enough)
+            min_replies = context.clients_per_round
+        replies = exchange.send_and_receive(
+            one.messages, timeout=context.timeout, deadline=updates.deadline, min_replies=min_replies
+        )
         try:
             if context.secure:
-                return one.end_with_sum(post, context.secure)
-            return one.end(replies, late=post.late, observe=observe)
+                return one.end_with_sum(exchange, context.secure)
+            return one.end(replies, late_replies=exchange.late_replies, observe=observe)
         except TooFewUpdatesError as reason:
             if attempt == updates.repeats:
                 raise
@@ -57,9 +59,9 @@ def run_round(
             log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, updates.repeats)
 
 
-def _in_flight(post: Post, context: RoundContext) -> set[int]:
+def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
     """Clients whose late updates will be used."""
     if not context.updates.buffered:
         return set()
-    owing = {message.metadata.dst_node_id for message in post.owed.values()}
+    owing = {message.metadata.dst_node_id for message in exchange.pending.values()}
     return {client for client, node in context.nodes.items() if node in owing}

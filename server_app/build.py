@@ -33,7 +33,7 @@ from server_app.devices import say, with_devices
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
 from server_app.held import Held
-from server_app.nodes import Roll, find_clients
+from server_app.nodes import ClientManager, discover_clients
 from server_app.represent import ServerFeatureExtractor
 from server_app.round_context import RoundContext, raise_no_server_images
 from server_app.stopping import check_stopping
@@ -54,7 +54,7 @@ class RunComponents:
         Those of the run, with what only the pictures could tell.
     context : RoundContext
     lr_schedule : LRSchedule
-    roll : Roll
+    client_manager : ClientManager
         Who is there.
     held : Held or None
         None: the pictures are on the devices.
@@ -72,7 +72,7 @@ class RunComponents:
     settings: Settings
     context: RoundContext
     lr_schedule: LRSchedule
-    roll: Roll
+    client_manager: ClientManager
     held: Held | None
     evaluator: Evaluator
     monitor: Monitor | None
@@ -86,8 +86,8 @@ class RunComponents:
         return self.context.method
 
 
-def build_run(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None = None) -> RunComponents:
-    """Build all parts; ``known`` are the numbers that devices of the run have from before.
+def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, int] | None = None) -> RunComponents:
+    """Build all parts; ``known_client_ids`` are the numbers that devices of the run have from before.
 
     Raises
     ------
@@ -95,8 +95,10 @@ def build_run(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None
         Settings do not fit each other, the data or the federation.
     """
     device = set_up(settings.machine)
-    clients = find_clients(grid, settings.num_clients, timeout=settings.client_timeout, known=known)
-    task = task_of(settings).text() if clients.numbers else None
+    clients = discover_clients(
+        grid, settings.num_clients, timeout=settings.client_timeout, known_client_ids=known_client_ids
+    )
+    task = task_of(settings).text() if clients.client_ids else None
     if task:
         settings = with_devices(settings, clients)
         say(settings, clients)
@@ -149,7 +151,7 @@ def build_run(grid: Grid, settings: Settings, *, known: Mapping[str, int] | None
         settings=settings,
         context=context,
         lr_schedule=lr_schedule,
-        roll=Roll(grid, clients, timeout=settings.client_timeout),
+        client_manager=ClientManager(grid, clients, timeout=settings.client_timeout),
         held=held,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),

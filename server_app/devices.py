@@ -7,7 +7,7 @@ from fedssl.config.load import with_clients
 from fedssl.config.overrides import parse
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.errors import InputError
-from server_app.nodes import Clients
+from server_app.nodes import ClientDirectory
 
 log = logging.getLogger("fedssl")
 
@@ -18,7 +18,7 @@ NO_PICTURES = (
 )
 
 
-def with_devices(settings: Settings, clients: Clients) -> Settings:
+def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
     """The settings of a run whose clients are these devices.
 
     There are as many clients as devices that are there, and all take part in a round unless ``clients_per_round`` says
@@ -60,9 +60,9 @@ def own_data(settings: Settings) -> DataSettings:
     return replace(data, federated=data.train)  # what clients would share is not needed
 
 
-def say(settings: Settings, clients: Clients) -> None:
+def say(settings: Settings, clients: ClientDirectory) -> None:
     """Tell people which devices there are, and what is not measured."""
-    known = {number: name for name, number in clients.numbers.items()}
+    known = {number: name for name, number in clients.client_ids.items()}
     data = settings.data
     log.info(
         "devices: %s; they train on their own pictures, brought to %d x %d pixels in %d channels",

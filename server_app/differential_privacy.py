@@ -40,26 +40,26 @@ class Privacy:
     ) -> None:
         self._settings, self._clients, self._generator = settings, clients, generator
 
-    def clip(self, layers: Layers, begun: Layers) -> Layers:
+    def clip(self, layers: Layers, start: Layers) -> Layers:
         """An update that went no further than the longest way; statistics and counters as they were."""
-        squares = (np.sum(np.square(layers[name] - begun[name], dtype=np.float64)) for name in _weights(begun))
-        length = math.sqrt(sum(squares))
-        factor = min(1.0, self._settings.clip_norm / length) if length else 1.0
-        clipped = {name: begun[name] + (layers[name] - begun[name]) * np.float32(factor) for name in _weights(begun)}
-        return {name: clipped.get(name, begun[name]) for name in layers}
+        squares = (np.sum(np.square(layers[name] - start[name], dtype=np.float64)) for name in _weights(start))
+        norm = math.sqrt(sum(squares))
+        factor = min(1.0, self._settings.clip_norm / norm) if norm else 1.0
+        clipped = {name: start[name] + (layers[name] - start[name]) * np.float32(factor) for name in _weights(start)}
+        return {name: clipped.get(name, start[name]) for name in layers}
 
-    def release(self, mean: Layers, begun: Layers, *, used: int, round: int) -> Layers:
+    def add_noise(self, mean: Layers, start: Layers, *, used: int, round: int) -> Layers:
         """The new global layers, of the mean over the ``used`` updates of a round."""
         random = self._generator(round)
         std = self._settings.noise_multiplier * self._settings.clip_norm / self._clients
         share = np.float32(used / self._clients)
-        released = dict(begun)
-        for name in _weights(begun):
-            noise = random.normal(0.0, std, begun[name].shape)
-            released[name] = (begun[name] + share * (mean[name] - begun[name]) + noise).astype(begun[name].dtype)
+        released = dict(start)
+        for name in _weights(start):
+            noise = random.normal(0.0, std, start[name].shape)
+            released[name] = (start[name] + share * (mean[name] - start[name]) + noise).astype(start[name].dtype)
         return {name: released[name] for name in mean}
 
-    def spent(self, rounds: int) -> dict[str, float]:
+    def privacy_spent(self, rounds: int) -> dict[str, float]:
         """Epsilon after so many rounds, and its delta."""
         delta = self._settings.delta
         return {"epsilon": epsilon(rounds, self._settings.noise_multiplier, delta), "delta": delta}

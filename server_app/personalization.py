@@ -22,7 +22,7 @@ from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.wire.messages import Ask
 from server_app.build import RunComponents
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.plans import Plans
 from server_app.replies import BadUpdate, choice, read_update
 from strategies.state import ServerState
@@ -57,13 +57,13 @@ class OwnModel:
 
 
 def own_models(
-    post: Post, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
+    exchange: MessageExchange, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
 ) -> list[OwnModel]:
     """Ask all clients and judge what they show, in order of the clients.
 
     Parameters
     ----------
-    post : Post
+    exchange : MessageExchange
     components : RunComponents
         Of a simulation whose pictures have labels.
     state : ServerState
@@ -82,7 +82,7 @@ def own_models(
     }
     found = []
     for whose, (clients, ask) in asks.items():
-        for client, model, layers in shown(post, components, state, clients, ask):
+        for client, model, layers in shown(exchange, components, state, clients, ask):
             everywhere, own = judge(client, layers)
             found.append(OwnModel(client=client, model=model, whose=whose, everywhere=everywhere, own=own))
     return sorted(found, key=lambda one: (list(asks).index(one.whose), one.client))
@@ -99,7 +99,7 @@ def means(found: Sequence[OwnModel]) -> dict[str, dict[str, Score]]:
 
 
 def shown(
-    post: Post, components: RunComponents, state: ServerState, clients: Sequence[int], ask: Ask
+    exchange: MessageExchange, components: RunComponents, state: ServerState, clients: Sequence[int], ask: Ask
 ) -> Iterator[tuple[int, str, Layers]]:
     """Encoders as they arrive, each with its client and the name of the model that it comes from."""
     # Newcomers learn at the optimiser's own rate, and the server does not train once more.
@@ -112,7 +112,7 @@ def shown(
     plans = Plans(context, state, candidates=candidates, also=(), keep_from=0)
     messages = [Message(ask.beside(plan.content), plan.metadata.dst_node_id, "train.own") for plan in plans.messages]
     client_of = {context.nodes[client]: client for client in clients}
-    for reply in post.exchange(messages, timeout=context.timeout):
+    for reply in exchange.send_and_receive(messages, timeout=context.timeout):
         client = client_of.get(reply.metadata.src_node_id, -1)
         try:
             if reply.has_error():

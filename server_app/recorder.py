@@ -92,7 +92,7 @@ class Recorder:
         self.evaluations: list[tuple[int, dict[str, float]]] = []  # rounds and results, all of them
         self._early: str | None = None
         self._done = 0  # rounds of a resumed run
-        self._numbers: dict[str, int] = {}
+        self._client_ids: dict[str, int] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._progress = Progress(rounds)
         self._tracking = Tracking(settings)
@@ -149,11 +149,11 @@ class Recorder:
             raise corrupt_file_error(file, "two names have the same number")
         return found
 
-    def register(self, numbers: Mapping[str, int]) -> None:
+    def register(self, client_ids: Mapping[str, int]) -> None:
         """Keep the numbers of devices, by name, for when the run is resumed."""
-        if numbers != self._numbers:
-            write_text(self.folder / DEVICES, json.dumps(dict(numbers), indent=2) + "\n")
-            self._numbers = dict(numbers)
+        if client_ids != self._client_ids:
+            write_text(self.folder / DEVICES, json.dumps(dict(client_ids), indent=2) + "\n")
+            self._client_ids = dict(client_ids)
 
     def begin(self, settings: RecordingSettings, held: Held | None) -> None:
         """Make the folder that of this run: all settings have been found usable, and it is known who holds what.

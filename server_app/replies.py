@@ -11,7 +11,7 @@ from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 
 log = logging.getLogger("fedssl")
 
@@ -27,7 +27,7 @@ class BadUpdate(ValueError):
 
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
     """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
-    return Post(grid).exchange(messages, timeout=timeout)
+    return MessageExchange(grid).send_and_receive(messages, timeout=timeout)
 
 
 def in_order(

@@ -10,7 +10,7 @@ class ClientRow:
 
     ``model`` is the name of the model that the client started from. ``cosine`` has that of every layer with it,
     ``model_cosine`` that of all weights as one vector (L-DAWA, Eq. 2 and Fig. 4), and ``layer_cosine`` the mean over
-    layers, see `fedssl.arrays.Cosines`; None: no weights travelled. ``age`` counts the rounds since the plan that it
+    layers, see `fedssl.arrays.Cosines`; None: no weights travelled. ``staleness`` counts the rounds since the plan that it
     answers.
     """
 
@@ -25,7 +25,7 @@ class ClientRow:
     cosine: dict[str, float]
     model_cosine: float | None
     layer_cosine: float | None
-    age: int = 0
+    staleness: int = 0
 
 
 @dataclass(frozen=True)

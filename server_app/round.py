@@ -20,14 +20,14 @@ from fedssl.errors import InputError, RunError
 from fedssl.waiting import sanitize_line
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, from_message
-from server_app.messaging import Post
-from server_app.overdue import brought_up
+from server_app.messaging import MessageExchange
+from server_app.overdue import apply_stale_update
 from server_app.plans import Plans
-from server_app.plausible import implausible
+from server_app.plausible import norm_outliers
 from server_app.replies import NO_REPLY, BadUpdate, check_update, choice, in_order, read_update
 from server_app.report import ClientRow, RoundReport
 from server_app.round_context import RoundContext
-from server_app.secure_aggregation import NotEnough, mean_way, moved
+from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
 from strategies.base import Aggregator, RoundOutcome
 from strategies.state import GLOBAL, Model, ServerState, suffix
 from strategies.weighted_sum import NO_COSINES, is_uniform_sum
@@ -53,7 +53,7 @@ class _Usable:
     update: ClientUpdate
     cosines: Cosines
     bytes_up: int
-    age: int = 0
+    staleness: int = 0
 
 
 class TooFewUpdatesError(RunError):
@@ -126,7 +126,7 @@ class Round:
         self,
         replies: Iterable[Message],
         *,
-        late: Sequence[tuple[Message, Message]] = (),
+        late_replies: Sequence[tuple[Message, Message]] = (),
         observe: Observe | None = None,
     ) -> tuple[ServerState, RoundReport]:
         """Fold the replies in as they come, in order of the clients; bad updates are dropped and reported.
@@ -135,7 +135,7 @@ class Round:
         ----------
         replies : iterable of Message
             To `messages`.
-        late : sequence of (Message, Message)
+        late_replies : sequence of (Message, Message)
             Plans of earlier rounds and the replies to them; looked at when all of ``replies`` are there.
         observe : callable, optional
             Sees every update that is used.
@@ -149,9 +149,9 @@ class Round:
             aggregation.aggregator.start(self._starts[name].sent)
         clients = {self._context.nodes[client]: client for client in self._start_of}
         own = self._usable(in_order(replies, sent=self.messages, clients=clients, drop=self._drop))
-        usable: Iterable[_Usable] = chain(own, self._overdue(late))
+        usable: Iterable[_Usable] = chain(own, self._stale_updates(late_replies))
         if self._context.updates.norm_factor is not None:
-            usable = self._plausible(list(usable), factor=self._context.updates.norm_factor)
+            usable = self._drop_outliers(list(usable), factor=self._context.updates.norm_factor)
         if self._cluster_models:
             usable = self._sorted(list(usable))
         for one in usable:
@@ -159,17 +159,19 @@ class Round:
             del one  # a streamed update is a whole model: let it go before the next one is made
         return self._close()
 
-    def end_with_sum(self, post: Post, secure: SecureSettings) -> tuple[ServerState, RoundReport]:
+    def end_with_sum(self, exchange: MessageExchange, secure: SecureSettings) -> tuple[ServerState, RoundReport]:
         """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdatesError`."""
         context, clients = self._context, {node: client for client, node in self._context.nodes.items()}
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
         updates, start = context.updates, self._starts[GLOBAL]
         try:
-            found = mean_way(
-                post, contents, secure, round=self.number, timeout=context.timeout, deadline=updates.deadline
+            found = secure_mean_delta(
+                exchange, contents, secure, round=self.number, timeout=context.timeout, deadline=updates.deadline
             )
-            mean = ClientUpdate(layers=moved(start.sent.layers, found.way), partition_id=clients[found.nodes[0]])
-        except NotEnough as reason:
+            mean = ClientUpdate(
+                layers=apply_delta(start.sent.layers, found.delta), partition_id=clients[found.nodes[0]]
+            )
+        except TooFewParticipants as reason:
             raise TooFewUpdatesError(f"round {self.number}: {reason}") from reason
         for client in self._start_of.keys() - {clients[node] for node in found.nodes}:
             self._drop(client, NO_REPLY)
@@ -197,11 +199,11 @@ class Round:
             if one.received and not server.keeps_model(name, one.received)
         }
         took_part = {**self._state.took_part}
-        took_part |= {row.client: (self.number - row.age, row.model) for row in self._report.clients}
+        took_part |= {row.client: (self.number - row.staleness, row.model) for row in self._report.clients}
         for client in self._report.dropped:  # nobody knows what it holds now
             took_part.pop(client, None)
         if self._context.privacy:
-            self._report.privacy.update(self._context.privacy.spent(self.number))
+            self._report.privacy.update(self._context.privacy.privacy_spent(self.number))
         state = replace(self._state, round=self.number, models={**self._state.models, **fed}, took_part=took_part)
         outcome = RoundOutcome(
             round=self.number,
@@ -285,10 +287,10 @@ class Round:
             return
         yield _Usable(update, cosines, content_bytes(reply.content))
 
-    def _overdue(self, late: Iterable[tuple[Message, Message]]) -> Iterator[_Usable]:
+    def _stale_updates(self, late_replies: Iterable[tuple[Message, Message]]) -> Iterator[_Usable]:
         """The updates to plans of earlier rounds, as they are for the present model; not used unless asked for."""
         context, nodes = self._context, {node: client for client, node in self._context.nodes.items()}
-        for plan, reply in sorted(late, key=_age_and_node):
+        for plan, reply in sorted(late_replies, key=_by_staleness):
             client = nodes.get(plan.metadata.dst_node_id)
             if client is None or reply.has_error() or not context.updates.buffered:
                 self._report.late.append(plan.metadata.dst_node_id if client is None else client)
@@ -299,13 +301,15 @@ class Round:
             self._start_of[client], self._into[client], self._received[client] = GLOBAL, (GLOBAL,), tuple(begun)
             self._bytes_down[client] = content_bytes(plan.content)
             for one in self._read(client, reply, sent=then, number=number):
-                age = self.number - number
-                layers = brought_up(one.update.layers, begun=then.layers, now=start.sent.layers, age=age)
-                moved = start.sent.compare(layers)
-                yield replace(one, update=replace(one.update, layers=layers), cosines=moved, age=age)
+                staleness = self.number - number
+                layers = apply_stale_update(
+                    one.update.layers, start=then.layers, current=start.sent.layers, staleness=staleness
+                )
+                cosines = start.sent.compare(layers)
+                yield replace(one, update=replace(one.update, layers=layers), cosines=cosines, staleness=staleness)
 
-    def _plausible(self, usable: Sequence[_Usable], *, factor: float) -> Iterator[_Usable]:
-        found = implausible({one.update.partition_id: one.cosines.moved for one in usable}, factor=factor)
+    def _drop_outliers(self, usable: Sequence[_Usable], *, factor: float) -> Iterator[_Usable]:
+        found = norm_outliers({one.update.partition_id: one.cosines.moved for one in usable}, factor=factor)
         for client, reason in found.items():
             self._drop(client, reason)
         return (one for one in usable if one.update.partition_id not in found)
@@ -351,7 +355,7 @@ class Round:
             cosine=cosines.weights,
             model_cosine=cosines.model if cosines.weights else None,
             layer_cosine=cosines.mean,
-            age=one.age,
+            staleness=one.staleness,
         )
 
     def _drop(self, client: int, reason: str) -> None:
@@ -377,7 +381,7 @@ class Round:
         model = start.model
         mean = one.aggregator.finish()
         if context.privacy:
-            mean = context.privacy.release(mean, start.sent.layers, used=len(one.received), round=self.number)
+            mean = context.privacy.add_noise(mean, start.sent.layers, used=len(one.received), round=self.number)
         moments, new = context.server_optimizer.step(model.moments, model.updates + 1, start.sent.layers, mean)
         trained = {**start.trained, **new}
         memory, findings = context.strategy.server.after_aggregation(
@@ -396,7 +400,7 @@ class Round:
         return context.calibrate_if_due(model, self.number, when="end")
 
 
-def _age_and_node(pair: tuple[Message, Message]) -> tuple[int, int]:
+def _by_staleness(pair: tuple[Message, Message]) -> tuple[int, int]:
     return int(pair[0].metadata.group_id), pair[0].metadata.dst_node_id
 
 

@@ -1,7 +1,7 @@
-"""The server's side of secure aggregation: Flower's SecAgg+ workflow, of which this takes the mean of clients' ways.
+"""The server's side of secure aggregation: Flower's SecAgg+ workflow, of which this takes the mean of clients' deltas.
 
 The workflow is of Flower's older interface, and asks a strategy and a client manager what it needs; here one small
-object answers. What it sends goes through the `Post` of the run, with its deadline.
+object answers. What it sends goes through the `MessageExchange` of the run, with its deadline.
 """
 
 import logging
@@ -18,20 +18,20 @@ from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import RunError
 from fedssl.wire.records import content_bytes
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 
 
-class NotEnough(RunError):
+class TooFewParticipants(RunError):
     """Fewer clients replied than are needed to take the masks away."""
 
 
 @dataclass(frozen=True)
-class Sum:
+class SecureMean:
     """What came of a round.
 
     Attributes
     ----------
-    way : ndarray
+    delta : ndarray
         Mean over the clients of how far they went, as one vector in the order of `client_app.secure.summed`.
     nodes : list of int
         Of the clients in it.
@@ -39,26 +39,26 @@ class Sum:
         By node.
     """
 
-    way: np.ndarray
+    delta: np.ndarray
     nodes: list[int]
     bytes_down: dict[int, int]
     bytes_up: dict[int, int]
 
 
-def mean_way(
-    post: Post,
+def secure_mean_delta(
+    exchange: MessageExchange,
     contents: Mapping[int, RecordDict],
     settings: SecureSettings,
     *,
     round: int,
     timeout: float,
     deadline: float | None,
-) -> Sum:
+) -> SecureMean:
     """The four stages of the protocol with the nodes to which these contents go.
 
     Raises
     ------
-    NotEnough
+    TooFewParticipants
         Too few clients took part, or replied to the end.
     """
     from flwr.common import parameters_to_ndarrays
@@ -67,7 +67,7 @@ def mean_way(
     from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 
     if len(contents) < LEAST_CLIENTS:
-        raise NotEnough(f"{len(contents)} clients are there, and secure aggregation needs {LEAST_CLIENTS}")
+        raise TooFewParticipants(f"{len(contents)} clients are there, and secure aggregation needs {LEAST_CLIENTS}")
     workflow = SecAggPlusWorkflow(
         1.0,
         settings.threshold,
@@ -77,7 +77,7 @@ def mean_way(
         clipping_range=float(settings.clipping_range),
         timeout=timeout,
     )
-    stages, part = _Stages(post, timeout=timeout, deadline=deadline), _Part(list(contents))
+    stages, part = _GridAdapter(exchange, timeout=timeout, deadline=deadline), _StrategyStub(list(contents))
     records = RecordDict()
     records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round})
     records[MAIN_PARAMS_RECORD] = ArrayRecord()
@@ -86,46 +86,46 @@ def mean_way(
     state = WorkflowState()
     with _quiet("flwr"):
         try:
-            went_on = workflow.setup_stage(grid, context, state)
+            ok = workflow.setup_stage(grid, context, state)
             # The plan goes out with the third stage, in a record of each client's own, to which Flower adds.
             state.nid_to_fitins = {node: RecordDict({**content}) for node, content in contents.items()}
-            went_on = went_on and workflow.share_keys_stage(grid, context, state)
+            ok = ok and workflow.share_keys_stage(grid, context, state)
             # Flower would ask for shares of those, too, that were lost before they gave any.
             state.sampled_node_ids = there = set(state.active_node_ids)
             state.nid_to_neighbours = {node: found & there for node, found in state.nid_to_neighbours.items()}
-            went_on = went_on and workflow.collect_masked_vectors_stage(grid, context, state)
+            ok = ok and workflow.collect_masked_vectors_stage(grid, context, state)
             nodes = sorted(state.active_node_ids)
-            went_on = went_on and workflow.unmask_stage(grid, context, state)
+            ok = ok and workflow.unmask_stage(grid, context, state)
         except Exception as error:  # whatever a peer may have put into a message
-            raise NotEnough(f"secure aggregation failed ({type(error).__name__}: {error})") from error
-    if not went_on:
+            raise TooFewParticipants(f"secure aggregation failed ({type(error).__name__}: {error})") from error
+    if not ok:
         reasons = "; ".join(stages.reasons) or "no reply in time"
-        raise NotEnough(f"too few clients took part in secure aggregation to the end ({reasons})")
-    (way,) = parameters_to_ndarrays(part.found)
-    return Sum(way, nodes, stages.bytes_down, stages.bytes_up)
+        raise TooFewParticipants(f"too few clients took part in secure aggregation to the end ({reasons})")
+    (delta,) = parameters_to_ndarrays(part.found)
+    return SecureMean(delta, nodes, stages.bytes_down, stages.bytes_up)
 
 
-def moved(layers: Layers, way: np.ndarray) -> Layers:
-    """The layers after the way that `client_app.secure.way_of` tells; counters stay.
+def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
+    """The layers after the delta that `client_app.secure.delta_of` computes; counters stay.
 
     Raises
     ------
-    NotEnough
-        The way is of another length or not finite.
+    TooFewParticipants
+        The delta is of another length or not finite.
     """
     names = summed(layers)
-    if way.ndim != 1 or len(way) != sum(layers[name].size for name in names) or not np.isfinite(way).all():
-        raise NotEnough("the sum of secure aggregation does not fit the model")
+    if delta.ndim != 1 or len(delta) != sum(layers[name].size for name in names) or not np.isfinite(delta).all():
+        raise TooFewParticipants("the sum of secure aggregation does not fit the model")
     found, start = dict(layers), 0
     for name in names:
         array = layers[name]
-        part = way[start : start + array.size].reshape(array.shape)
+        part = delta[start : start + array.size].reshape(array.shape)
         found[name], start = (array + part).astype(array.dtype), start + array.size
     return found
 
 
 @dataclass
-class _Part:
+class _StrategyStub:
     """What the workflow asks of a strategy and of a client manager."""
 
     nodes: list[int]
@@ -145,10 +145,10 @@ class _Part:
 
 
 @dataclass
-class _Stages:
+class _GridAdapter:
     """What the workflow needs of a grid: replies as a list, one of each node."""
 
-    post: Post
+    exchange: MessageExchange
     timeout: float
     deadline: float | None
     bytes_down: dict[int, int] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class _Stages:
             self._count(self.bytes_down, message.metadata.dst_node_id, content_bytes(message.content))
         replies: dict[int, Message] = {}
         asked: dict[str, int] = {}
-        for reply in self.post.exchange(messages, timeout=self.timeout, deadline=self.deadline):
+        for reply in self.exchange.send_and_receive(messages, timeout=self.timeout, deadline=self.deadline):
             asked = asked or {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
             node = asked.get(reply.metadata.reply_to_message_id)
             if reply.has_error():

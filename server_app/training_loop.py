@@ -25,7 +25,7 @@ from server_app.attempts import run_round
 from server_app.build import RunComponents
 from server_app.collapse_monitor import Measurement
 from server_app.evaluator import Judged
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.recorder import Recorder
 from server_app.report import RoundReport
 from server_app.round import Observe
@@ -60,7 +60,13 @@ def may_overlap(components: RunComponents, client_cores: int | None) -> bool:
 
 
 def rounds(
-    post: Post, components: RunComponents, state: ServerState, recorder: Recorder, *, last: int, overlap: bool
+    exchange: MessageExchange,
+    components: RunComponents,
+    state: ServerState,
+    recorder: Recorder,
+    *,
+    last: int,
+    overlap: bool,
 ) -> ServerState:
     """All rounds after ``state`` up to the last one, recorded; returns the state after it.
 
@@ -71,7 +77,7 @@ def rounds(
     try:
         with recording:
             while state.round < last and not reason_to_stop(recorder.evaluations, rule):
-                state = one_round(post, components, state, recorder, recording)
+                state = one_round(exchange, components, state, recorder, recording)
     except BaseException:
         with suppress(OSError):  # the disk may be full
             recorder.checkpoint(recording.state, ends=True)
@@ -175,13 +181,13 @@ class Recording:
 
 
 def one_round(
-    post: Post, components: RunComponents, state: ServerState, recorder: Recorder, recording: Recording
+    exchange: MessageExchange, components: RunComponents, state: ServerState, recorder: Recorder, recording: Recording
 ) -> ServerState:
     """The state after one round more, which is handed to the recording."""
 
     def current_context() -> RoundContext:
-        clients = components.roll.call(components.context.updates.min_updates)
-        recorder.register(clients.numbers)
+        clients = components.client_manager.wait_for(components.context.updates.min_updates)
+        recorder.register(clients.client_ids)
         return replace(components.context, nodes=clients.nodes)
 
     start, number = time.monotonic(), state.round + 1
@@ -190,13 +196,13 @@ def one_round(
     observers = [one.observe for one in (monitor, keeper) if one is not None]
     with at_stage(components.method, depth=phase.depth):
         state, report = run_round(
-            post,
+            exchange,
             current_context,
             state,
             keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
             observe=to_all(observers) if observers else None,
         )
-        post.settle()  # whoever resumes from this round's checkpoint finds it
+        exchange.flush()  # whoever resumes from this round's checkpoint finds it
         seconds = time.monotonic() - start
         clients = [row.client for row in report.clients]
         models = layers_of(components.context, state) if due or keeper else {}

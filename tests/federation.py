@@ -9,7 +9,7 @@ from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from server_app.attempts import run_round
 from server_app.build import build_run
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.report import RoundReport
 from server_app.round import Observe
 from server_app.round_context import RoundContext
@@ -29,7 +29,7 @@ class Federation:
         self.plans, self.updates = [], []
         app = ClientApp()
 
-        @app.query("who")
+        @app.query("node_info")
         def who(message, context):
             return client_app(message, context)
 
@@ -58,8 +58,8 @@ class Federation:
     def run(self, rounds: int, observe: Observe | None = None) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
-            post, here = Post(self.grid), self.components.context
-            self.state, self.report = run_round(post, lambda here=here: here, self.state, observe=observe)
+            exchange, here = MessageExchange(self.grid), self.components.context
+            self.state, self.report = run_round(exchange, lambda here=here: here, self.state, observe=observe)
         return self.layers
 
     @property

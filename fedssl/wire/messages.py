@@ -17,7 +17,7 @@ from fedssl.wire.records import from_message, to_message
 from fedssl.wire.wire_format import check_transport
 
 ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
-ANSWERS, WHO, OWN = "answers", "who", "own"
+ANSWERS, NODE_INFO, OWN = "answers", "node-info", "own"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -268,7 +268,7 @@ def read_choice(content: RecordDict, *, among: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Who:
+class NodeInfo:
     """What a node says it is.
 
     Attributes
@@ -286,19 +286,19 @@ class Who:
     name: str = ""
 
 
-def who_reply(message: Message, who: Who) -> Message:
+def node_info_reply(message: Message, info: NodeInfo) -> Message:
     """A client's answer to the query what it is."""
-    if who.partitions is None:
-        record = ConfigRecord({"name": who.name})
-        if who.partition is not None:
-            record["partition-id"] = who.partition
-        return Message(RecordDict({WHO: record}), reply_to=message)
-    assert who.partition is not None
-    metrics = MetricRecord({"partition-id": who.partition, "num-partitions": who.partitions})
+    if info.partitions is None:
+        record = ConfigRecord({"name": info.name})
+        if info.partition is not None:
+            record["partition-id"] = info.partition
+        return Message(RecordDict({NODE_INFO: record}), reply_to=message)
+    assert info.partition is not None
+    metrics = MetricRecord({"partition-id": info.partition, "num-partitions": info.partitions})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 
-def read_who(message: Message) -> Who:
+def read_node_info(message: Message) -> NodeInfo:
     """What a node answered.
 
     Raises
@@ -306,15 +306,15 @@ def read_who(message: Message) -> Who:
     KeyError, ValueError
         It answered something else.
     """
-    if WHO not in message.content.config_records:
+    if NODE_INFO not in message.content.config_records:
         record = message.content.metric_records[METRICS]
-        return Who(partition=_whole(record["partition-id"]), partitions=_whole(record["num-partitions"]))
-    about = message.content.config_records[WHO]
+        return NodeInfo(partition=_whole(record["partition-id"]), partitions=_whole(record["num-partitions"]))
+    about = message.content.config_records[NODE_INFO]
     name = about["name"]
     if not isinstance(name, str):
         raise ValueError(f"{type(name).__name__} instead of a name")
     check_device_name(name)
-    return Who(partition=_whole(about["partition-id"]) if "partition-id" in about else None, name=name)
+    return NodeInfo(partition=_whole(about["partition-id"]) if "partition-id" in about else None, name=name)
 
 
 def check_device_name(name: str) -> None:

@@ -15,7 +15,7 @@ from client_app.limits import Limits, read_limits
 from client_app.simulated import MARK, is_simulated
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
-from fedssl.wire.messages import PLAN, ClientUpdate, Who, read_who
+from fedssl.wire.messages import PLAN, ClientUpdate, NodeInfo, read_node_info
 from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
@@ -40,7 +40,7 @@ def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     device = context(data_path=pictures(folder / "pictures", 6), state_path=folder / "states", client_name="a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes, "NODE_WAIT", 0.0)
+        patch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
         components = build_run(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
     return Round(components.context, ServerState()).messages[0].content
 
@@ -255,7 +255,7 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
 )
 def test_a_node_that_is_configured_wrongly_says_so(config, sentence, plan):
     device = Context(run_id=1, node_id=2, node_config=config, state=RecordDict(), run_config={})
-    for kind, content in (("query.who", RecordDict()), ("train", plan)):
+    for kind, content in (("query.node_info", RecordDict()), ("train", plan)):
         assert sentence in ask(content, device, kind).error.reason
 
 
@@ -264,11 +264,11 @@ def test_who_a_device_is(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert Device.read({"data-path": "x"}).states == tmp_path / "fedssl"
     for config, who in (
-        ({}, Who(partition=None, name="B-ro-2.lan")),
-        ({"partition_id": 4}, Who(partition=4, name="B-ro-2.lan-4")),
-        ({"client_name": "roof", "partition_id": 4}, Who(partition=4, name="roof")),
+        ({}, NodeInfo(partition=None, name="B-ro-2.lan")),
+        ({"partition_id": 4}, NodeInfo(partition=4, name="B-ro-2.lan-4")),
+        ({"client_name": "roof", "partition_id": 4}, NodeInfo(partition=4, name="roof")),
     ):
-        assert read_who(ask(RecordDict(), context(data_path="x", **config), "query.who")) == who
+        assert read_node_info(ask(RecordDict(), context(data_path="x", **config), "query.node_info")) == who
     assert Device.read({"data-path": "x", "partition-id": 4}).number == 4
     assert Device.read({"data-path": "x", "client-name": "a"}).number > 2**31
 

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.wire.messages import Who
+from fedssl.wire.messages import NodeInfo
 from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
-from server_app.nodes import Clients, find_clients
+from server_app.nodes import ClientDirectory, discover_clients
 from simulation.cli import run as simulate
 from simulation.grid import run_server_app
 from simulation.local_grid import LocalGrid
@@ -36,7 +36,7 @@ SMALL += ["evaluation=none", "final_evaluation=none", "health_pictures=0"]
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(nodes, "NODE_WAIT", 0.0)
+    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -140,11 +140,11 @@ def test_so_many_devices_as_are_asked_for_train(places, tmp_path):
 def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
     good, bad = devices(places[:2], tmp_path)
     del bad.node_config["data-path"]
-    found = find_clients(Devices(good, bad), 2, timeout=60)
-    assert found == Clients(nodes={0: 2}, numbers={"a": 0})
+    found = discover_clients(Devices(good, bad), 2, timeout=60)
+    assert found == ClientDirectory(nodes={0: 2}, client_ids={"a": 0})
     assert "node 3 takes no part: this SuperNode does not say where its pictures are" in caplog.text
     with pytest.raises(InputError, match="a client cannot start: this SuperNode does not say where its pictures are"):
-        find_clients(Devices(bad), 1, timeout=60)
+        discover_clients(Devices(bad), 1, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
 )
 def test_devices_that_cannot_be_told_apart(others, sentence):
     with pytest.raises(InputError, match=sentence):
-        find_clients(Devices(*(context(data_path="x", **one) for one in others)), 2, timeout=60)
+        discover_clients(Devices(*(context(data_path="x", **one) for one in others)), 2, timeout=60)
 
 
 def answering(*records):
     """A grid whose nodes answer the query who they are with these records."""
     app, waiting = ClientApp(), list(records)
 
-    @app.query("who")
+    @app.query("node_info")
     def who(message, context):
         return Message(RecordDict(waiting.pop(0)), reply_to=message)
 
@@ -174,30 +174,30 @@ def answering(*records):
 
 
 SIMULATED = {"metrics": MetricRecord({"partition-id": 0, "num-partitions": 1})}
-DEVICE = {"who": ConfigRecord({"name": "a"})}
+DEVICE = {"node-info": ConfigRecord({"name": "a"})}
 
 
 def test_devices_and_simulated_clients_do_not_mix():
     with pytest.raises(InputError, match="1 nodes are devices and 1 are simulated clients"):
-        find_clients(answering(SIMULATED, DEVICE), 2, timeout=60)
+        discover_clients(answering(SIMULATED, DEVICE), 2, timeout=60)
 
 
 @pytest.mark.parametrize(
     "answer",
     [
         {},
-        {"who": ConfigRecord({})},
-        {"who": ConfigRecord({"name": "\x1b[2J"})},
-        {"who": ConfigRecord({"name": "x" * 10**6})},
-        {"who": ConfigRecord({"name": 3})},
-        {"who": ConfigRecord({"name": "a", "partition-id": -1})},
-        {"who": ConfigRecord({"name": "a", "partition-id": float("nan")})},
+        {"node-info": ConfigRecord({})},
+        {"node-info": ConfigRecord({"name": "\x1b[2J"})},
+        {"node-info": ConfigRecord({"name": "x" * 10**6})},
+        {"node-info": ConfigRecord({"name": 3})},
+        {"node-info": ConfigRecord({"name": "a", "partition-id": -1})},
+        {"node-info": ConfigRecord({"name": "a", "partition-id": float("nan")})},
         {"metrics": MetricRecord({"partition-id": [1, 2], "num-partitions": 1})},
         {"metrics": MetricRecord({"partition-id": float("inf"), "num-partitions": 1})},
     ],
 )
 def test_a_node_that_answers_nonsense_takes_no_part(answer, caplog):
-    assert find_clients(answering(answer, DEVICE), 2, timeout=60).nodes == {0: 3}
+    assert discover_clients(answering(answer, DEVICE), 2, timeout=60).nodes == {0: 3}
     [record] = caplog.records
     assert record.getMessage().isprintable()
     assert len(record.getMessage()) < 350
@@ -205,12 +205,12 @@ def test_a_node_that_answers_nonsense_takes_no_part(answer, caplog):
 
 def test_numbers_are_given_in_the_order_of_places_and_names():
     grid = answering(
-        *({"who": ConfigRecord(one)} for one in ({"name": "b"}, {"name": "a"}, {"name": "z", "partition-id": 0}))
+        *({"node-info": ConfigRecord(one)} for one in ({"name": "b"}, {"name": "a"}, {"name": "z", "partition-id": 0}))
     )
-    found = find_clients(grid, 3, timeout=60)
-    assert found.numbers == {"z": 0, "a": 1, "b": 2}
+    found = discover_clients(grid, 3, timeout=60)
+    assert found.client_ids == {"z": 0, "a": 1, "b": 2}
     assert found.nodes == {0: 4, 1: 3, 2: 2}
-    assert Who(partition=None, name="b").partitions is None
+    assert NodeInfo(partition=None, name="b").partitions is None
 
 
 @pytest.mark.parametrize(

@@ -52,16 +52,16 @@ def test_an_update_is_cut_to_a_length_and_statistics_stay():
 
 def test_what_is_released_is_the_sum_over_the_clients_asked_with_noise():
     """One of two clients replied: half its way. The noise of one of 2 clients with z = 3 and C = 2 is 3 * 2 / 2 = 3."""
-    quiet = privacy(noise_multiplier=1e-9, clip_norm=2.0).release(WENT, BEGUN, used=1, round=1)
+    quiet = privacy(noise_multiplier=1e-9, clip_norm=2.0).add_noise(WENT, BEGUN, used=1, round=1)
     np.testing.assert_allclose(quiet["encoder.weight"], [2.5, 1.0], atol=1e-6)
     assert quiet["head.running_mean"] == 5.0
 
     large = {"w": np.zeros(100_000, np.float32)}
-    released = privacy(noise_multiplier=3.0, clip_norm=2.0).release(large, large, used=2, round=1)["w"]
+    released = privacy(noise_multiplier=3.0, clip_norm=2.0).add_noise(large, large, used=2, round=1)["w"]
     # The standard deviation of 100,000 draws errs by 3 / sqrt(200,000) = 0.007, their mean by 0.0095.
     assert released.std() == pytest.approx(3.0, abs=0.035)
     assert released.mean() == pytest.approx(0.0, abs=0.05)
-    other = privacy(noise_multiplier=3.0, clip_norm=2.0).release(large, large, used=2, round=2)["w"]
+    other = privacy(noise_multiplier=3.0, clip_norm=2.0).add_noise(large, large, used=2, round=2)["w"]
     assert abs(np.corrcoef(released, other)[0, 1]) < 0.02
 
 

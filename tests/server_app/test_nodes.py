@@ -8,7 +8,7 @@ from flwr.app import Error, Message, MetricRecord, RecordDict
 from fedssl import waiting
 from fedssl.errors import InputError
 from server_app import nodes
-from server_app.nodes import federation_size, find_clients
+from server_app.nodes import discover_clients, federation_size
 from simulation.grid import SimulatedGrid, assign_message_id
 
 
@@ -51,13 +51,13 @@ class SlowGrid(SimulatedGrid):
 def test_late_nodes_and_late_answers_are_waited_for_and_it_is_said(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "LOG_INTERVAL", 0.1)
     grid = SlowGrid(there_after=0.35, answers_after=0.35)
-    assert find_clients(grid, 3, timeout=60).nodes == {0: 2, 1: 3, 2: 4}
+    assert discover_clients(grid, 3, timeout=60).nodes == {0: 2, 1: 3, 2: 4}
     assert "fewer SuperNodes than clients yet (waiting for" in caplog.text
     assert "their processes are still starting (waiting for" in caplog.text
 
 
 def test_what_takes_no_time_is_not_talked_about(caplog):
-    assert find_clients(SlowGrid(), 3, timeout=60).nodes == {0: 2, 1: 3, 2: 4}
+    assert discover_clients(SlowGrid(), 3, timeout=60).nodes == {0: 2, 1: 3, 2: 4}
     assert federation_size(SlowGrid(size=7), timeout=60) == 7
     assert caplog.text == ""
 
@@ -73,9 +73,9 @@ def test_what_takes_no_time_is_not_talked_about(caplog):
     ],
 )
 def test_what_is_wrong_with_the_nodes(grid, message, monkeypatch):
-    monkeypatch.setattr(nodes, "NODE_WAIT", 0.1)
+    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.1)
     with pytest.raises(InputError, match=message):
-        find_clients(SlowGrid(**grid), 3, timeout=0.2)
+        discover_clients(SlowGrid(**grid), 3, timeout=0.2)
 
 
 def test_no_node_says_how_many_there_are():

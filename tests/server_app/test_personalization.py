@@ -9,7 +9,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.wire.messages import Ask, TrainPlan
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.personalization import ADAPTED, RECEIVED, USED, own_models, shown
 from simulation.cli import run
 from strategies import choosing
@@ -24,7 +24,7 @@ NEW = ["num_clients=4", "clients_per_round=2", "newcomers=1", *JUDGED]
 
 
 def encoders(federation, clients, ask=None):
-    found = shown(Post(federation.grid), federation.components, federation.state, clients, ask or Ask())
+    found = shown(MessageExchange(federation.grid), federation.components, federation.state, clients, ask or Ask())
     return {client: (name, layers) for client, name, layers in found}
 
 
@@ -49,7 +49,9 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
     assert not equal(adapted, model)
     assert equal(encoders(federation, [3], Ask(epochs=1))[3][1], model)
     assert equal(adapted, encoders(federation, [3], Ask(epochs=1, adapted=True))[3][1])  # nothing was kept
-    judged = own_models(Post(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1)
+    judged = own_models(
+        MessageExchange(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1
+    )
     assert [(one.client, one.whose) for one in judged] == [
         *((client, USED) for client in range(3)),
         (3, RECEIVED),
@@ -110,7 +112,9 @@ def test_who_was_never_drawn_is_a_newcomer(tmp_path):
     federation = Federation(tmp_path, "strategy=fedavg", *THREE, "clients_per_round=1")
     federation.run(1)
     (trained,) = federation.state.took_part
-    judged = own_models(Post(federation.grid), federation.components, federation.state, trained={trained}, epochs=0)
+    judged = own_models(
+        MessageExchange(federation.grid), federation.components, federation.state, trained={trained}, epochs=0
+    )
     whose = {one.client: one.whose for one in judged}
     assert whose == {client: USED if client == trained else RECEIVED for client in range(3)}
 

@@ -1,13 +1,13 @@
 """Which updates are no honest client's, by how far they moved."""
 
-from server_app.plausible import implausible
+from server_app.plausible import norm_outliers
 
 
 def test_more_than_so_many_times_the_median():
     """Weights moved 1, 2, 3 and 31 (median 2.5: 12.4 times), statistics 1, 1, 1 and 1."""
     moved = {4: (1.0, 1.0), 5: (2.0, 1.0), 6: (3.0, 1.0), 9: (31.0, 1.0)}
-    assert implausible(moved, factor=12.5) == {}
-    found = implausible(moved, factor=12)
+    assert norm_outliers(moved, factor=12.5) == {}
+    found = norm_outliers(moved, factor=12)
     assert list(found) == [9]
     assert found[9] == (
         "its weights moved 12.4 times as far as the median of the round, of which 12 times are plausible "
@@ -17,12 +17,12 @@ def test_more_than_so_many_times_the_median():
 
 def test_statistics_count_by_themselves_and_one_reason_is_enough():
     moved = {0: (1.0, 1.0), 1: (1.0, 50.0), 2: (70.0, 60.0), 3: (1.0, 1.0), 4: (1.0, 1.0)}
-    found = implausible(moved, factor=10)
+    found = norm_outliers(moved, factor=10)
     assert list(found) == [2, 1]
     assert found[1].startswith("its running statistics moved 50 times")
     assert found[2].startswith("its weights moved 70 times")
 
 
 def test_what_is_infinite_is_never_plausible_and_nobody_is_no_one():
-    assert list(implausible({0: (1.0, 1.0), 1: (float("inf"), 1.0), 2: (1.0, 1.0)}, factor=1e9)) == [1]
-    assert implausible({}, factor=2) == {}
+    assert list(norm_outliers({0: (1.0, 1.0), 1: (float("inf"), 1.0), 2: (1.0, 1.0)}, factor=1e9)) == [1]
+    assert norm_outliers({}, factor=2) == {}

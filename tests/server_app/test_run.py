@@ -275,10 +275,10 @@ def test_what_ends_a_run_loses_no_finished_round(tmp_path, error, monkeypatch):
     run([*QUICK, "rounds=4", "checkpoint_every=10", f"output_dir={whole}"])
     original = training_loop.run_round
 
-    def end_in_round_4(post, current_context, state, **options):
+    def end_in_round_4(exchange, current_context, state, **options):
         if state.round == 3:
             raise error
-        return original(post, current_context, state, **options)
+        return original(exchange, current_context, state, **options)
 
     monkeypatch.setattr(training_loop, "run_round", end_in_round_4)
     with pytest.raises(type(error)):

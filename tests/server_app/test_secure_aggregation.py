@@ -13,9 +13,9 @@ from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.wire.messages import TrainPlan
 from server_app.attempts import run_round
 from server_app.build import build_run
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.round import Round
-from server_app.secure_aggregation import NotEnough, moved
+from server_app.secure_aggregation import TooFewParticipants, apply_delta
 from simulation.cli import run
 from strategies.state import ServerState
 from tests.devices import Devices, ask, context, pictures
@@ -50,43 +50,43 @@ def test_l_dawa_with_the_cosines_taken_by_the_clients(tmp_path):
     within(Federation(tmp_path / "b", *SMALL, *overrides, "secure=secagg_plus").run(1), plain, 2 * 8 / 2**22)
 
 
-class Watched(Post):
+class Watched(MessageExchange):
     """Remembers all that the server receives, and loses the replies of some nodes from some stage on."""
 
     def __init__(self, grid, lost=()):
         super().__init__(grid)
         self.seen, self._lost, self.stage = [], dict(lost), 0
 
-    def exchange(self, messages, **options):
+    def send_and_receive(self, messages, **options):
         self.stage += 1
-        for reply in super().exchange(messages, **options):
+        for reply in super().send_and_receive(messages, **options):
             if self.stage < self._lost.get(reply.metadata.src_node_id, 99):
                 self.seen.append((self.stage, reply))
                 yield reply
 
 
-def one_round(federation, post):
+def one_round(federation, exchange):
     one = Round(federation.components.context, federation.state)
-    return one.end_with_sum(post, federation.components.context.secure)
+    return one.end_with_sum(exchange, federation.components.context.secure)
 
 
 def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
     """What comes up of a client has nothing to do with its update: the same update looks different each time."""
-    ways = []
-    original = client_side.way_of
-    monkeypatch.setattr(client_side, "way_of", lambda *layers: ways.append(original(*layers)) or ways[-1])
+    deltas = []
+    original = client_side.delta_of
+    monkeypatch.setattr(client_side, "delta_of", lambda *layers: deltas.append(original(*layers)) or deltas[-1])
     seen = []
     for name in ("a", "b"):
         federation = Federation(tmp_path / name, *SMALL, *SECURE)
-        post = Watched(federation.grid)
-        one_round(federation, post)
-        vectors = [reply for stage, reply in post.seen if stage == 3]
+        exchange = Watched(federation.grid)
+        one_round(federation, exchange)
+        vectors = [reply for stage, reply in exchange.seen if stage == 3]
         assert not any(reply.content.array_records[key] for reply in vectors for key in reply.content.array_records)
         seen.append([np.load(_file(reply), allow_pickle=False) for reply in vectors])
-    assert np.array_equal(ways[0], ways[4])  # the second run's client 0 did the same
-    for first, second, way in zip(*seen, ways, strict=False):
+    assert np.array_equal(deltas[0], deltas[4])  # the second run's client 0 did the same
+    for first, second, delta in zip(*seen, deltas, strict=False):
         assert np.mean(first == second) < 0.01
-        assert abs(np.corrcoef(first, way)[0, 1]) < 0.2
+        assert abs(np.corrcoef(first, delta)[0, 1]) < 0.2
         assert first.min() >= 0
         assert first.max() < 2**32
 
@@ -108,7 +108,7 @@ def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, s
     one = Round(plain.components.context, plain.state)
     replies = [
         reply
-        for reply in Post(plain.grid).exchange(one.messages, timeout=60)
+        for reply in MessageExchange(plain.grid).send_and_receive(one.messages, timeout=60)
         if reply.metadata.src_node_id in {nodes[client] for client in used}
     ]
     expected, _ = one.end(replies)
@@ -187,17 +187,17 @@ def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
 def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path, monkeypatch, caplog):
     """Under masks nobody else could find either."""
     federation = Federation(tmp_path, *SMALL, *SECURE)
-    original = client_side.way_of
+    original = client_side.delta_of
 
     def far(*layers):
-        way = original(*layers)
-        way[0] = 100
-        return way
+        delta = original(*layers)
+        delta[0] = 100
+        return delta
 
-    monkeypatch.setattr(client_side, "way_of", far)
+    monkeypatch.setattr(client_side, "delta_of", far)
     federation.run(1)
     assert "1 numbers of the update went further than secure.clipping_range=8 and are cut to it" in caplog.text
-    monkeypatch.setattr(client_side, "way_of", lambda *layers: original(*layers) * np.nan)
+    monkeypatch.setattr(client_side, "delta_of", lambda *layers: original(*layers) * np.nan)
     with pytest.raises(RunError, match="training diverged: the update has values that are not finite"):
         federation.run(1)
 
@@ -229,15 +229,15 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     overrides += ["encoder.width=4", "local_epochs=1", "rounds=1", "num_clients=3", "threads=1", *SECURE]
     grid = Devices(*contexts)
     components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
-    _, report = run_round(Post(grid), lambda: components.context, ServerState())
+    _, report = run_round(MessageExchange(grid), lambda: components.context, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]
 
 
 def test_a_sum_that_does_not_fit_is_refused():
     layers = {"w": np.zeros((2, 2), np.float32), "n": np.array(7)}
-    found = moved(layers, np.array([1.0, 2.0, 3.0, 4.0]))
+    found = apply_delta(layers, np.array([1.0, 2.0, 3.0, 4.0]))
     assert found["w"].tolist() == [[1, 2], [3, 4]]
     assert found["n"] == 7
-    for way in (np.zeros(3), np.zeros((2, 2)), np.array([1, 2, 3, np.nan])):
-        with pytest.raises(NotEnough, match="does not fit the model"):
-            moved(layers, way)
+    for delta in (np.zeros(3), np.zeros((2, 2)), np.array([1, 2, 3, np.nan])):
+        with pytest.raises(TooFewParticipants, match="does not fit the model"):
+            apply_delta(layers, delta)

@@ -13,7 +13,7 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import from_record
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.replies import receive
 from server_app.round import Round
 from server_app.training_loop import layers_of
@@ -156,7 +156,7 @@ def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
     counted = replace(rounds, initial_arrays=lambda: made.append(1) or rounds.initial_arrays())
     state = ServerState()
     for _ in range(2):
-        state, _ = run_round(Post(federation.grid), lambda: counted, state)
+        state, _ = run_round(MessageExchange(federation.grid), lambda: counted, state)
     assert len(state.models) == 5
     assert made == [1]
     assert [model.updates for model in state.models.values()] == [2] * 5

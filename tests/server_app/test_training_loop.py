@@ -156,9 +156,9 @@ class Held:
                 assert self.evaluated == 3 or self.begun[self.evaluated + 1].wait(WAIT), "no round has begun beside it"
             return evaluate(evaluator, models, final=final)
 
-        def begins(post, components, state, recorder, recording):
+        def begins(exchange, components, state, recorder, recording):
             self.begun[state.round + 1].set()
-            return self.next(state, lambda: one_round(post, components, state, recorder, recording))
+            return self.next(state, lambda: one_round(exchange, components, state, recorder, recording))
 
         monkeypatch.setattr(Evaluator, "evaluate", waits)
         monkeypatch.setattr(training_loop, "one_round", begins)

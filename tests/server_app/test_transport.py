@@ -17,7 +17,7 @@ from fedssl.wire.records import to_message
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from server_app.attempts import run_round
 from server_app.build import build_run
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from simulation.local_grid import LocalGrid
 from strategies.state import GLOBAL, ServerState
 from tests.federation import TINY, Federation
@@ -55,7 +55,7 @@ def rounds(grid_class, folder, *overrides, number=3):
     grid = grid_class(client_app, num_clients=settings.num_clients)
     federation, state, reports = build_run(grid, settings).context, ServerState(), []
     for _ in range(number):
-        state, report = run_round(Post(grid), lambda: federation, state)
+        state, report = run_round(MessageExchange(grid), lambda: federation, state)
         assert not report.dropped
         reports.append(report)
     return grid, state, reports
@@ -124,7 +124,7 @@ def step_federation(tmp_path, transport, change):
     """Rounds of clients whose whole training is to add ``change``."""
     app = ClientApp()
 
-    @app.query("who")
+    @app.query("node_info")
     def who(message, context):
         return client_app(message, context)
 
@@ -151,7 +151,7 @@ def test_steps_that_are_smaller_than_what_the_way_down_rounds_add_up(transport, 
     grid, federation = step_federation(tmp_path / "b", transport, change)
     state = ServerState()
     for _ in range(20):
-        state, _ = run_round(Post(grid), lambda: federation, state)
+        state, _ = run_round(MessageExchange(grid), lambda: federation, state)
     for name, array in layers.items():
         if array.ndim < 2:
             continue
@@ -201,7 +201,7 @@ def test_late_updates_are_added_to_what_their_clients_had_started_from(transport
     weight, ages = layers["encoder.weight"].astype(np.float64), set()
     for _ in range(8):
         report = run.round()
-        weight = weight + np.mean([(1 + row.client) / math.sqrt(1 + row.age) for row in report.clients])
+        weight = weight + np.mean([(1 + row.client) / math.sqrt(1 + row.staleness) for row in report.clients])
         np.testing.assert_allclose(run.weight, weight, atol=0.01)  # the way down alone rounds by a number or so
-        ages |= {row.age for row in report.clients}
+        ages |= {row.staleness for row in report.clients}
     assert max(ages) > 0

@@ -13,9 +13,9 @@ from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.messaging import Post
-from server_app.nodes import Clients, Roll
-from server_app.overdue import brought_up
+from server_app.messaging import MessageExchange
+from server_app.nodes import ClientDirectory, ClientManager
+from server_app.overdue import apply_stale_update
 from server_app.round import TooFewUpdatesError
 from simulation.grid import SimulatedGrid, assign_message_id, set_task_identity
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -92,11 +92,11 @@ class Run:
     def __init__(self, num_clients, behave, **options):
         self.grid = Scripted(num_clients, behave)
         self.federation = federation(self.grid, **options)
-        self.post = Post(self.grid, keep=self.federation.updates.buffered)
+        self.exchange = MessageExchange(self.grid, keep_contents=self.federation.updates.buffered)
         self.state, self.reports = ServerState(), []
 
     def round(self):
-        self.state, report = run_round(self.post, lambda: self.federation, self.state)
+        self.state, report = run_round(self.exchange, lambda: self.federation, self.state)
         self.reports.append(report)
         return report
 
@@ -150,7 +150,7 @@ def test_a_reply_that_comes_a_round_later_is_counted_and_not_used():
     assert report.late == [1]
     assert clients(report) == [0, 1, 2]
     assert np.allclose(run.weight, before + np.mean([1, 2, 3]))
-    assert not run.post.owed
+    assert not run.exchange.pending
 
 
 # --- too few updates ---
@@ -206,14 +206,16 @@ class Hall(SimulatedGrid):
 
 def test_only_who_is_there_is_asked_and_who_comes_back_takes_part():
     grid = Hall([2, 3, 4])
-    roll = Roll(grid, Clients(nodes={0: 2, 1: 3, 2: 4}, numbers={"a": 0, "b": 1, "c": 2}), timeout=0.3)
-    assert roll.call(1).nodes == {0: 2, 1: 3, 2: 4}
+    client_manager = ClientManager(
+        grid, ClientDirectory(nodes={0: 2, 1: 3, 2: 4}, client_ids={"a": 0, "b": 1, "c": 2}), timeout=0.3
+    )
+    assert client_manager.wait_for(1).nodes == {0: 2, 1: 3, 2: 4}
     grid.there = [2, 4]
-    assert roll.call(2).nodes == {0: 2, 2: 4}
+    assert client_manager.wait_for(2).nodes == {0: 2, 2: 4}
     with pytest.raises(RunError, match=r"2 devices are there and 3 are needed \(updates.min_updates\)"):
-        roll.call(3)
+        client_manager.wait_for(3)
     grid.there = [4, 3]
-    assert roll.call(2).nodes == {1: 3, 2: 4}
+    assert client_manager.wait_for(2).nodes == {1: 3, 2: 4}
 
 
 def test_fewer_than_are_to_train_are_all_asked():
@@ -231,7 +233,7 @@ def test_a_late_update_counts_the_less_the_older_it_is():
     one = {"w": np.array([4.0], np.float32), "n": np.array([7])}
     begun, now = {"w": np.array([1.0], np.float32), "n": np.array([0])}, {"w": np.array([10.0], np.float32), "n": [9]}
     for age, expected in ((0, 13.0), (3, 11.5), (8, 11.0)):
-        found = brought_up(one, begun=begun, now=now, age=age)
+        found = apply_stale_update(one, start=begun, current=now, staleness=age)
         assert found["w"] == pytest.approx(expected)
         assert found["w"].dtype == np.float32
         assert found["n"] == 7
@@ -243,10 +245,10 @@ def test_buffered_rounds_take_what_is_there_and_late_updates_later():
     weight, ages = LAYERS["encoder.weight"].astype(np.float64), Counter()
     for _ in range(12):
         report = run.round()
-        ways = [(1 + row.client) / math.sqrt(1 + row.age) for row in report.clients]
+        ways = [(1 + row.client) / math.sqrt(1 + row.staleness) for row in report.clients]
         weight = weight + np.mean(ways)
         np.testing.assert_allclose(run.weight, weight, rtol=1e-5)
-        ages.update((row.client, row.age) for row in report.clients)
+        ages.update((row.client, row.staleness) for row in report.clients)
         assert not report.dropped or set(report.dropped) == {2}
     assert {client for client, _ in ages} == {0, 1, 2}
     assert all(age == 0 for client, age in ages if client != 2)
@@ -294,7 +296,7 @@ def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_use
     while run.state.round < 6:
         asked = len(run.grid.asked)
         report = run.round()
-        used = [(row.client, row.round - row.age, row.age) for row in report.clients]
+        used = [(row.client, row.round - row.staleness, row.staleness) for row in report.clients]
         ways = [(1 + client) / math.sqrt(1 + age) for client, _, age in used]
         weight = weight + np.mean(ways)
         np.testing.assert_allclose(run.weight, weight, rtol=1e-5)
@@ -304,7 +306,7 @@ def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_use
         assert now >= {client for client, round, age in used if age == 0}
         save_checkpoint(tmp_path, run.state, keep=2)
         if random.random() < 0.3:  # the server dies; what was owed to it is lost
-            run.post = Post(run.grid, keep=buffered)
+            run.exchange = MessageExchange(run.grid, keep_contents=buffered)
             run.state = latest_checkpoint(tmp_path)
             assert run.state.round == report.round
 
@@ -312,7 +314,7 @@ def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_use
 def test_bytes_that_are_cut_are_no_array():
     grid = Scripted(1, lambda client, round: (1, "cut"))
     with pytest.raises(TooFewUpdatesError, match="array encoder.weight has"):
-        run_round(Post(grid), lambda: federation(grid), ServerState())
+        run_round(MessageExchange(grid), lambda: federation(grid), ServerState())
 
 
 @pytest.mark.parametrize(

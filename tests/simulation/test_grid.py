@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import InputError
-from server_app.nodes import find_clients
+from server_app.nodes import discover_clients
 from server_app.replies import receive
 from simulation.local_grid import LocalGrid
 
@@ -32,7 +32,7 @@ def adding_app(*, fails=()):
         )
         return Message(content, reply_to=message)
 
-    @app.query("who")
+    @app.query("node_info")
     def who(message, context):
         record = MetricRecord({name: context.node_config[name] for name in ("partition-id", "num-partitions")})
         return Message(RecordDict({"metrics": record}), reply_to=message)
@@ -75,17 +75,17 @@ def test_no_reply_after_the_time_is_up():
 
 
 def test_too_few_nodes(monkeypatch):
-    monkeypatch.setattr("server_app.nodes.NODE_WAIT", 0.1)
+    monkeypatch.setattr("server_app.nodes.DISCOVERY_GRACE_SECONDS", 0.1)
     grid = LocalGrid(adding_app(), num_clients=2)
     with pytest.raises(
         InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
     ):
-        find_clients(grid, 10, timeout=60)
+        discover_clients(grid, 10, timeout=60)
 
 
 def test_nodes_come_in_the_order_of_their_partitions():
     grid = LocalGrid(adding_app(), num_clients=4)
-    nodes = find_clients(grid, 4, timeout=60).nodes
+    nodes = discover_clients(grid, 4, timeout=60).nodes
     assert [grid._contexts[node].node_config["partition-id"] for node in nodes.values()] == [0, 1, 2, 3]
 
 

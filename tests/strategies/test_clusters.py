@@ -15,7 +15,7 @@ from fedssl.wire.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.replies import receive
 from server_app.round import Round
 from simulation.cli import run
@@ -299,18 +299,18 @@ def test_updates_are_sorted_in_their_round_and_clients_stay(tmp_path):
 
     grid = make_grid([two_ways] * 5)
     federation = small_federation(grid, Clustered(choose_by="weights", weighting="uniform", after=2))
-    state, post = ServerState(), Post(grid)
-    state, _ = run_round(post, lambda: federation, state)
+    state, exchange = ServerState(), MessageExchange(grid)
+    state, _ = run_round(exchange, lambda: federation, state)
     # Steps of 1 and 4 along x, of 2, 3 and 5 along y: the mean is [1, 2, 0] from [1, 2, 2].
     assert list(state.models) == ["0"]
     assert state.models["0"].layers["encoder.weight"].tolist() == [2, 4, 2]
     assert state.memory == {}
-    state, report = run_round(post, lambda: federation, state)
+    state, report = run_round(exchange, lambda: federation, state)
     assert state.memory == {ASSIGNMENTS: {0: "0", 1: "1", 2: "1", 3: "0", 4: "1"}}
     assert state.models["0"].layers["encoder.weight"].tolist() == [4.5, 4, 2]
     assert state.models["1"].layers["encoder.weight"].tolist() == pytest.approx([2, 4 + 10 / 3, 2])
     assert {row.client: row.model for row in report.clients} == dict.fromkeys(range(5), "0")  # where they started
-    state, report = run_round(post, lambda: federation, state)
+    state, report = run_round(exchange, lambda: federation, state)
     assert {row.client: row.model for row in report.clients} == state.memory[ASSIGNMENTS]
     assert federation.strategy.server.starting_model(state, 4, 77) == "1"  # a newcomer goes where most are
 
@@ -324,8 +324,8 @@ def test_clusters_begin_with_the_model_that_their_clients_came_from():
 
     grid = make_grid([step] * 4)
     federation = small_federation(grid, Clustered(choose_by="weights", rule="eua", after=2))
-    first, _ = run_round(Post(grid), lambda: federation, ServerState())
-    second, _ = run_round(Post(grid), lambda: federation, first)
+    first, _ = run_round(MessageExchange(grid), lambda: federation, ServerState())
+    second, _ = run_round(MessageExchange(grid), lambda: federation, first)
     begun = first.models["0"].layers
     for name, members in (("0", (0, 1)), ("1", (2, 3))):
         updates = [ClientUpdate(layers=step(begun, client), partition_id=client) for client in members]

@@ -22,7 +22,7 @@ from fedssl.wire.records import content_bytes
 from server_app import round_context as server
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from server_app.round_context import sample_clients
 from simulation.local_grid import LocalGrid
 from strategies.base import StrategyContext
@@ -221,7 +221,7 @@ class Toys:
         return model_of(self.federation, self.state, GLOBAL).layers
 
     def round(self):
-        self.state, self.report = run_round(Post(self.grid), lambda: self.federation, self.state)
+        self.state, self.report = run_round(MessageExchange(self.grid), lambda: self.federation, self.state)
         return self.layers
 
 

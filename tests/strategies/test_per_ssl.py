@@ -16,7 +16,7 @@ from fedssl.regularizers.base import Regularizer, Step
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import Post
+from server_app.messaging import MessageExchange
 from simulation.cli import run
 from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
 from strategies.state import GLOBAL
@@ -157,8 +157,8 @@ def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(
     average = Federation(tmp_path / "average", *overrides, "strategy=fedavg")
     for federation in (personal, alone, average):
         for _ in range(2):
-            post, here = Post(federation.grid), federation.components.context
-            federation.state, _ = run_round(post, lambda here=here: here, federation.state)
+            exchange, here = MessageExchange(federation.grid), federation.components.context
+            federation.state, _ = run_round(exchange, lambda here=here: here, federation.state)
     assert same(personal.layers, average.layers)  # personal models leave the global one alone
     for client in range(personal.settings.num_clients):
         found = personal_layers(tmp_path / "personal", client, before=3)

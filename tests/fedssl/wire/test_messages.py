@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedssl import messages as public
-from fedssl.wire.messages import ClientUpdate, TrainPlan, Who, read_who, who_reply
+from fedssl.wire.messages import ClientUpdate, NodeInfo, TrainPlan, node_info_reply, read_node_info
 from fedssl.wire.records import Array, from_record, read_array, to_record
 
 LAYERS = {
@@ -182,9 +182,13 @@ def test_what_nobody_asked_for_is_refused(name, record, reason):
 
 def test_who_query():
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
-    query = Message(RecordDict(), 2, "query.who")
-    for who in (Who(partition=3, partitions=10), Who(partition=None, name="roof"), Who(partition=0, name="garden-2")):
-        assert read_who(who_reply(query, who)) == who
+    query = Message(RecordDict(), 2, "query.node_info")
+    for who in (
+        NodeInfo(partition=3, partitions=10),
+        NodeInfo(partition=None, name="roof"),
+        NodeInfo(partition=0, name="garden-2"),
+    ):
+        assert read_node_info(node_info_reply(query, who)) == who
 
 
 def test_messages_have_a_public_path():
