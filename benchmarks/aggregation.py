@@ -50,7 +50,7 @@ RULES = {
 
 
 def resnet18() -> Layers:
-    """The layers of a ResNet-18 for small pictures with 128 outputs."""
+    """The layers of a ResNet-18 for small images with 128 outputs."""
     from torchvision.models import resnet18
 
     model = resnet18(num_classes=128)

@@ -1,8 +1,8 @@
-"""Two views of a batch: pictures per second of fedssl's augmentation, torchvision's on PIL pictures, and kornia's.
+"""Two views of a batch: images per second of fedssl's augmentation, torchvision's on PIL images, and kornia's.
 
     uv run --group benchmarks python benchmarks/augmentation.py [--size 32] [--batch 128] [--threads 2]
 
-Random pictures, the recipe ``simclr``: crop and flip, jitter, grey, blur, normalise. The ways are timed in turn in one
+Random images, the recipe ``simclr``: crop and flip, jitter, grey, blur, normalise. The ways are timed in turn in one
 process and the medians compared: fedssl (targets: at least 6x the DataLoader and 2.5x kornia, at 32x32 on two cores);
 the usual DataLoader with two workers, which are started before the clock and kept; kornia's batched augmentation, left
 out where it is not installed. The peers blur in their fastest way: PIL's filter, and a 5x5 kernel in kornia, where
@@ -35,12 +35,12 @@ MEAN, STD = [0.491, 0.482, 0.446], [0.247, 0.243, 0.261]
 RECIPE = Path(__file__).parents[1] / "conf" / "augmentation" / "simclr.yaml"
 
 
-def pil_blur(picture: Image.Image) -> Image.Image:
-    return picture.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
+def pil_blur(image: Image.Image) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
 
 
 class PilViews(Dataset):
-    """Two torchvision views of one PIL picture at a time: the usual client."""
+    """Two torchvision views of one PIL image at a time: the usual client."""
 
     def __init__(self, images: Tensor) -> None:
         self.images = images.permute(0, 2, 3, 1).contiguous().numpy()
@@ -60,8 +60,8 @@ class PilViews(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        picture = Image.fromarray(self.images[index])
-        return self.transform(picture), self.transform(picture)
+        image = Image.fromarray(self.images[index])
+        return self.transform(image), self.transform(image)
 
 
 def fedssl_epoch(images: Tensor, batch: int) -> Callable[[], None]:
@@ -122,27 +122,27 @@ def in_turn(ways: Mapping[str, Callable[[], object]], *, turns: int) -> dict[str
     return seconds
 
 
-def compare(title: str, ways: dict[str, Callable[[], None]], *, pictures: int, repeats: int) -> None:
+def compare(title: str, ways: dict[str, Callable[[], None]], *, num_images: int, repeats: int) -> None:
     """Time the ways in turn and print the median rates; the first way is the one compared with the others."""
     seconds = in_turn(ways, turns=repeats)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     own = next(iter(median.values()))
     print(title)
     for name, value in median.items():
-        print(f"  {name:34s} {pictures / value:9.0f} pictures/s   fedssl is {value / own:5.2f}x as fast")
+        print(f"  {name:34s} {num_images / value:9.0f} images/s   fedssl is {value / own:5.2f}x as fast")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of making two views of a batch of pictures.")
+    parser = argparse.ArgumentParser(description="Speed of making two views of a batch of images.")
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--pictures", type=int, default=1024)
+    parser.add_argument("--num-images", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"allocator keeps freed memory: {tune_allocator()}, threads: {options.threads}, batch: {options.batch}")
-    shape = (options.pictures, 3, options.size, options.size)
+    shape = (options.num_images, 3, options.size, options.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     ways = {
@@ -154,13 +154,13 @@ def main() -> None:
         ways["kornia"] = kornia_epoch(images, options.batch)
     else:
         print("kornia is not installed and left out: uv sync --group benchmarks")
-    compare(f"CPU, {options.size}x{options.size}", ways, pictures=options.pictures, repeats=options.repeats)
+    compare(f"CPU, {options.size}x{options.size}", ways, num_images=options.num_images, repeats=options.repeats)
     if torch.cuda.is_available():
         on_gpu = images.cuda()
         ways = {"fedssl": fedssl_epoch(on_gpu, options.batch)}
         if with_kornia:
             ways["kornia"] = kornia_epoch(on_gpu, options.batch)
-        compare(torch.cuda.get_device_name(), ways, pictures=options.pictures, repeats=options.repeats)
+        compare(torch.cuda.get_device_name(), ways, num_images=options.num_images, repeats=options.repeats)
 
 
 if __name__ == "__main__":

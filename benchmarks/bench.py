@@ -46,7 +46,7 @@ def jobs(suite: Suite, data: str, folder: Path, *, done: Collection[tuple[str, s
 
 
 def digests(suite: Suite) -> dict[str, str]:
-    """SHA-256 of every file that divides the pictures of a suite."""
+    """SHA-256 of every file that divides the images of a suite."""
     files = [suite.division(seed) for seed in suite.seeds]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
@@ -67,9 +67,9 @@ def write_divisions(data: str) -> None:
         for seed in suite.seeds:
             overrides = [*suite.overrides, *suite.data(data), f"seed={seed}", f"num_clients={suite.clients}"]
             settings = compose([*overrides, "partition=dirichlet", f"partition.alpha={suite.alpha}"])
-            pictures = load_federated(settings.data)
-            parts = divide(settings.partition, pictures).parts
-            suite.division(seed).write_text(write_division(parts, pictures.labels))
+            image_data = load_federated(settings.data)
+            parts = divide(settings.partition, image_data).parts
+            suite.division(seed).write_text(write_division(parts, image_data.labels))
         lines |= digests(suite)
     DIGESTS.write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(lines.items())))
 

@@ -1,15 +1,15 @@
-"""The linear probe against the usual one, on the same encoder and pictures: cost, and how far accuracies are apart.
+"""The linear probe against the usual one, on the same encoder and images: cost, and how far accuracies are apart.
 
-    uv run python benchmarks/evaluation.py RUN/encoder.pt 'cifar10/*.parquet' [--pictures 5000] [--test 1000]
+    uv run python benchmarks/evaluation.py RUN/encoder.pt 'cifar10/*.parquet' [--num-images 5000] [--test 1000]
 
 `fedssl.evaluation.linear` computes features once and solves logistic regression by L-BFGS. The usual probe runs the
-frozen encoder in each of 100 epochs and trains a classifier by SGD: batches of 128 pictures without augmentation,
+frozen encoder in each of 100 epochs and trains a classifier by SGD: batches of 128 images without augmentation,
 momentum 0.9, half a cosine down to 0. It minimises the same function of the same standardised features, and is trained
 in full. Times are CPU seconds of this process, with one thread, so that other work on the machine says little.
 
-Targets: at most 1/80 of its time, and within 0.2 points of its accuracy. With n pictures for training and m for the
+Targets: at most 1/80 of its time, and within 0.2 points of its accuracy. With n images for training and m for the
 test the encoder sees n + m instead of 100 n + m: whatever the rest costs, 80 times is in reach only if m is below a
-quarter of n. Accuracies are those on all 10,000 test pictures, where 0.2 points are 20 of them, and are taken aside.
+quarter of n. Accuracies are those on all 10,000 test images, where 0.2 points are 20 of them, and are taken aside.
 With a learning rate of 0.05 in place of 0.2 the 100 epochs are too few: 0.4 points are missing.
 """
 
@@ -50,7 +50,7 @@ class Usual:
         self.epochs, self.batch, self.lr = epochs, batch, lr
 
     def __call__(self, subject: Subject, *, mean: Tensor, std: Tensor) -> nn.Linear:
-        """Train, and test; the classifier. ``mean`` and ``std`` are those of the training pictures' features."""
+        """Train, and test; the classifier. ``mean`` and ``std`` are those of the training images' features."""
         encoder, generator = subject.encoder.eval(), torch.Generator().manual_seed(0)
         center, scale = (torch.tensor(values).view(-1, 1, 1) for values in (subject.mean, subject.std))
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("encoder", type=Path)
     parser.add_argument("data", help="parquet files of CIFAR-10")
-    parser.add_argument("--pictures", type=int, default=5000)
+    parser.add_argument("--num-images", type=int, default=5000)
     parser.add_argument("--test", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--lr", type=float, default=0.2)
@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tune_allocator()
     overrides = ["dataset=cifar10", f"dataset.path={quote(options.data)}", "dataset.cache=null"]
-    overrides.append(f"dataset.limit={options.pictures}")
+    overrides.append(f"dataset.limit={options.num_images}")
     everything = make_subject(load_encoder(options.encoder), compose(overrides).data, device=torch.device("cpu"))
     few = slice(options.test)
     subject = replace(everything, test=Labelled(everything.test.images[few], everything.test.labels[few]))
@@ -114,7 +114,7 @@ def main() -> None:
     own_seconds, solved = (statistics.median(values[1:]) for values in (seconds, solver))  # the first one warms up
     ratio, points = usual_seconds / own_seconds, 100 * abs(found - expected)
     missed = {True: "", False: ", MISSED"}
-    print(f"{len(subject.train.labels)} + {len(subject.test.labels)} pictures, features of length {len(mean)}")
+    print(f"{len(subject.train.labels)} + {len(subject.test.labels)} images, features of length {len(mean)}")
     print(f"linear: {own_seconds:.2f} s, of which the solver {solved:.2f} s; {100 * found:.2f}%")
     print(f"{options.epochs} epochs of SGD: {usual_seconds:.1f} s; {100 * expected:.2f}%")
     print(f"{ratio:.1f} times less (target {TIMES}{missed[ratio >= TIMES]})")

@@ -9,7 +9,7 @@ of two, and beside it what an epoch asks for once.
 
 launches  operations that compute: aten's, forward and backward, without those that only look at memory in another way
           or allocate it. Operations on lists of tensors count as often as their kernels hold tensors and blocks.
-          Convolutions count their backward kernels, and a copy wherever their weights are not laid out as pictures are.
+          Convolutions count their backward kernels, and a copy wherever their weights are not laid out as images are.
 copies    from the host.
 waits     for a number that the host needs.
 
@@ -120,28 +120,28 @@ def kernels(name: str, args: Any) -> int:
     if name == "convolution":
         return 1 + unlike(args[0], args[1])
     if name == "convolution_backward":
-        to_pictures, to_weights, to_bias = args[-1]
-        # Weights are brought into the other layout for the gradient of the pictures. That their own gradient comes in
-        # the pictures' layout and is copied when it is kept, one sees on a CPU as well.
-        return to_pictures + to_weights + to_bias + unlike(args[1], args[2]) * to_pictures
+        to_images, to_weights, to_bias = args[-1]
+        # Weights are brought into the other layout for the gradient of the images. That their own gradient comes in
+        # the images' layout and is copied when it is kept, one sees on a CPU as well.
+        return to_images + to_weights + to_bias + unlike(args[1], args[2]) * to_images
     return 1
 
 
-def unlike(pictures: Tensor, weights: Tensor) -> bool:
-    """Whether pictures have their channels side by side and weights have not."""
+def unlike(images: Tensor, weights: Tensor) -> bool:
+    """Whether images have their channels side by side and weights have not."""
     last = torch.channels_last
-    return pictures.is_contiguous(memory_format=last) and not weights.is_contiguous(memory_format=last)
+    return images.is_contiguous(memory_format=last) and not weights.is_contiguous(memory_format=last)
 
 
 class Client:
-    """A client on the CPU as a GPU: pictures, and a method with all that trains it.
+    """A client on the CPU as a GPU: images, and a method with all that trains it.
 
     Parameters
     ----------
     settings : sequence of str
         Words as on the command line of a run.
     batch : int
-        Pictures of a step.
+        Images of a step.
     """
 
     def __init__(self, settings: Sequence[str], *, batch: int) -> None:

@@ -3,7 +3,7 @@
     uv run python benchmarks/layer_wise.py [--batch 256] [--blocks 12] [--sampled 1 4 8 12] [--device cpu] [--threads 2]
 
 The experiments of these names in conf/experiment/lw_fedssl (ViT-Tiny, MoCo v3 with LW-FedSSL's heads, AdamW; as many
-rounds per block as the paper has), on random pictures of 32x32:
+rounds per block as the paper has), on random images of 32x32:
 
 memory   Tensors of a training step at the worst moment, in the worst stage, see `fedssl.step_cost`.
 FLOPs    Of a training step, torch's count; mean over stages.
@@ -65,7 +65,7 @@ aggregation left it, when the next one begins."""
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a training step: bytes at the worst moment, and per picture FLOPs and seconds."""
+    """Of a training step: bytes at the worst moment, and per image FLOPs and seconds."""
 
     memory: int
     flops: float
@@ -87,22 +87,22 @@ def measure(settings: Settings, method: SSLMethod, stage: Phase, options: argpar
     prepared = LocalTraining.prepare(settings.training, method)
     training = replace(prepared, precision=options.precision, clip_norm=None, channels_last=False)
 
-    def seconds(steps: int, pictures: int) -> float:
+    def seconds(steps: int, num_images: int) -> float:
         start = time.perf_counter()
         train(
             method,
             images,
-            torch.arange(pictures),
-            training=replace(training, epochs=steps, batch_size=pictures),
+            torch.arange(num_images),
+            training=replace(training, epochs=steps, batch_size=num_images),
             generator=torch.Generator().manual_seed(0),
         )
-        return (time.perf_counter() - start) / (steps * pictures)  # the loss is read at the end: a GPU has finished
+        return (time.perf_counter() - start) / (steps * num_images)  # the loss is read at the end: a GPU has finished
 
     with at_stage(method, depth=stage.depth, frozen=stage.frozen):
         cost = step_cost(method, images=images, training=training)
         seconds(1, 2)  # makes the optimiser's state
         times = [seconds(options.steps, options.batch) for _ in range(options.turns)]
-    return Cost(cost.peak_memory, cost.flops_per_picture, statistics.median(times))
+    return Cost(cost.peak_memory, cost.flops_per_image, statistics.median(times))
 
 
 def over_stages(costs: dict[int, Cost]) -> Cost:
@@ -171,7 +171,7 @@ def main() -> None:
                 cost = costs[stage.number] = done[key]
                 print(
                     f"{way:11s}  {stage.depth:2d} blocks, {stage.frozen:2d} frozen: {cost.memory / 2**20:7.0f} MiB"
-                    f"  {cost.flops / 1e9:6.3f} GFLOPs per picture  {1000 * cost.seconds:7.2f} ms per picture",
+                    f"  {cost.flops / 1e9:6.3f} GFLOPs per image  {1000 * cost.seconds:7.2f} ms per image",
                     flush=True,
                 )
         found[way] = over_stages(costs)
@@ -188,7 +188,7 @@ def table(
     for way, schedule in schedules.items():
         ours[way] = traffic(settings[way], method, schedule)
         aligned = settings[way].training.regularizer.name == "Alignment"
-        flops = paper_flops(method, schedule, picture=torch.zeros(1, 3, 32, 32), aligned=aligned)
+        flops = paper_flops(method, schedule, image=torch.zeros(1, 3, 32, 32), aligned=aligned)
         papers[way] = flops, sum(paper_bytes(method, schedule, calibrated=settings[way].calibration is not None))
         memory = found[way].memory / found[WAYS[0]].memory
         seconds = found[way].seconds / found[WAYS[0]].seconds

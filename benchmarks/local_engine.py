@@ -4,7 +4,7 @@
 
 Prints, for ResNet-18 (11 M weights), overhead being the time of a round without training:
 1. overhead per client (target: at most 10 ms);
-2. a whole round against a bare PyTorch loop that does the same optimiser steps on the same pictures, without messages,
+2. a whole round against a bare PyTorch loop that does the same optimiser steps on the same images, without messages,
    aggregation or client bookkeeping (target: at most 1.05x);
 3. overhead per client that keeps a target network (BYOL: 46 MB): in memory with files written behind, in files alone,
    as on Ray, and in the files that earlier versions wrote, by ``torch.save``;

@@ -2,7 +2,7 @@
 
 Computation follows Appendix A.1 and, where that is silent, what reproduces the table: multiply-adds of linear layers,
 convolutions and attention, and 5 per element of the layer normalisations in the encoder's stages, all called FLOPs. It
-is that of one picture, once per round: pictures, epochs and, but for SimCLR, the second view do not count. The online
+is that of one image, once per round: images, epochs and, but for SimCLR, the second view do not count. The online
 network counts forward, and twice that backward where it is trained; the target network forward; alignment one forward
 pass of the encoder. Frozen stages count for every network that has them.
 
@@ -42,7 +42,7 @@ class Piece:
 
 
 def paper_flops(
-    method: SSLMethod, schedule: Sequence[Phase], *, picture: Tensor, aligned: bool = False, views: int = 1
+    method: SSLMethod, schedule: Sequence[Phase], *, image: Tensor, aligned: bool = False, views: int = 1
 ) -> int:
     """FLOPs of a client over all rounds.
 
@@ -50,14 +50,14 @@ def paper_flops(
     ----------
     method : SSLMethod
         Its heads are ``projector`` and, if it has one, ``predictor``; it is left in eval mode.
-    picture : Tensor
+    image : Tensor
         Any, ``(1, channels, height, width)``.
     aligned : bool
         Whether clients align representations.
     views : int
         How many count: 1, and 2 for SimCLR, which the paper counts without a target network.
     """
-    encoder, heads = _pieces(method, picture)
+    encoder, heads = _pieces(method, image)
     followed = "target_encoder" in dict(method.named_children())
     total = 0
     for stage in schedule:
@@ -93,13 +93,13 @@ def paper_bytes(method: SSLMethod, schedule: Sequence[Phase], *, calibrated: boo
 
 
 @torch.no_grad()
-def _pieces(method: SSLMethod, picture: Tensor) -> tuple[list[Piece], list[Piece]]:
+def _pieces(method: SSLMethod, image: Tensor) -> tuple[list[Piece], list[Piece]]:
     """Stem and stages of the encoder, and the heads."""
-    method.eval()  # batch normalisation of a single picture
+    method.eval()  # batch normalisation of a single image
     encoder, children = method.encoder, dict(method.named_children())
     stem = encoder.lifetime("")  # of what belongs to no stage
     of_stem = [parameter for name, parameter in encoder.named_parameters() if encoder.lifetime(name) == stem]
-    flops, x = _forward(encoder.stem, picture)
+    flops, x = _forward(encoder.stem, image)
     found = [Piece(flops, of_stem)]
     for stage in encoder.stages():
         flops, x = _forward(stage, x)

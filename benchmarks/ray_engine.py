@@ -7,7 +7,7 @@ All three run with 10 clients on two Ray actors of one CPU each, ours on our own
 timed: from the making of the messages to the new global model.
 - empty: messages and replies without content, i.e. what Flower and Ray take for themselves, with our loop over replies;
 - ours: ResNet-18 with SimCLR's head (11 M weights), L-DAWA, ``local_epochs=0``;
-- usual: the app in ``usual_client/``, which for each message builds a ResNet-18 (11 M weights), loads 5,000 pictures of
+- usual: the app in ``usual_client/``, which for each message builds a ResNet-18 (11 M weights), loads 5,000 images of
   32x32 as one tensor from a file, starts a DataLoader with two workers, fetches a batch and sends its ``state_dict``,
   under Flower's own FedAvg.
 
@@ -106,9 +106,9 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
 
 def empty_and_usual(folder: Path) -> tuple[list[float], list[float]]:
     """Seconds of empty rounds and of rounds of the usual client."""
-    rounds, pictures = WARM_UP + ROUNDS, folder / "pictures.pt"
-    torch.save(torch.rand(5000, 3, 32, 32), pictures)
-    overrides = f"rounds={rounds} pictures={pictures} num_clients={CLIENTS} output_dir={folder}"
+    rounds, images = WARM_UP + ROUNDS, folder / "images.pt"
+    torch.save(torch.rand(5000, 3, 32, 32), images)
+    overrides = f"rounds={rounds} images={images} num_clients={CLIENTS} output_dir={folder}"
     federation = f"num-supernodes={CLIENTS} client-resources-num-cpus=1 init-args-num-cpus=2"
     app = ROOT / "benchmarks" / "usual_client"
     outcome = flwr_run(app, "--run-config", f'overrides="{overrides}"', "--federation-config", federation)

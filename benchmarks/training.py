@@ -1,14 +1,14 @@
-"""Local training: pictures per second, against bare forward and backward passes and against the usual client.
+"""Local training: images per second, against bare forward and backward passes and against the usual client.
 
     uv run python benchmarks/training.py [--encoders conv_small] [--methods simclr byol] [--batch 256] [--quick]
 
-Random pictures of 32x32; method, augmentation and optimiser come from conf/ and are built as a client builds them.
+Random images of 32x32; method, augmentation and optimiser come from conf/ and are built as a client builds them.
 Four parts (``--parts``), in which everything is timed in turn and medians count; ``*`` marks a missed target:
 
 speed   ours:  `fedssl.training.train`, with augmentation, optimiser and moving averages;
         bare:  forward and backward passes of the same network and loss, on views made before the clock (ours: at most
                1.15 times as long);
-        usual: fp32, two torchvision views of one PIL picture at a time, a DataLoader with two workers, and the standard
+        usual: fp32, two torchvision views of one PIL image at a time, a DataLoader with two workers, and the standard
                loop (ours: at least 3.5 times as fast in bf16, at least twice in fp32).
 losses  After the same steps from the same weights, ours differs from the usual client's by no more than seeds do.
 fur     A step of SimCLR with FUR against one without (at batch 128 at most 1.10 times as long).
@@ -51,7 +51,7 @@ METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orch
 ENCODERS = ("conv_small", "resnet18")
 STEPS, TURNS = {"conv_small": 8, "resnet18": 1}, {"conv_small": 9, "resnet18": 3}  # steps in a turn on a CPU
 CUDA_STEPS = 40
-LOSS_PICTURES, LOSS_BATCH, LOSS_EPOCHS, SEEDS = {"conv_small": 128, "resnet18": 64}, 32, 4, 4
+LOSS_IMAGES, LOSS_BATCH, LOSS_EPOCHS, SEEDS = {"conv_small": 128, "resnet18": 64}, 32, 4, 4
 BARE, FASTER, FUR = 1.15, {"fp32": 2.0, "bf16": 3.5}, 1.10  # targets
 
 FUSED = ["optimizer.fused=true"]
@@ -76,13 +76,13 @@ def precisions(device: torch.device) -> list[str]:
 
 
 class Client:
-    """A client at the start of a round: its pictures, and the method with all that trains it."""
+    """A client at the start of a round: its images, and the method with all that trains it."""
 
-    def __init__(self, overrides: Sequence[str], *, pictures: int, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, overrides: Sequence[str], *, num_images: int, device: torch.device, seed: int = 0) -> None:
         self.settings = compose(["dataset=cifar10", *overrides])
         random = torch.Generator().manual_seed(0)
-        self.images = torch.randint(0, 256, (pictures, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
-        self.labels = torch.randint(0, 10, (pictures,), generator=random).to(device)
+        self.images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
+        self.labels = torch.randint(0, 10, (num_images,), generator=random).to(device)
         self.method = build(self.settings.model).to(device)
         layers = travelling_layers(self.method)
         plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), keep_from=0, code="")
@@ -138,7 +138,7 @@ def bare(client: Client) -> Epoch:
 
 
 class LabelledPilViews(Dataset):
-    """Two views of a picture, and its label."""
+    """Two views of an image, and its label."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.views, self.labels = PilViews(images.cpu()), labels.cpu()
@@ -190,8 +190,8 @@ class UsualClients:
         arguments = (theirs, options.device, options.threads, options.tuned_usual)
         multiprocessing.get_context("spawn").Process(target=serve, args=arguments).start()
 
-    def __call__(self, overrides: Sequence[str], *, pictures: int) -> Epoch:
-        self.connection.send((overrides, pictures))
+    def __call__(self, overrides: Sequence[str], *, num_images: int) -> Epoch:
+        self.connection.send((overrides, num_images))
 
         def epoch() -> float:
             self.connection.send("epoch")
@@ -213,8 +213,8 @@ def serve(connection: Connection, device: torch.device, threads: int, tuned: boo
         if request == "epoch":
             connection.send(epoch())
         else:
-            overrides, pictures = request
-            epoch = usual(Client(overrides, pictures=pictures, device=device), lasting=tuned)
+            overrides, num_images = request
+            epoch = usual(Client(overrides, num_images=num_images, device=device), lasting=tuned)
 
 
 def ratio(above: list[float], below: list[float]) -> float:
@@ -229,21 +229,21 @@ def overrides(encoder: str, method: str, precision: str, batch: int) -> list[str
 def speed(encoder: str, options: argparse.Namespace) -> None:
     print(f"speed: {encoder}, batch {options.batch}, {options.turns[encoder]} turns of {options.steps[encoder]} steps")
     print("method        precision   ours/s   bare/s  ours/bare  augmentation  usual/s  ours/usual")
-    pictures = options.batch * options.steps[encoder]
+    num_images = options.batch * options.steps[encoder]
     with closing(UsualClients(options)) as usual_clients:
         for method in options.methods:
-            ways = {"usual": usual_clients(overrides(encoder, method, "fp32", options.batch), pictures=pictures)}
+            ways = {"usual": usual_clients(overrides(encoder, method, "fp32", options.batch), num_images=num_images)}
             for precision in options.precisions:
                 for way in (ours, bare, augmentation):
                     # Each has a client of its own, so that none finds the other's weights in the cache.
                     chosen = overrides(encoder, method, precision, options.batch)
-                    client = Client(chosen, pictures=pictures, device=options.device)
+                    client = Client(chosen, num_images=num_images, device=options.device)
                     ways[f"{way.__name__} {precision}"] = way(client)
-            report_speed(method, in_turn(ways, turns=options.turns[encoder]), pictures=pictures)
+            report_speed(method, in_turn(ways, turns=options.turns[encoder]), num_images=num_images)
 
 
-def report_speed(method: str, seconds: dict[str, list[float]], *, pictures: int) -> None:
-    rate = {name: pictures / statistics.median(values) for name, values in seconds.items()}
+def report_speed(method: str, seconds: dict[str, list[float]], *, num_images: int) -> None:
+    rate = {name: num_images / statistics.median(values) for name, values in seconds.items()}
     for precision in FASTER:
         if f"ours {precision}" not in seconds:
             continue
@@ -259,8 +259,8 @@ def report_speed(method: str, seconds: dict[str, list[float]], *, pictures: int)
 
 
 def losses(encoder: str, options: argparse.Namespace) -> None:
-    pictures = LOSS_PICTURES[encoder]
-    print(f"losses: {encoder}, {LOSS_EPOCHS} epochs of {pictures} pictures, batch {LOSS_BATCH}, {SEEDS} seeds")
+    num_images = LOSS_IMAGES[encoder]
+    print(f"losses: {encoder}, {LOSS_EPOCHS} epochs of {num_images} images, batch {LOSS_BATCH}, {SEEDS} seeds")
     print("method        usual fp32             ours (how many standard deviations of a seed it is away)")
     for method in options.methods:
         found = {}
@@ -268,7 +268,7 @@ def losses(encoder: str, options: argparse.Namespace) -> None:
             chosen = overrides(encoder, method, "fp32" if precision == "usual" else precision, LOSS_BATCH)
             last = []
             for seed in range(SEEDS):
-                client = Client(chosen, pictures=pictures, device=options.device, seed=seed)
+                client = Client(chosen, num_images=num_images, device=options.device, seed=seed)
                 epoch = usual(client, lasting=True) if precision == "usual" else ours(client)
                 last.append([epoch() for _ in range(LOSS_EPOCHS)][-1])
             found[precision] = statistics.mean(last), statistics.stdev(last)
@@ -280,29 +280,29 @@ def losses(encoder: str, options: argparse.Namespace) -> None:
 def fur(encoder: str, options: argparse.Namespace) -> None:
     print(f"fur: {encoder}, batch {options.batch}")
     print("precision  without/s   with FUR/s   ratio")
-    pictures = options.batch * options.steps[encoder]
+    num_images = options.batch * options.steps[encoder]
     for precision in options.precisions:
         ways = {}
         for regularizer in ("none", "fur"):
             chosen = [*overrides(encoder, "simclr", precision, options.batch), f"regularizer={regularizer}"]
-            ways[regularizer] = ours(Client(chosen, pictures=pictures, device=options.device))
+            ways[regularizer] = ours(Client(chosen, num_images=num_images, device=options.device))
         seconds = in_turn(ways, turns=4 * options.turns[encoder])
-        none, with_fur = (pictures / statistics.median(seconds[name]) for name in ("none", "fur"))
+        none, with_fur = (num_images / statistics.median(seconds[name]) for name in ("none", "fur"))
         cost = ratio(seconds["fur"], seconds["none"])
         print(f"{precision:9s} {none:10.0f} {with_fur:12.0f} {cost:7.2f}{'*' if cost > FUR else ''}", flush=True)
 
 
 def gpu(encoder: str, options: argparse.Namespace) -> None:
-    pictures = options.batch * options.steps[encoder]
+    num_images = options.batch * options.steps[encoder]
     for precision in options.precisions:
-        print(f"gpu: {encoder}, batch {options.batch}, {precision}; pictures per second")
+        print(f"gpu: {encoder}, batch {options.batch}, {precision}; images per second")
         print(f"{'':13s}" + "".join(f" {name:>15s}" for name in GPU_SETTINGS))
         for method in options.methods:
             chosen, ways = overrides(encoder, method, precision, options.batch), {}
             for name, added in GPU_SETTINGS.items():
-                ways[name] = ours(Client([*chosen, *added], pictures=pictures, device=options.device))
+                ways[name] = ours(Client([*chosen, *added], num_images=num_images, device=options.device))
             seconds = in_turn(ways, turns=options.turns[encoder])
-            rates = (pictures / statistics.median(seconds[name]) for name in GPU_SETTINGS)
+            rates = (num_images / statistics.median(seconds[name]) for name in GPU_SETTINGS)
             print(f"{method:13s}" + "".join(f" {rate:15.0f}" for rate in rates), flush=True)
             if options.device.type == "cuda" and method == options.methods[0]:
                 for name in ("as it is", "graphs, triton"):

@@ -40,7 +40,7 @@ def node_info(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train one round on this node's pictures; a failure is answered with its reason, so that the round goes on."""
+    """Train one round on this node's images; a failure is answered with its reason, so that the round goes on."""
     try:
         return train_round(message, context)
     except Exception as error:  # the server decides what follows from a failed client, whatever failed

@@ -3,7 +3,7 @@
 The SuperNode's ``--node-config`` has these keys, of which only the first is needed:
 
 ================  ====================================================================================================
-``data-path``     the folder of its pictures, with or without subfolders of classes, as ``dataset=image_folder`` reads
+``data-path``     the folder of its images, with or without subfolders of classes, as ``dataset=image_folder`` reads
 ``client-name``   the name under which the server knows it; without one that of the host
 ``state-path``    where it keeps what it keeps between rounds; without one ``fedssl`` in the user's data folder
 ``limits``        a file of limits, see `client_app.limits`
@@ -65,21 +65,21 @@ class Device:
 
     Attributes
     ----------
-    pictures, states : Path
-        The folder of its pictures; the folder below which it writes.
+    data_path, states : Path
+        The folder of its images; the folder below which it writes.
     name : str
     partition : int or None
     folders : tuple of Path
         Of settings beside ``conf/``.
     threads : int or None
-        None: by the size of the pictures.
+        None: by the size of the images.
     device : {"auto", "cpu", "cuda"}
     sums_only : bool
         Whether it takes part in secure aggregation alone.
     limits : Limits
     """
 
-    pictures: Path
+    data_path: Path
     states: Path
     name: str
     partition: int | None = None
@@ -98,7 +98,7 @@ class Device:
             raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(KEYS)}")
         if not node_config.get("data-path"):
             raise InputError(
-                "this SuperNode does not say where its pictures are; start it with --node-config 'data-path=\"FOLDER\"'"
+                "this SuperNode does not say where its images are; start it with --node-config 'data-path=\"FOLDER\"'"
             )
         partition = _number(node_config, "partition-id", least=0)
         name = str(node_config.get("client-name", "")) or _host(partition)
@@ -109,7 +109,7 @@ class Device:
         limits, folder = node_config.get("limits"), node_config.get("config-dir")
         states = node_config.get("state-path")
         return cls(
-            pictures=_path(node_config["data-path"]),
+            data_path=_path(node_config["data-path"]),
             states=_path(states) if states else _data_home() / "fedssl",
             name=name,
             partition=partition,
@@ -142,14 +142,14 @@ class Device:
             Its own configuration is at fault.
         """
         settings = self._with_own(read_task(text, states=self.states, folders=self.folders))
-        check_settings(settings, self.limits, pictures=self._count())
+        check_settings(settings, self.limits, num_images=self._count())
         _remember(settings.states, text)
         return settings
 
     def _with_own(self, settings: ClientSettings) -> ClientSettings:
-        """These settings, with what is about the machine and the pictures."""
+        """These settings, with what is about the machine and the images."""
         threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)
-        own = {"path": str(self.pictures), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
+        own = {"path": str(self.data_path), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
         reader = Component({**settings.data.reader.values, **own})
         return replace(
             settings,
@@ -158,10 +158,10 @@ class Device:
         )
 
     def _count(self) -> int:
-        """How many pictures there are."""
-        if not self.pictures.is_dir():
-            raise InputError(f"data-path={self.pictures} is not a folder; name the folder of the device's pictures")
-        return sum(1 for file in self.pictures.rglob("*") if file.suffix.lower() in SUFFIXES)
+        """How many images there are."""
+        if not self.data_path.is_dir():
+            raise InputError(f"data-path={self.data_path} is not a folder; name the folder of the device's images")
+        return sum(1 for file in self.data_path.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
 def told(error: Exception) -> str:

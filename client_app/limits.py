@@ -2,10 +2,10 @@
 
 The file that the node's configuration names with ``limits`` may set any of them, for example::
 
-    memory: 2.0 # GB, of what a message brings, of the pictures, and of a training step as far as it can be told before
+    memory: 2.0 # GB, of what a message brings, of the images, and of a training step as far as it can be told before
     epochs: 20 # local epochs of a round
-    batch: 256 # pictures of a step
-    size: 128 # height and width of a picture, in pixels
+    batch: 256 # images of a step
+    size: 128 # height and width of an image, in pixels
     threads: 2
     minutes: 15 # of training, per round
 """
@@ -103,10 +103,10 @@ def check_plan(plan: TrainPlan) -> None:
             raise RequestRefused(f"{name}={value} of the plan is not from {low} to {high:g}")
 
 
-def check_settings(settings: ClientSettings, limits: Limits, *, pictures: int) -> None:
+def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int) -> None:
     """Refuse training beyond the limits; raises `RequestRefused`.
 
-    ``pictures`` is how many the device has.
+    ``images`` is how many the device has.
     """
     training, data = settings.training, settings.data
     asked: dict[str, tuple[Any, float]] = {
@@ -117,21 +117,21 @@ def check_settings(settings: ClientSettings, limits: Limits, *, pictures: int) -
     for name, (value, most) in asked.items():
         if value > most:
             raise RequestRefused(f"{name}={value} but this device allows {most:g} at most")
-    for part in (training.augmentation, settings.model.encoder):  # both are told what pictures are like
+    for part in (training.augmentation, settings.model.encoder):  # both are told what images are like
         for name, value in (("size", data.size), ("channels", data.channels)):
             if part.values.get(name, value) != value:
-                raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the pictures have {value}")
-    _check("the pictures take", pictures * data.channels * data.size**2, limits)
-    _check("a training step takes about", step_bytes(settings, pictures=pictures), limits)
+                raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
+    _check("the images take", num_images * data.channels * data.size**2, limits)
+    _check("a training step takes about", step_bytes(settings, num_images=num_images), limits)
 
 
-def step_bytes(settings: ClientSettings, *, pictures: int) -> int:
+def step_bytes(settings: ClientSettings, *, num_images: int) -> int:
     """Memory of a training step, roughly: nothing is computed, and nothing allocated.
 
     Weights with gradients and two moments of an optimiser; two views of a batch, and the matrices that make them along
     both axes (crop and blur); and what every module of the encoder puts out for them.
     """
-    data, batch = settings.data, min(settings.training.batch_size, pictures)
+    data, batch = settings.data, min(settings.training.batch_size, num_images)
     held = 0
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:

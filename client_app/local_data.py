@@ -1,4 +1,4 @@
-"""Some of a client's own pictures, by which it tells models apart before it trains."""
+"""Some of a client's own images, by which it tells models apart before it trains."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ from fedssl.training import LocalTraining, batches, taken
 
 
 class Sample:
-    """A client's pictures; what is drawn of them is the same at every call.
+    """A client's images; what is drawn of them is the same at every call.
 
     Parameters
     ----------
     images : Tensor
-        All pictures of the data set, uint8, ``(n, channels, height, width)``.
+        All images of the data set, uint8, ``(n, channels, height, width)``.
     rows : Tensor
         Where the client's are, int64, ``(m,)``.
     data : DataSettings
@@ -28,7 +28,7 @@ class Sample:
     place : tuple of int and str
         Of the client and the round in the run, see `fedssl.seeding`.
     labels : Tensor or None
-        Classes of all pictures, int64, ``(n,)``, for methods that use them.
+        Classes of all images, int64, ``(n,)``, for methods that use them.
     before_step : callable
         Called before every batch; what it raises ends the choosing.
     """
@@ -49,19 +49,19 @@ class Sample:
         self._seed, self._path = int(place[0]), place[1:]
 
     def represent(self, method: SSLMethod, number: int) -> Tensor:
-        """What the encoder makes of at most so many pictures, float32 ``(n, feature_dim)``, on the CPU."""
+        """What the encoder makes of at most so many images, float32 ``(n, feature_dim)``, on the CPU."""
         self._before_step()
         device, span = next(method.parameters()).device, method.encoder.span
-        pictures = taken(self._images, self._few(number), device)
+        images = taken(self._images, self._few(number), device)
         frozen, span.frozen = span.frozen, 0  # all stages that run, whichever are trained
         try:
-            return extract(method.encoder, pictures, mean=self._data.mean, std=self._data.std, device=device)
+            return extract(method.encoder, images, mean=self._data.mean, std=self._data.std, device=device)
         finally:
             span.frozen = frozen
 
     @torch.no_grad()
     def loss(self, method: SSLMethod, number: int) -> float:
-        """Mean training loss of at most so many pictures, in training mode; nothing is learned."""
+        """Mean training loss of at most so many images, in training mode; nothing is learned."""
         device = next(method.parameters()).device
         generator, training = torch_generator(self._seed, *self._path, "views"), self._training
         seed_torch(derive_seed(self._seed, *self._path, "loss"), device)

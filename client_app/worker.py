@@ -1,4 +1,4 @@
-"""The resident client: model, pictures and optimiser that one process keeps and all its clients use in turn."""
+"""The resident client: model, images and optimiser that one process keeps and all its clients use in turn."""
 
 import functools
 import math
@@ -35,14 +35,14 @@ class Resident:
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
         self.device = set_up(settings.machine)
-        pictures = load_federated(settings.data)
-        self.images = settled(pictures.images, self.device)
-        self.parts = None if settings.partition is None else split(settings.partition, pictures)
+        image_data = load_federated(settings.data)
+        self.images = settled(image_data.images, self.device)
+        self.parts = None if settings.partition is None else split(settings.partition, image_data)
         self.half: ClientStrategy = settings.strategy.make().client
         self.method = build(settings.model).to(self.device)
         if self.method.uses_labels and settings.partition is None:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
-        labels = pictures.labels if self.method.uses_labels else None
+        labels = image_data.labels if self.method.uses_labels else None
         self.labels = None if labels is None else labels.to(self.device)
         self.training = LocalTraining.prepare(settings.training, self.method)
         if settings.machine.compile_encoder:
@@ -63,7 +63,7 @@ class Resident:
         ----------
         plan : TrainPlan
         client : int
-            Its partition, or another number that stands for it in the seeds if it has all pictures.
+            Its partition, or another number that stands for it in the seeds if it has all images.
         state_folder : Path
             For what it keeps.
         store : Store
@@ -153,7 +153,7 @@ class Resident:
             raise RequestRefused("the models of the plan are not of the same layers")
         plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
         place = (self.settings.seed, "choose", plan.round, client)
-        pictures = Sample(
+        local_data = Sample(
             self.images,
             rows,
             data=self.settings.data,
@@ -162,7 +162,7 @@ class Resident:
             labels=self.labels,
             before_step=before_step,
         )
-        chosen = self.half.choose(self.method, plans, state, pictures)
+        chosen = self.half.choose(self.method, plans, state, local_data)
         return chosen, replace(plans[chosen], others=plan.others)
 
     def _with_held(self, plan: TrainPlan, state: State | None, folder: Path) -> TrainPlan:
@@ -202,7 +202,7 @@ class Resident:
         return plan
 
     def _rows(self, client: int) -> torch.Tensor:
-        """Where the client's pictures are."""
+        """Where the client's images are."""
         return (
             torch.arange(len(self.images)) if self.parts is None else torch.from_numpy(np.asarray(self.parts[client]))
         )
@@ -230,7 +230,7 @@ class Resident:
     ) -> TrainResult:
         if len(own) < self.method.smallest_batch:
             raise RequestRefused(
-                f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} pictures, "
+                f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} images, "
                 f"and the client has {len(own)}"
             )
         training.restart(lr_factor=plan.lr_factor)

@@ -1,8 +1,8 @@
-"""Find and outline shapes with the encoder of a federation: torchvision's detectors on generated pictures.
+"""Find and outline shapes with the encoder of a federation: torchvision's detectors on generated images.
 
     python examples/detection.py runs/NAME/encoder.pt [--detector mask_rcnn] [--steps 300] [--scratch]
 
-Pictures of noise hold one to three squares, discs and crosses of any brightness; the detector is trained on new ones in
+Images of noise hold one to three squares, discs and crosses of any brightness; the detector is trained on new ones in
 every step and judged on 100 others: how many shapes are found, that is, have a box of their class that overlaps by half
 (IoU), and how many of the boxes that it is sure of (score above 0.5) are right. `--scratch` draws the encoder's weights
 anew, to compare with. Detectors freeze no stage here; batch normalisation learns with small batches, as it is.
@@ -24,13 +24,13 @@ from fedssl.seeding import seed_torch, torch_generator
 
 SHAPES = ("square", "disc", "cross")
 DETECTORS = {"faster_rcnn": faster_rcnn, "mask_rcnn": mask_rcnn}
-TESTS = 100  # pictures
+TESTS = 100  # images
 _FOUND, _SURE = 0.5, 0.5
 
 
 def scene(generator: torch.Generator, *, channels: int, size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """A picture ``(channels, size, size)`` in [0, 1] and what is on it: ``boxes``, ``labels`` from 1, ``masks``."""
-    picture = 0.3 * torch.rand(channels, size, size, generator=generator)
+    """An image ``(channels, size, size)`` in [0, 1] and what is on it: ``boxes``, ``labels`` from 1, ``masks``."""
+    image = 0.3 * torch.rand(channels, size, size, generator=generator)
     masks, labels = [], []
     for _ in range(int(torch.randint(1, 4, (), generator=generator))):
         kind = int(torch.randint(len(SHAPES), (), generator=generator))
@@ -38,16 +38,16 @@ def scene(generator: torch.Generator, *, channels: int, size: int) -> tuple[Tens
         if any((mask & other).any() for other in masks):
             continue  # they do not cover each other
         brightness = 0.4 + 0.6 * torch.rand(channels, 1, generator=generator)
-        picture[:, mask] = brightness.expand(-1, int(mask.sum()))
+        image[:, mask] = brightness.expand(-1, int(mask.sum()))
         masks.append(mask)
         labels.append(kind + 1)
     together = torch.stack(masks)
     boxes = masks_to_boxes(together) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # a box ends behind its last pixel
-    return picture, {"boxes": boxes, "labels": torch.tensor(labels), "masks": together.to(torch.uint8)}
+    return image, {"boxes": boxes, "labels": torch.tensor(labels), "masks": together.to(torch.uint8)}
 
 
 def shape(kind: str, generator: torch.Generator, *, size: int) -> Tensor:
-    """The pixels ``(size, size)`` of one shape, a quarter to a half of the picture wide."""
+    """The pixels ``(size, size)`` of one shape, a quarter to a half of the image wide."""
     radius = int(torch.randint(size // 8, size // 4 + 1, (), generator=generator))
     y, x = torch.randint(radius, size - radius, (2,), generator=generator).tolist()
     rows, columns = torch.arange(size).sub(y).view(-1, 1).abs(), torch.arange(size).sub(x).abs()
@@ -58,13 +58,13 @@ def shape(kind: str, generator: torch.Generator, *, size: int) -> Tensor:
 
 
 def batch(generator: torch.Generator, number: int, *, channels: int, size: int) -> tuple[list[Tensor], list[Any]]:
-    """Pictures and what is on them."""
+    """Images and what is on them."""
     scenes = [scene(generator, channels=channels, size=size) for _ in range(number)]
-    return [picture for picture, _ in scenes], [target for _, target in scenes]
+    return [image for image, _ in scenes], [target for _, target in scenes]
 
 
 def train(detector: nn.Module, generator: torch.Generator, *, steps: int, channels: int, size: int) -> list[float]:
-    """Train on new pictures in every step; the losses."""
+    """Train on new images in every step; the losses."""
     optimizer = torch.optim.AdamW(detector.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps)
     detector.train()
@@ -84,10 +84,10 @@ def judge(
     detector: nn.Module, generator: torch.Generator, *, number: int, channels: int, size: int
 ) -> tuple[float, float]:
     """Share of the shapes that are found, and of the boxes that are right."""
-    pictures, targets = batch(generator, number, channels=channels, size=size)
+    images, targets = batch(generator, number, channels=channels, size=size)
     detector.eval()
     with torch.inference_mode():
-        answers = [detector([picture])[0] for picture in pictures]
+        answers = [detector([image])[0] for image in images]
     found = right = shapes = boxes = 0
     for answer, target in zip(answers, targets, strict=True):
         sure = answer["scores"] > _SURE

@@ -4,14 +4,14 @@
 
 prints a table, and writes theory.csv and theory.png. Dec-SSL is Wang et al., ICLR 2023, arXiv 2210.10947.
 
-**Data.** Section 3.2 says that source k of K holds mostly pictures of classes 2k - 1 and 2k, and follows Liu et al.,
-2021 (arXiv 2110.05025). Which pictures these are stands in an appendix that we have not seen; this is our reading, in d
-dimensions with basis e_1, ..., e_d. A picture of class 2k - 1 (+) or 2k (-) is
+**Data.** Section 3.2 says that source k of K holds mostly images of classes 2k - 1 and 2k, and follows Liu et al.,
+2021 (arXiv 2110.05025). Which images these are stands in an appendix that we have not seen; this is our reading, in d
+dimensions with basis e_1, ..., e_d. An image of class 2k - 1 (+) or 2k (-) is
 
     x = +-e_k + d^(1/5) sum_{j != k, j <= K} q_j e_j + d^(-1/5) xi,    q_j = 0 or 1 by a fair coin, xi ~ N(0, I)
 
 so that what tells other classes apart is large and irrelevant for the source's own, and noise is small in each
-direction but large in all together. A source has 2d pictures of its two classes, and two of each other class.
+direction but large in all together. A source has 2d images of its two classes, and two of each other class.
 
 **Self-supervised features** minimise Eq. 3.1. Its augmentations drop out of the expectation, which leaves
 -tr(w S w') + 1/2 ||w' w||_F^2 with S = E[x x']; so w' w is the best approximation of S of rank m (Eckart and Young),
@@ -43,7 +43,7 @@ from fedssl.plots.style import new_figure, write_png
 from fedssl.report.tables import align, to_csv
 from fedssl.seeding import numpy_generator
 
-RARE = 2  # pictures of every class that is not the source's own
+RARE = 2  # images of every class that is not the source's own
 HARD = 1e3  # price of a missed margin, at which none is missed
 KINDS = ("local SSL", "global SSL", "local SL")
 
@@ -71,26 +71,26 @@ class Finding:
 def draw_source(
     source: int, *, sources: int, dim: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures ``(n, dim)`` of a source, counted from 0, and their classes ``(n,)`` from 0 to 2K - 1."""
+    """Images ``(n, dim)`` of a source, counted from 0, and their classes ``(n,)`` from 0 to 2K - 1."""
     counts = [dim if label // 2 == source else RARE for label in range(2 * sources)]
     labels = np.repeat(np.arange(2 * sources), counts)
-    pictures = dim**-0.2 * generator.standard_normal((len(labels), dim))
+    images = dim**-0.2 * generator.standard_normal((len(labels), dim))
     signal = dim**0.2 * generator.integers(2, size=(len(labels), sources))
     signal[np.arange(len(labels)), labels // 2] = 1 - 2 * (labels % 2)
-    pictures[:, :sources] += signal
-    return pictures, labels
+    images[:, :sources] += signal
+    return images, labels
 
 
 def self_supervised(sources: Sequence[np.ndarray], *, width: int) -> np.ndarray:
     """Features ``(width, dim)`` that minimise Eq. 3.1 for one source, or its mean over several of equal size."""
-    moment = np.mean([pictures.T @ pictures / len(pictures) for pictures in sources], axis=0)
+    moment = np.mean([images.T @ images / len(images) for images in sources], axis=0)
     values, vectors = np.linalg.eigh(moment)
     features: np.ndarray = (vectors[:, -width:] * np.sqrt(values[-width:])).T
     return features
 
 
-def supervised(pictures: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Features ``(rank, dim)`` of the smallest two-layer linear network with margins of 1 for all pictures.
+def supervised(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Features ``(rank, dim)`` of the smallest two-layer linear network with margins of 1 for all images.
 
     Raises
     ------
@@ -100,14 +100,12 @@ def supervised(pictures: np.ndarray, labels: np.ndarray) -> np.ndarray:
     from sklearn.svm import LinearSVC
 
     solver = LinearSVC(multi_class="crammer_singer", C=HARD, fit_intercept=False, tol=1e-6, max_iter=10**5)
-    product = solver.set_params(random_state=0).fit(pictures, labels).coef_
-    outputs = pictures @ product.T
+    product = solver.set_params(random_state=0).fit(images, labels).coef_
+    outputs = images @ product.T
     own = np.take_along_axis(outputs, labels[:, None], axis=1)[:, 0]
     np.put_along_axis(outputs, labels[:, None], -np.inf, axis=1)
     if (own - outputs.max(axis=1)).min() < 1 - 1e-3:
-        raise InputError(
-            f"the classes of {len(labels)} pictures in {pictures.shape[1]} dimensions overlap; raise --dims"
-        )
+        raise InputError(f"the classes of {len(labels)} images in {images.shape[1]} dimensions overlap; raise --dims")
     _, scales, directions = np.linalg.svd(product, full_matrices=False)
     kept = scales > 1e-6 * scales[0]
     features: np.ndarray = np.sqrt(scales[kept])[:, None] * directions[kept]
@@ -128,7 +126,7 @@ def find(*, sources: int, dim: int, seed: int) -> list[Finding]:
     with threadpool_limits(limits=1):
         features = {
             "local SSL": self_supervised([drawn[0][0]], width=2 * sources),
-            "global SSL": self_supervised([pictures for pictures, _ in drawn], width=2 * sources),
+            "global SSL": self_supervised([images for images, _ in drawn], width=2 * sources),
             "local SL": supervised(*drawn[0]),
         }
         return [

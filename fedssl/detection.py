@@ -2,7 +2,7 @@
 
     encoder = load_encoder("encoder.pt")
     detector = faster_rcnn(encoder, num_classes=4)  # with the background, as torchvision counts
-    losses = detector(pictures, targets)  # pictures in [0, 1]; see torchvision.models.detection
+    losses = detector(images, targets)  # images in [0, 1]; see torchvision.models.detection
 
 The stages of the encoder give the levels of a feature pyramid (Lin et al., CVPR 2017, arXiv 1612.03144). Everything
 else is torchvision's, which is imported with this module only.
@@ -33,7 +33,7 @@ class Pyramid(nn.Module):
     encoder : Encoder
         Whose stages make maps ``(batch, channels, height, width)``; it is used as it is, not copied.
     size : int
-        Height and width in pixels of a picture, to find what each stage makes of it.
+        Height and width in pixels of an image, to find what each stage makes of it.
     out_channels : int
         Channels of every map.
 
@@ -42,7 +42,7 @@ class Pyramid(nn.Module):
     names : list of str
         Of the stages' maps; one more, "pool", is the last of them at half the size.
     strides : list of int
-        Pixels of a picture for one position, of each map.
+        Pixels of an image for one position, of each map.
 
     Raises
     ------
@@ -65,20 +65,20 @@ class Pyramid(nn.Module):
         channels = [each.shape[1] for each in maps.values()]
         self.fpn = FeaturePyramidNetwork(channels, out_channels, extra_blocks=LastLevelMaxPool())
 
-    def forward(self, pictures: Tensor) -> dict[str, Tensor]:
-        """Maps ``(batch, out_channels, height, width)`` of standardised pictures, by name."""
-        found: dict[str, Tensor] = self.fpn(self._maps(pictures))
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Maps ``(batch, out_channels, height, width)`` of standardised images, by name."""
+        found: dict[str, Tensor] = self.fpn(self._maps(images))
         return found
 
-    def _maps(self, pictures: Tensor) -> "OrderedDict[str, Tensor]":
-        x, maps = self.encoder.stem(pictures), OrderedDict()
+    def _maps(self, images: Tensor) -> "OrderedDict[str, Tensor]":
+        x, maps = self.encoder.stem(images), OrderedDict()
         for name, stage in zip(self.encoder.stage_names, self.encoder.stages(), strict=True):
             x = stage(x)
             maps[name.replace(".", "_")] = x
         return maps
 
     def _look(self, size: int) -> "OrderedDict[str, Tensor]":
-        """What the stages make of a picture, without a trace in the running statistics of batch normalisation."""
+        """What the stages make of an image, without a trace in the running statistics of batch normalisation."""
         training = self.encoder.training
         self.encoder.eval()
         weight = next(self.encoder.parameters())
@@ -94,18 +94,18 @@ def faster_rcnn(encoder: Encoder, *, num_classes: int, out_channels: int = 256, 
     Parameters
     ----------
     encoder : Encoder
-        As `fedssl.export.load_encoder` gives it, whose pictures it takes; it is trained further.
+        As `fedssl.export.load_encoder` gives it, whose images it takes; it is trained further.
     num_classes : int
         Of objects, and one for the background.
     out_channels : int
         Of the feature pyramid.
     regions : int
-        Of a picture, on how many the second stage is trained. Small pictures have few that differ.
+        Of an image, on how many the second stage is trained. Small images have few that differ.
 
     Returns
     -------
     FasterRCNN
-        Pictures are scaled to the size that the encoder was trained on (``transform.min_size``) and standardised by
+        Images are scaled to the size that the encoder was trained on (``transform.min_size``) and standardised by
         its means. Anchors of a level are squares of four positions' length, and two oblongs of the same area.
 
     Raises
@@ -126,7 +126,7 @@ def mask_rcnn(encoder: Encoder, *, num_classes: int, out_channels: int = 256, re
 def _parts(encoder: Encoder, num_classes: int, out_channels: int, regions: int) -> dict[str, Any]:
     preprocess: Preprocess | None = vars(encoder).get("preprocess")  # load_encoder gives it
     if preprocess is None:
-        raise InputError("the encoder does not say what its pictures went through; load it by load_encoder(FILE)")
+        raise InputError("the encoder does not say what its images went through; load it by load_encoder(FILE)")
     size = preprocess.size
     backbone = Pyramid(encoder, size=size, out_channels=out_channels)
     sizes = tuple((4 * stride,) for stride in backbone.strides)

@@ -2,7 +2,7 @@
 
     encoder = load_encoder("encoder.pt")
     with torch.no_grad():
-        h = encoder(encoder.preprocess(pictures))  # uint8 (batch, channels, height, width) -> (batch, feature_dim)
+        h = encoder(encoder.preprocess(images))  # uint8 (batch, channels, height, width) -> (batch, feature_dim)
 
 The file is a dictionary that ``torch.load(weights_only=True)`` reads: ``format``, ``encoder`` (the settings of
 ``conf/encoder``), ``mean``, ``std``, ``metadata`` and ``weights`` (the encoder's ``state_dict``, for ResNets with
@@ -33,7 +33,7 @@ MAX_BYTES = 2**33  # bytes of a file
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What the encoder's pictures went through: scaled to [0, 1], resized if needed, standardised per channel.
+    """What the encoder's images went through: scaled to [0, 1], resized if needed, standardised per channel.
 
     Attributes
     ----------
@@ -47,20 +47,20 @@ class Preprocess:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __call__(self, pictures: Tensor) -> Tensor:
-        """Pictures ``(batch, channels, height, width)`` in uint8 to ``(batch, channels, size, size)`` in float32.
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images ``(batch, channels, height, width)`` in uint8 to ``(batch, channels, size, size)`` in float32.
 
         Raises
         ------
         InputError
-            If the pictures are not uint8, not a batch, or have another number of channels.
+            If the images are not uint8, not a batch, or have another number of channels.
         """
-        if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != len(self.mean):
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != len(self.mean):
             raise InputError(
-                f"pictures are {pictures.dtype} of shape {tuple(pictures.shape)}, but this encoder was trained on "
+                f"images are {images.dtype} of shape {tuple(images.shape)}, but this encoder was trained on "
                 f"torch.uint8 of shape (batch, {len(self.mean)}, height, width); convert them first"
             )
-        pixels = pictures.float() / 255
+        pixels = images.float() / 255
         if pixels.shape[2:] != (self.size, self.size):
             pixels = F.interpolate(pixels, (self.size, self.size), mode="bilinear", antialias=True)
         mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
@@ -87,7 +87,7 @@ def save_encoder(
     settings : mapping
         The resolved ``encoder`` group of the run's config: ``_target_`` and the arguments, as plain values.
     mean, std : sequence of float
-        Per channel, of pixels in [0, 1]: what the pictures were standardised by.
+        Per channel, of pixels in [0, 1]: what the images were standardised by.
     metadata : mapping
         Anything worth knowing later (method, strategy, round, dataset), as values that JSON can hold.
 
@@ -186,7 +186,7 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
     Returns
     -------
     mapping
-        What the file says of the pictures: ``size``, ``mean`` and ``std``.
+        What the file says of the images: ``size``, ``mean`` and ``std``.
 
     Raises
     ------

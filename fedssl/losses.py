@@ -22,15 +22,15 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | N
     z1, z2 : Tensor
         Projections of the two views, ``(batch, dim)``; need not be normalised. The gradient flows into both.
     temperature : float
-        Positive; the smaller, the more the most similar other pictures weigh.
+        Positive; the smaller, the more the most similar other images weigh.
     negatives : Tensor, optional
-        Vectors of pictures that are no picture's of the batch, ``(n, dim)``; need not be normalised, but none is zero.
+        Vectors of images that are no image's of the batch, ``(n, dim)``; need not be normalised, but none is zero.
         None, or n = 0: there are no others.
 
     Returns
     -------
     Tensor
-        Scalar >= 0; 0 without gradient for one picture, which has no negatives, unless there are further ones.
+        Scalar >= 0; 0 without gradient for one image, which has no negatives, unless there are further ones.
     """
     batch = z1.shape[0]
     z = F.normalize(at_least_float32(torch.cat((z1, z2))), dim=1)
@@ -43,7 +43,7 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | N
 
 
 def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
-    """NT-Xent as the code of L-DAWA (arXiv 2307.07393) has it: one direction, a picture among its own negatives.
+    """NT-Xent as the code of L-DAWA (arXiv 2307.07393) has it: one direction, an image among its own negatives.
 
     With s the cosine divided by the temperature, i one of the ``batch`` vectors of view 1 and j its other view, the
     mean over i of ``-log( exp(s_ij) / sum_k exp(s_ik) )``, k over all ``2 * batch`` vectors, i among them.
@@ -56,7 +56,7 @@ def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     Returns
     -------
     Tensor
-        Scalar >= log 2, which it comes near to where both views are alike and all other pictures far away.
+        Scalar >= log 2, which it comes near to where both views are alike and all other images far away.
     """
     z1, z2 = F.normalize(at_least_float32(z1), dim=1), F.normalize(at_least_float32(z2), dim=1)
     similarity = _product(z1 / temperature, torch.cat((z1, z2)).T)
@@ -126,7 +126,7 @@ def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
 
 
 def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -> Tensor:
-    """Relational loss of FedX (arXiv 2207.09158): both views of a picture have the same similarities to the others.
+    """Relational loss of FedX (arXiv 2207.09158): both views of an image have the same similarities to the others.
 
     With s_ij the cosine of z1_i and anchor j divided by the temperature, p_i is the softmax of s_ij over all j != i,
     q_i likewise from z2, and m = (p + q) / 2: the mean over i of their Jensen-Shannon divergence,
@@ -137,7 +137,7 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -
     z1, z2 : Tensor
         Vectors of the two views, ``(batch, dim)``; need not be normalised.
     anchors : Tensor
-        One vector per picture, to which the others' similarity is taken, ``(batch, dim)``. The gradient flows into all
+        One vector per image, to which the others' similarity is taken, ``(batch, dim)``. The gradient flows into all
         three.
     temperature : float
         Positive.
@@ -145,7 +145,7 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -
     Returns
     -------
     Tensor
-        Scalar in [0, log 2]; 0 for fewer than three pictures, whose softmax has one term at most.
+        Scalar in [0, log 2]; 0 for fewer than three images, whose softmax has one term at most.
     """
     z, a = F.normalize(at_least_float32(torch.stack((z1, z2))), dim=2), F.normalize(at_least_float32(anchors), dim=1)
     log_pq = F.log_softmax(_others(_product(z / temperature, a.T)), dim=2)
@@ -185,7 +185,7 @@ def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     Parameters
     ----------
     z1, z2, lambd
-        As in `barlow_twins`; two pictures or more.
+        As in `barlow_twins`; two images or more.
 
     Returns
     -------

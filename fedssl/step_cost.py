@@ -32,7 +32,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTraining, train
 
-WARM = 2  # pictures of the step before the one that is measured
+WARM = 2  # images of the step before the one that is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class StepCost:
 
     Attributes
     ----------
-    pictures : int
+    num_images : int
         Of the step.
     flops : float
         Forward and backward; with depth dropout the expected number.
@@ -51,16 +51,16 @@ class StepCost:
         How many numbers are trained, and how many are in use: trained, frozen, or of a target network.
     """
 
-    pictures: int
+    num_images: int
     flops: float
     peak_memory: int
     trained_parameters: int
     resident_parameters: int
 
     @property
-    def flops_per_picture(self) -> float:
-        """FLOPs of an epoch, divided by its pictures."""
-        return self.flops / self.pictures
+    def flops_per_image(self) -> float:
+        """FLOPs of an epoch, divided by its images."""
+        return self.flops / self.num_images
 
 
 def step_cost(
@@ -77,7 +77,7 @@ def step_cost(
     Parameters
     ----------
     images : Tensor
-        The pictures of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device.
+        The images of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device.
         What is on them does not matter.
     training : LocalTraining
         How the method is trained; epochs and batch size do not matter.
@@ -91,12 +91,12 @@ def step_cost(
             own, optimizer, regularizer = copy.deepcopy((method, training.optimizer, training.regularizer))
             own_training = replace(training, optimizer=optimizer, regularizer=regularizer, epochs=1, graphs=None)
 
-            def step(pictures: int) -> None:
+            def step(num_images: int) -> None:
                 train(
                     own,
                     images,
-                    torch.arange(pictures),
-                    training=replace(own_training, batch_size=pictures),
+                    torch.arange(num_images),
+                    training=replace(own_training, batch_size=num_images),
                     generator=torch_generator(0, "cost"),
                     labels=labels,
                 )
@@ -110,7 +110,7 @@ def step_cost(
 
     flops, peak = _expected(method, measure)
     return StepCost(
-        pictures=len(images),
+        num_images=len(images),
         flops=flops,
         peak_memory=peak,
         trained_parameters=sum(p.numel() for p in method.parameters() if p.requires_grad),

@@ -1,4 +1,4 @@
-"""Local training: some epochs of a self-supervised method on one client's pictures, or on the server's own."""
+"""Local training: some epochs of a self-supervised method on one client's images, or on the server's own."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 
 class TwoViews(Protocol):
-    """How pictures become two views, in two parts; `fedssl.augmentation.Augmentation` says more."""
+    """How images become two views, in two parts; `fedssl.augmentation.Augmentation` says more."""
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Both parts at once."""
@@ -42,7 +42,7 @@ class LocalTraining:
     Attributes
     ----------
     augment : TwoViews
-        Makes two views of pictures.
+        Makes two views of images.
     optimizer : torch.optim.Optimizer
         Over all that the method ever trains.
     lrs : tuple of float
@@ -50,7 +50,7 @@ class LocalTraining:
     regularizer : Regularizer
     epochs : int
     batch_size : int
-        Most pictures per step; an epoch is cut into batches of nearly equal size, see `batches`.
+        Most images per step; an epoch is cut into batches of nearly equal size, see `batches`.
     precision : {"fp32", "bf16"}
         bf16 runs the forward pass under autocast.
     clip_norm : float or None
@@ -137,9 +137,9 @@ class TrainResult:
     Attributes
     ----------
     loss : float
-        Mean loss per picture over the last epoch, regulariser included; NaN if there was no epoch.
+        Mean loss per image over the last epoch, regulariser included; NaN if there was no epoch.
     num_examples : int
-        Pictures of the client.
+        Images of the client.
     """
 
     loss: float
@@ -161,15 +161,15 @@ def train(
     Parameters
     ----------
     images : Tensor
-        All pictures of the data set ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
+        All images of the data set ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
     indices : Tensor
-        The client's pictures ``(m,)``, int64, on the CPU.
+        The client's images ``(m,)``, int64, on the CPU.
     training : LocalTraining
         How. Its optimiser goes on from where it is; see `LocalTraining.restart`.
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
-        Classes of all pictures ``(n,)``, int64, on the method's device; needed by methods that use them.
+        Classes of all images ``(n,)``, int64, on the method's device; needed by methods that use them.
     before_step : callable
         Called before every step; what it raises ends the training.
 
@@ -194,8 +194,8 @@ def train(
         classes = () if labels is None else taken(labels, places, device).split(sizes)
         for number, (rows, of_batch) in enumerate(zip(places.split(sizes), drawn, strict=True)):
             before_step()
-            pictures = taken(images, rows, device)
-            view1, view2 = training.augment.make(pictures, of_batch, layout=layout)
+            batch_images = taken(images, rows, device)
+            view1, view2 = training.augment.make(batch_images, of_batch, layout=layout)
             inputs = list(method.inputs(view1, view2))
             if method.frozen:
                 with training.autocast(device):
@@ -248,15 +248,15 @@ def outputs_of(method: SSLMethod, part: str | None) -> Iterator[list[Tensor]]:
 def batches(indices: Tensor, batch_size: int, *, generator: torch.Generator, smallest: int = 2) -> Iterator[Tensor]:
     """One epoch: the indices in random order, cut into `number_of_batches` of nearly equal size.
 
-    Sizes differ by at most 1, so that every picture is seen in every epoch.
+    Sizes differ by at most 1, so that every image is seen in every epoch.
     """
     order = indices[torch.randperm(len(indices), generator=generator)]
     yield from order.tensor_split(number_of_batches(len(order), batch_size, smallest=smallest))
 
 
-def number_of_batches(pictures: int, batch_size: int, *, smallest: int = 2) -> int:
-    """``ceil(pictures / batch_size)``, or fewer, so that none has less than ``smallest`` if there are so many pictures.
+def number_of_batches(num_images: int, batch_size: int, *, smallest: int = 2) -> int:
+    """``ceil(num_images / batch_size)``, or fewer, so that none has less than ``smallest`` if there are so many images.
 
-    An odd number of pictures in batches of 2 therefore makes one of 3.
+    An odd number of images in batches of 2 therefore makes one of 3.
     """
-    return max(1, min(-(-pictures // batch_size), pictures // smallest))
+    return max(1, min(-(-num_images // batch_size), num_images // smallest))

@@ -21,7 +21,7 @@ import yaml
 from fedssl.errors import InputError
 
 MAX_TEXT_BYTES = 2**22  # bytes of a file with settings or a summary
-MAX_LINES_BYTES = 2**30  # of a file with lines of rounds, clients or pictures
+MAX_LINES_BYTES = 2**30  # of a file with lines of rounds, clients or images
 MAX_TENSORS_BYTES = 2**36  # of an archive, where nothing says what is to be in it
 _MAX_PICKLE_BYTES = 2**24  # of the list of an archive's tensors
 _MAX_DEPTH = 32  # of what is nested in a file

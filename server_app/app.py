@@ -23,7 +23,7 @@ from fedssl.schedule.stages import at_stage
 from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import record_bytes, to_message
 from server_app.build import RunComponents, build_run
-from server_app.devices import NO_PICTURES
+from server_app.devices import NO_IMAGES
 from server_app.evaluator import Judged
 from server_app.log import logging_to, writing
 from server_app.messaging import MessageExchange
@@ -105,10 +105,10 @@ def run(
     recorder.begin(settings.recording, components.held)
     recorder.register(components.client_manager.clients.client_ids)
     components.context.strategy.server.plot(recorder.folder / "figures")
-    pictures = f"{len(components.held.pictures.images)} pictures" if components.held else "their own pictures"
+    images = f"{len(components.held.image_data.images)} images" if components.held else "their own images"
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",
-        *(settings.num_clients, pictures, settings.rounds),
+        *(settings.num_clients, images, settings.rounds),
         *(record_bytes(to_message(travelling_layers(components.method), settings.transport)), recorder.folder),
     )
     log.info(
@@ -116,7 +116,7 @@ def run(
         settings.recording.choices["strategy"],
         ", ".join(components.context.requested_metrics(state.round + 1)) or "nothing",
     )
-    problem = NO_PICTURES if settings.data.federated is None else lacking(settings.data)
+    problem = NO_IMAGES if settings.data.federated is None else lacking(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
     exchange = MessageExchange(grid, keep_contents=settings.updates.buffered)
@@ -144,7 +144,7 @@ def finish(
             load_layers(method, layers)
             recorder.encoder(name, method, settings, rounds=state.round)
     recorder.figures(components.held)
-    if not baselines:  # there are no labelled pictures
+    if not baselines:  # there are no labelled images
         return {}, {}
     federated = over_models(list(judged.values()))
     return {"untrained": baselines["untrained"], "federated": federated, "pixels": baselines["pixels"]}, judged

@@ -12,7 +12,7 @@ from fedssl.arrays import Layers
 from fedssl.config.device_task import task_of
 from fedssl.config.load import partition_without_labels
 from fedssl.config.settings import Settings
-from fedssl.datasets.base import Pictures, load_federated
+from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.subject import lacking
 from fedssl.fingerprint import code_fingerprint
@@ -51,13 +51,13 @@ class RunComponents:
     Attributes
     ----------
     settings : Settings
-        Those of the run, with what only the pictures could tell.
+        Those of the run, with what only the images could tell.
     context : RoundContext
     lr_schedule : LRSchedule
     client_manager : ClientManager
         Who is there.
     held : Held or None
-        None: the pictures are on the devices.
+        None: the images are on the devices.
     evaluator : Evaluator
     monitor : Monitor or None
         None: health is not looked at.
@@ -66,7 +66,7 @@ class RunComponents:
     device : torch.device
         Where the method is.
     evaluation_is_training_free : bool
-        Whether rounds are judged by what frozen encoders make of pictures alone, and no network is trained for it.
+        Whether rounds are judged by what frozen encoders make of images alone, and no network is trained for it.
     """
 
     settings: Settings
@@ -115,11 +115,11 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         validate_edge_method(method)
         forbid_personalized_evaluation(settings)
     else:
-        pictures = federated_pictures(settings, method)
-        if pictures.labels is None:
+        image_data = load_client_images(settings, method)
+        if image_data.labels is None:
             settings = partition_without_labels(settings)
-        validate_personalized_evaluation(settings, pictures)
-        held = Held(pictures, divide(settings.partition, pictures))
+        validate_personalized_evaluation(settings, image_data)
+        held = Held(image_data, divide(settings.partition, image_data))
         check_clients(held.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
@@ -167,22 +167,22 @@ def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
     if batch_size < smallest:
         raise InputError(
             f"batch_size={batch_size} but {type(method).__name__} learns nothing from batches of fewer than {smallest} "
-            f"pictures; set batch_size={smallest} or more, better 64"
+            f"images; set batch_size={smallest} or more, better 64"
         )
 
 
 def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
-    """Tell which clients have too few pictures to be trained with; raises `InputError` if all have."""
+    """Tell which clients have too few images to be trained with; raises `InputError` if all have."""
     smallest = method.smallest_batch
     few = [str(client) for client, part in enumerate(parts) if len(part) < smallest]
     if len(few) == len(parts):
         raise InputError(
-            f"no client has the {smallest} pictures that {type(method).__name__} needs at least; lower num_clients="
+            f"no client has the {smallest} images that {type(method).__name__} needs at least; lower num_clients="
             f"{len(parts)}, or choose another method"
         )
     if few:
         log.warning(
-            "%s learns nothing from fewer than %d pictures: client %s will be dropped in every round; a larger "
+            "%s learns nothing from fewer than %d images: client %s will be dropped in every round; a larger "
             "partition.min_size or fewer clients avoid it",
             *(type(method).__name__, smallest, ", ".join(few)),
         )
@@ -234,11 +234,11 @@ def forbid_personalized_evaluation(settings: Settings) -> None:
         )
 
 
-def validate_personalized_evaluation(settings: Settings, pictures: Pictures) -> None:
+def validate_personalized_evaluation(settings: Settings, image_data: ImageData) -> None:
     """Refuse, by an `InputError`, to judge clients' encoders without labels."""
     problem = lacking(settings.data)
-    if settings.evaluation.clients and (problem or pictures.labels is None):
-        raise InputError(f"evaluate_clients=true needs labels; {problem or 'the pictures of the clients have none'}")
+    if settings.evaluation.clients and (problem or image_data.labels is None):
+        raise InputError(f"evaluate_clients=true needs labels; {problem or 'the images of the clients have none'}")
 
 
 def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> tuple[FedSSLStrategy, ServerOptimizer]:
@@ -297,10 +297,10 @@ def make_costs(
     *,
     trainings: int,
 ) -> Costs | None:
-    """What measures the costs; None: it is turned off, or nobody knows the clients' pictures."""
+    """What measures the costs; None: it is turned off, or nobody knows the clients' images."""
     if held is None or not settings.evaluation.resources:
         return None
-    return Costs(method, training, pictures=held.pictures, parts=held.parts, device=device, trainings=trainings)
+    return Costs(method, training, image_data=held.image_data, parts=held.parts, device=device, trainings=trainings)
 
 
 def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Privacy | None:
@@ -324,29 +324,29 @@ def make_monitor(
     settings: Settings, method: SSLMethod, training: LocalTraining, device: torch.device
 ) -> Monitor | None:
     """The monitor of health; None: it is turned off."""
-    pictures = settings.evaluation.health_pictures
-    if not pictures:
+    num_images = settings.evaluation.health_pictures
+    if not num_images:
         return None
     return Monitor(
-        method, data=settings.data, pictures=pictures, augment=training.augment, device=device, seed=settings.seed
+        method, data=settings.data, num_images=num_images, augment=training.augment, device=device, seed=settings.seed
     )
 
 
 def make_feature_extractor(
-    settings: Settings, method: SSLMethod, pictures: int, device: torch.device
+    settings: Settings, method: SSLMethod, num_images: int, device: torch.device
 ) -> Callable[[Layers], torch.Tensor]:
-    """What compares models on so many of the server's pictures, if the algorithm asks for any."""
-    if not pictures:
+    """What compares models on so many of the server's images, if the algorithm asks for any."""
+    if not num_images:
         return raise_no_server_images
-    return ServerFeatureExtractor(method, data=settings.data, pictures=pictures, device=device, seed=settings.seed)
+    return ServerFeatureExtractor(method, data=settings.data, num_images=num_images, device=device, seed=settings.seed)
 
 
-def federated_pictures(settings: Settings, method: SSLMethod) -> Pictures:
+def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
     """What the clients share; raises `InputError` if the method needs labels that are not there."""
-    pictures = load_federated(settings.data)
-    if method.uses_labels and pictures.labels is None:
+    image_data = load_federated(settings.data)
+    if method.uses_labels and image_data.labels is None:
         raise InputError(
-            f"{type(method).__name__} needs labels but the pictures of dataset.splits.federated="
+            f"{type(method).__name__} needs labels but the images of dataset.splits.federated="
             f"{settings.data.federated} have none; choose another dataset, split or method"
         )
-    return pictures
+    return image_data

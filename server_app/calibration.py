@@ -1,7 +1,7 @@
 """Server-side calibration (LW-FedSSL, Tun et al., arXiv 2401.11647, Section 4.2): the server trains as well.
 
 In every round the server trains all stages of the encoder that there are so far, and the heads, on unlabelled auxiliary
-pictures of its own, as a client would ("we use the same settings as local training", Section 5.1). ``at="end"``: after
+images of its own, as a client would ("we use the same settings as local training", Section 5.1). ``at="end"``: after
 the aggregation, as Section 4.2 has it; ``at="start"``: before clients begin, as Algorithm 1 has it, in which the last
 aggregation is left as it is.
 """
@@ -49,7 +49,7 @@ class Calibration:
     Raises
     ------
     InputError
-        The method needs labels, ``calibration.at`` is another word, or the auxiliary pictures have another form.
+        The method needs labels, ``calibration.at`` is another word, or the auxiliary images have another form.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class Calibration:
             raise InputError(f"calibration.at={settings.at} is unknown; set calibration.at=end or calibration.at=start")
         if method.uses_labels:
             raise InputError(
-                f"calibration trains on pictures without labels, which {type(method).__name__} cannot; "
+                f"calibration trains on images without labels, which {type(method).__name__} cannot; "
                 "set calibration=none or another method"
             )
         self.at = settings.at
         self._method, self._lr_schedule, self._device, self._seed = method, lr_schedule, device, seed
-        pictures = load_federated(settings.data).images
-        if pictures.shape[1] != data.channels or pictures.shape[2] != data.size:
+        images = load_federated(settings.data).images
+        if images.shape[1] != data.channels or images.shape[2] != data.size:
             raise InputError(
-                f"calibration.dataset has pictures of {tuple(pictures.shape[1:])} (channels, height, width) but the "
+                f"calibration.dataset has images of {tuple(images.shape[1:])} (channels, height, width) but the "
                 f"run's have {data.channels} channels and {data.size} pixels; "
                 "set calibration.dataset.size and calibration.dataset.channels to the same"
             )
-        self._images = pictures  # not a copy of the share, which may be larger than the memory
-        self._rows = torch.from_numpy(auxiliary(len(pictures), share=settings.share, seed=seed))
+        self._images = images  # not a copy of the share, which may be larger than the memory
+        self._rows = torch.from_numpy(auxiliary(len(images), share=settings.share, seed=seed))
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     def __call__(self, round: int, layers: Layers) -> Layers:

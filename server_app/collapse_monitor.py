@@ -55,10 +55,10 @@ Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the un
 
 
 class Monitor:
-    """Measures models on the same pictures of the data set, labelled or not.
+    """Measures models on the same images of the data set, labelled or not.
 
-    Health is measured on pictures of the clients' split. Spectra and the representations that are kept are those of
-    test pictures, as in FedU2, or of the clients' where there are none. A spectrum takes two pictures for every
+    Health is measured on images of the clients' split. Spectra and the representations that are kept are those of
+    test images, as in FedU2, or of the clients' where there are none. A spectrum takes two images for every
     dimension, as far as there are so many: the representations of fewer would lack dimensions by themselves.
 
     Parameters
@@ -66,8 +66,8 @@ class Monitor:
     method : SSLMethod
         Models are loaded into it to be measured.
     data : DataSettings
-    pictures : int
-        On how many pictures, at least 2.
+    num_images : int
+        On how many images, at least 2.
     augment : callable
         Makes the views.
     device : torch.device
@@ -80,7 +80,7 @@ class Monitor:
         method: SSLMethod,
         *,
         data: DataSettings,
-        pictures: int,
+        num_images: int,
         augment: Augment,
         device: torch.device,
         seed: int,
@@ -91,7 +91,7 @@ class Monitor:
         federated = load_federated(data)
         self._health = Health(
             federated.images,
-            pictures=pictures,
+            num_images=num_images,
             augment=augment,
             mean=data.mean,
             std=data.std,
@@ -100,11 +100,11 @@ class Monitor:
         )
         held_out = load_any(data, "test")
         if held_out is None:
-            log.info("the data set has no test pictures: spectra and representations are of the clients' pictures")
+            log.info("the data set has no test images: spectra and representations are of the clients' images")
         shown, self._split = (federated, "federated") if held_out is None else (held_out, "test")
         order = torch.randperm(len(shown.images), generator=torch_generator(seed, "shown"))
-        self._images = shown.images[order[: max(pictures, 2 * method.encoder.feature_dim)]]
-        self._kept = min(pictures, len(self._images))
+        self._images = shown.images[order[: max(num_images, 2 * method.encoder.feature_dim)]]
+        self._kept = min(num_images, len(self._images))
         self._labels = None if shown.labels is None else shown.labels[order[: self._kept]].numpy()
         # What is kept: h, and z where it lies on a sphere that can be drawn as it is.
         self._parts: tuple[str, ...] = ("encoder",)
@@ -141,7 +141,7 @@ class Monitor:
         return Measurement(rows, representations)
 
     def _needed(self) -> set[str]:
-        """Names of the layers between pictures and what is kept; stages that do not run at present are not needed."""
+        """Names of the layers between images and what is kept; stages that do not run at present are not needed."""
         return {name for name in travelling_names(self._method) if name.split(".")[0] in self._parts}
 
     def _measure(self, layers: Layers, name: str) -> Found | None:
@@ -150,7 +150,7 @@ class Monitor:
         found = self._vectors()
         numbers: dict[str, Any] = {}
         if all(vectors.isfinite().all() for vectors in found):
-            # The pictures of `Health` are others: they may give no spectrum.
+            # The images of `Health` are others: they may give no spectrum.
             with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # torch does not say it exports it
                 numbers = {**self._health.measure(self._method.encoder)}
         if not all(map(math.isfinite, numbers.values())) or not numbers:
@@ -159,13 +159,13 @@ class Monitor:
         numbers["spectrum"] = {
             "singular_values": spectrum(found[0])[:TOP].tolist(),
             "split": self._split,
-            "pictures": len(found[0]),
+            "images": len(found[0]),
             "dim": found[0].shape[1],
         }
         return numbers, [vectors[: self._kept].half().numpy() for vectors in found]
 
     def _vectors(self) -> list[Tensor]:
-        """What the model makes of the pictures, each vector divided by its length: h, and z of those that are kept."""
+        """What the model makes of the images, each vector divided by its length: h, and z of those that are kept."""
         maps: list[tuple[nn.Module, Tensor]] = [(self._method.encoder, self._images)]
         if len(self._parts) > 1:
             both = nn.Sequential(self._method.encoder, self._method.get_submodule("projector"))
@@ -190,7 +190,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
-    """Write a line into the log for models whose pictures lie on nearly one point or one line."""
+    """Write a line into the log for models whose images lie on nearly one point or one line."""
     ill = [row for row in measured if any(row[name] < least for name, least in LEAST.items())]
     if ill:
         names = ", ".join(_name(row) for row in ill)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import at_stage
@@ -21,10 +21,10 @@ class Costs:
     method : SSLMethod
     training : LocalTraining
         The clients'.
-    pictures : Pictures
+    image_data : ImageData
         Of the federation.
     parts : sequence of ndarray
-        The pictures of each client.
+        The images of each client.
     device : torch.device
         Where the method is.
     trainings : int
@@ -36,21 +36,21 @@ class Costs:
         method: SSLMethod,
         training: LocalTraining,
         *,
-        pictures: Pictures,
+        image_data: ImageData,
         parts: Sequence[np.ndarray],
         device: torch.device,
         trainings: int = 1,
     ) -> None:
         self._method, self._training, self._trainings = method, training, trainings
-        self._pictures = [len(part) for part in parts]
-        # The largest batch of any client: batches of an epoch differ by one picture at most.
+        self._num_images = [len(part) for part in parts]
+        # The largest batch of any client: batches of an epoch differ by one image at most.
         smallest = method.smallest_batch
         batch = max(
-            -(-count // number_of_batches(count, training.batch_size, smallest=smallest)) for count in self._pictures
+            -(-count // number_of_batches(count, training.batch_size, smallest=smallest)) for count in self._num_images
         )
-        self._images = pictures.images[:batch].to(device)
+        self._images = image_data.images[:batch].to(device)
         self._labels = (
-            pictures.labels[:batch].to(device) if method.uses_labels and pictures.labels is not None else None
+            image_data.labels[:batch].to(device) if method.uses_labels and image_data.labels is not None else None
         )
         self._steps: dict[int, StepCost] = {}
 
@@ -62,11 +62,11 @@ class Costs:
                     self._method, images=self._images, training=self._training, labels=self._labels
                 )
         step = self._steps[phase.number]
-        pictures = float(np.mean([self._pictures[client] for client in clients]))
-        pictures *= self._training.epochs * self._trainings
+        num_images = float(np.mean([self._num_images[client] for client in clients]))
+        num_images *= self._training.epochs * self._trainings
         return {
-            "flops": step.flops_per_picture * pictures,
-            "flops_per_picture": step.flops_per_picture,
+            "flops": step.flops_per_image * num_images,
+            "flops_per_image": step.flops_per_image,
             "peak_memory": step.peak_memory,
             "trained_parameters": step.trained_parameters,
             "resident_parameters": step.resident_parameters,

@@ -1,4 +1,4 @@
-"""A run with devices: what of its settings the devices decide, and what a server without pictures does without."""
+"""A run with devices: what of its settings the devices decide, and what a server without images does without."""
 
 import logging
 from dataclasses import replace
@@ -12,8 +12,8 @@ from server_app.nodes import ClientDirectory
 log = logging.getLogger("fedssl")
 
 # Why nothing is evaluated.
-NO_PICTURES = (
-    "the server has no pictures, so that health and costs are not measured either; name a labelled set of its own with "
+NO_IMAGES = (
+    "the server has no images, so that health and costs are not measured either; name a labelled set of its own with "
     "dataset=NAME dataset.path=PLACE"
 )
 
@@ -27,7 +27,7 @@ def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
     Raises
     ------
     InputError
-        Fewer devices are there than are to train in a round, or calibration has no pictures.
+        Fewer devices are there than are to train in a round, or calibration has no images.
     """
     number, said = len(clients.nodes), _said(settings)
     of_all = "clients_per_round" not in said and settings.clients_per_round == settings.num_clients
@@ -39,7 +39,7 @@ def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
         )
     if settings.calibration is not None and not settings.calibration.own:
         raise InputError(
-            f"calibration.at={settings.calibration.at} takes a share of the clients' pictures, which are on the "
+            f"calibration.at={settings.calibration.at} takes a share of the clients' images, which are on the "
             "devices; name a data set of the server's with +dataset@calibration.dataset=NAME"
         )
     data = own_data(settings)
@@ -52,7 +52,7 @@ def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
 
 
 def own_data(settings: Settings) -> DataSettings:
-    """The server's labelled pictures; without splits if no data set was chosen, or one without a place."""
+    """The server's labelled images; without splits if no data set was chosen, or one without a place."""
     data = settings.data
     keys = data.reader.values
     if "dataset" not in _said(settings) or (keys.get("path", "") is None and not keys.get("hub")):
@@ -65,12 +65,12 @@ def say(settings: Settings, clients: ClientDirectory) -> None:
     known = {number: name for name, number in clients.client_ids.items()}
     data = settings.data
     log.info(
-        "devices: %s; they train on their own pictures, brought to %d x %d pixels in %d channels",
+        "devices: %s; they train on their own images, brought to %d x %d pixels in %d channels",
         ", ".join(f"{number} {known[number]}" for number in sorted(clients.nodes)),
         *(data.size, data.size, data.channels),
     )
     if data.train is not None:
-        log.info("costs are not measured: how many pictures devices have is not known")
+        log.info("costs are not measured: how many images devices have is not known")
 
 
 def _said(settings: Settings) -> set[str]:

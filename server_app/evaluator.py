@@ -23,9 +23,9 @@ Judged = dict[str, dict[str, Score]]  # results by the name of what was judged
 
 
 class Evaluator:
-    """Labelled pictures of the data set and the protocols of ``evaluation`` and ``final_evaluation``.
+    """Labelled images of the data set and the protocols of ``evaluation`` and ``final_evaluation``.
 
-    Without labelled training and test pictures there is nothing to evaluate with: all results are empty.
+    Without labelled training and test images there is nothing to evaluate with: all results are empty.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Evaluator:
         return {"untrained": self._judge(self._final_protocol, untrained), "pixels": self.judge(raw)}
 
     def subject(self, method: SSLMethod) -> Subject | None:
-        """The method's encoder and the pictures; None without labelled ones for training and test."""
+        """The method's encoder and the images; None without labelled ones for training and test."""
         return make_subject(method.encoder, self._data, device=self._device)
 
     def judge(self, subject: Subject) -> dict[str, Score]:
@@ -119,7 +119,7 @@ class _Rehearsal(Subject):
         free = available_memory()
         if free is not None and needed > free:
             raise InputError(
-                f"{len(self.train.labels):,} training pictures with features of length {self.length} need "
+                f"{len(self.train.labels):,} training images with features of length {self.length} need "
                 f"{gigabytes(needed)} of memory to be evaluated, and {gigabytes(free)} are available; name another "
                 "split with dataset.splits.train=NAME, set dataset.limit, or choose evaluation=none and "
                 "final_evaluation=none"

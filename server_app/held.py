@@ -4,26 +4,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.partition import Division
 
 
 @dataclass(frozen=True)
 class Held:
-    """Pictures and their owners.
+    """Images and their owners.
 
     Attributes
     ----------
-    pictures : Pictures
+    image_data : ImageData
         Of all clients together.
     division : Division
-        The pictures of each client, and by what they were divided.
+        The images of each client, and by what they were divided.
     """
 
-    pictures: Pictures
+    image_data: ImageData
     division: Division
 
     @property
     def parts(self) -> list[np.ndarray]:
-        """The pictures of each client."""
+        """The images of each client."""
         return self.division.parts

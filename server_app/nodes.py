@@ -1,7 +1,7 @@
 """Which node of the federation is which client.
 
 In a simulation a client is a partition, and there must be as many nodes as the settings say. Devices bring their own
-pictures: whoever answers is a client, by its name, under a number that stays its own as long as the run lives.
+images: whoever answers is a client, by its name, under a number that stays its own as long as the run lives.
 """
 
 import logging

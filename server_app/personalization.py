@@ -2,8 +2,8 @@
 
 Every client shows its encoder (`strategies.base.ClientStrategy.own`): the global model, that of its cluster, its own among
 neighbours, or one with parts that never leave it. A client that never trained, a newcomer, shows what it receives, and
-what it has after a few epochs of its own. Each is judged on all test pictures, and on some in which classes are as
-frequent as among the client's pictures (`fedssl.evaluation.alike`).
+what it has after a few epochs of its own. Each is judged on all test images, and on some in which classes are as
+frequent as among the client's images (`fedssl.evaluation.alike`).
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class OwnModel:
     whose : {"clients", "newcomers", "adapted newcomers"}
         Of a client that took part in training, or of one that did not, before or after some epochs of its own.
     everywhere, own : mapping of str to Score
-        On all test pictures, and on those that are like the client's; the latter is empty if there are none.
+        On all test images, and on those that are like the client's; the latter is empty if there are none.
     """
 
     client: int
@@ -65,7 +65,7 @@ def own_models(
     ----------
     exchange : MessageExchange
     components : RunComponents
-        Of a simulation whose pictures have labels.
+        Of a simulation whose images have labels.
     state : ServerState
         After the last round.
     trained : collection of int
@@ -89,7 +89,7 @@ def own_models(
 
 
 def means(found: Sequence[OwnModel]) -> dict[str, dict[str, Score]]:
-    """Means over clients with their spread, under whose models they are, and on which pictures they were judged."""
+    """Means over clients with their spread, under whose models they are, and on which images they were judged."""
     columns: dict[str, list[Scores]] = {}
     for one in found:
         for name, scores in ((one.whose, one.everywhere), (f"{one.whose}, own classes", one.own)):
@@ -135,7 +135,7 @@ class AtRest:
 
 
 class Judge:
-    """Judges encoders by the protocols of the run's end; one that many clients share is judged once on all pictures."""
+    """Judges encoders by the protocols of the run's end; one that many clients share is judged once on all images."""
 
     def __init__(self, components: RunComponents) -> None:
         self._components = components
@@ -143,10 +143,10 @@ class Judge:
         self._last: tuple[bytes, Subject] | None = None
 
     def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
-        """What the encoder is worth on all test pictures, and on those like the client's."""
+        """What the encoder is worth on all test images, and on those like the client's."""
         held, evaluator = self._components.held, self._components.evaluator
         assert held is not None
-        assert held.pictures.labels is not None  # the run was refused without them
+        assert held.image_data.labels is not None  # the run was refused without them
         key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
         load_layers(self._components.method, layers)
         if self._last is None or self._last[0] != key:
@@ -156,7 +156,7 @@ class Judge:
         subject = self._last[1]
         if key not in self._known:
             self._known[key] = evaluator.judge(subject)
-        own = held.pictures.labels[torch.from_numpy(held.parts[client])]
+        own = held.image_data.labels[torch.from_numpy(held.parts[client])]
         generator = torch_generator(self._components.settings.seed, "alike", client)
         rows = alike(subject.test.labels, own, generator=generator)
         return self._known[key], evaluator.judge(part_of(subject, rows)) if len(rows) else {}

@@ -158,7 +158,7 @@ class Recorder:
     def begin(self, settings: RecordingSettings, held: Held | None) -> None:
         """Make the folder that of this run: all settings have been found usable, and it is known who holds what.
 
-        ``settings`` are those that the pictures have led to, in the place of those it was made with.
+        ``settings`` are those that the images have led to, in the place of those it was made with.
         """
         self._settings = settings
         if held:
@@ -167,11 +167,11 @@ class Recorder:
         self._tracking.begin(settings, done=self._done)
 
     def _write_division(self, held: Held) -> None:
-        pictures, division, file = held.pictures, held.division, self.folder / "partition.csv"
-        text = partition_table(held.parts, (pictures.labels, pictures.classes), (division.groups, division.names))
+        image_data, division, file = held.image_data, held.division, self.folder / "partition.csv"
+        text = partition_table(held.parts, (image_data.labels, image_data.classes), (division.groups, division.names))
         if self._settings.resumed is not None and read_text(file, max_bytes=MAX_LINES_BYTES) not in (None, text):
             raise InputError(
-                f"{file} says that clients held other pictures: the data, or the file of partition=file, have changed "
+                f"{file} says that clients held other images: the data, or the file of partition=file, have changed "
                 "since the run began; put back what they were, or begin a new run"
             )
         write_text(file, text)
@@ -315,10 +315,10 @@ class Recorder:
     def figures(self, held: Held | None) -> None:
         """Draw who holds what, if that is known, and the curves of the rounds."""
         if held:
-            pictures, division = held.pictures, held.division
+            image_data, division = held.image_data, held.division
             file = self.folder / "figures" / "partition.png"
             if division.groups is None:
-                save_partition_plot(file, held.parts, pictures.labels, pictures.classes)
+                save_partition_plot(file, held.parts, image_data.labels, image_data.classes)
             else:
                 save_partition_plot(file, held.parts, division.groups, division.names, kind=division.kind)
         draw_curves(self.folder)

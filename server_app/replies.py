@@ -125,7 +125,7 @@ def check_update(
     plan : tuple of int and str
         Round and code of the plan that it must answer.
     max_examples : int, optional
-        More pictures no client can have.
+        More images no client can have.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What models make of pictures of the server's own, for algorithms that compare models."""
+"""What models make of images of the server's own, for algorithms that compare models."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ from fedssl.seeding import torch_generator
 
 
 class ServerFeatureExtractor:
-    """Representations of pictures of the split ``train``, labelled or not; never of test pictures.
+    """Representations of images of the split ``train``, labelled or not; never of test images.
 
     Parameters
     ----------
     method : SSLMethod
         Models are loaded into it.
     data : DataSettings
-    pictures : int
+    num_images : int
         How many, at most; drawn by the seed.
     device : torch.device
         Where the method is.
@@ -28,16 +28,16 @@ class ServerFeatureExtractor:
     """
 
     def __init__(
-        self, method: SSLMethod, *, data: DataSettings, pictures: int, device: torch.device, seed: int
+        self, method: SSLMethod, *, data: DataSettings, num_images: int, device: torch.device, seed: int
     ) -> None:
         self._method, self._data, self._device = method, data, device
         found = load_any(data, "train")
         assert found is not None  # an algorithm without them was refused
         order = torch.randperm(len(found.images), generator=torch_generator(seed, "represent"))
-        self._images = found.images[order[:pictures]]
+        self._images = found.images[order[:num_images]]
 
     def __call__(self, layers: Layers) -> Tensor:
-        """What a model with these layers makes of the pictures, float32 ``(pictures, feature_dim)``, on the CPU."""
+        """What a model with these layers makes of the images, float32 ``(num_images, feature_dim)``, on the CPU."""
         needed = [name for name in travelling_names(self._method) if name.startswith("encoder.")]
         load_layers(self._method, {name: layers[name] for name in needed})
         return extract(

@@ -24,7 +24,7 @@ from strategies.state import Model
 
 
 class Calibrator(Protocol):
-    """Training on the server itself, on auxiliary pictures; ``at`` is "start" or "end" of every round."""
+    """Training on the server itself, on auxiliary images; ``at`` is "start" or "end" of every round."""
 
     at: str
 
@@ -32,8 +32,8 @@ class Calibrator(Protocol):
 
 
 def raise_no_server_images(layers: Layers) -> Tensor:
-    """What stands for a server without pictures."""
-    raise InputError("the server has no pictures to compare models with; name a data set of its own")
+    """What stands for a server without images."""
+    raise InputError("the server has no images to compare models with; name a data set of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class RoundContext:
     transport : str
         How layers travel, see `fedssl.wire.wire_format`.
     extract_features : callable
-        What a model with these layers makes of pictures of the server's own, for server halves that compare models.
+        What a model with these layers makes of images of the server's own, for server halves that compare models.
 
     Raises
     ------

@@ -33,10 +33,10 @@ def give_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) ->
     if file is None:
         raise InputError(
             f"teacher=null but {name} is aligned with a teacher; give teacher=FILE, the encoder.pt of a run on public "
-            "pictures, or set method.alignment_weight=0"
+            "images, or set method.alignment_weight=0"
         )
     found = load_weights(file, method.get_submodule(TEACHER))
     here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
     others = [f"dataset.{key}={here[key]} (there {found[key]})" for key in here if here[key] != found[key]]
     if others:
-        log.warning("the teacher of %s was trained on other pictures than it sees here: %s", file, ", ".join(others))
+        log.warning("the teacher of %s was trained on other images than it sees here: %s", file, ", ".join(others))

@@ -40,7 +40,7 @@ def auto_engine(settings: Settings) -> EngineChoice:
     Raises
     ------
     InputError
-        The pictures, the method or the strategy cannot be used.
+        The images, the method or the strategy cannot be used.
     """
     if os.name != "posix":
         return EngineChoice("local", 1, "Ray needs Linux or macOS")
@@ -67,24 +67,24 @@ def auto_engine(settings: Settings) -> EngineChoice:
 
 
 def number_of_steps(settings: Settings) -> int:
-    """Training steps of all clients in all rounds, if they had equally many pictures."""
-    pictures = len(load_federated(settings.data).images) // settings.num_clients
+    """Training steps of all clients in all rounds, if they had equally many images."""
+    num_images = len(load_federated(settings.data).images) // settings.num_clients
     epochs = settings.rounds * settings.clients_per_round * settings.training.epochs
-    return epochs * number_of_batches(pictures, settings.training.batch_size)
+    return epochs * number_of_batches(num_images, settings.training.batch_size)
 
 
 def seconds_per_step(settings: Settings) -> float:
     """How long a client's training step takes on a CPU of this machine: one after a warm-up, if that is short."""
     set_up(settings.machine)
-    method, pictures = build(settings.model), load_federated(settings.data)
-    own = torch.arange(min(settings.training.batch_size, len(pictures.images) // settings.num_clients))
+    method, image_data = build(settings.model), load_federated(settings.data)
+    own = torch.arange(min(settings.training.batch_size, len(image_data.images) // settings.num_clients))
     if len(own) < method.smallest_batch:  # the run will be refused, or the client dropped
         return 0.0
     training = replace(LocalTraining.prepare(settings.training, method), epochs=1)
     seconds = 0.0
     for number in range(3):
         start, generator = time.perf_counter(), torch_generator(settings.seed, "choice", number)
-        train(method, pictures.images, own, training=training, generator=generator, labels=pictures.labels)
+        train(method, image_data.images, own, training=training, generator=generator, labels=image_data.labels)
         seconds = time.perf_counter() - start
         if seconds > LONG_STEP_SECONDS:
             break

@@ -84,7 +84,7 @@ class StrategyContext:
     is_deployment : bool
         Whether clients are devices.
     server_has_images : bool
-        Whether the server has pictures of its own.
+        Whether the server has images of its own.
     """
 
     method: SSLMethod
@@ -111,10 +111,10 @@ class RoundOutcome:
     bytes_up : mapping of int to int
         Bytes of each of these updates.
     client_features : mapping of int to Tensor
-        For each of these clients what its model makes of the server's pictures, ``(pictures, dim)``; empty unless
+        For each of these clients what its model makes of the server's images, ``(images, dim)``; empty unless
         the server half asks for it by ``num_comparison_images``.
     extract_features : callable
-        What a model with these layers makes of the same pictures.
+        What a model with these layers makes of the same images.
     """
 
     round: int
@@ -135,7 +135,7 @@ class ServerStrategy:
     Attributes
     ----------
     num_comparison_images : int
-        How many pictures of the server's own `on_round_end` compares models with; 0: it needs none.
+        How many images of the server's own `on_round_end` compares models with; 0: it needs none.
 
     Raises
     ------
@@ -249,7 +249,7 @@ class ServerStrategy:
 
 
 class LocalData(Protocol):
-    """A client's own pictures, for `ClientStrategy.choose`; what is drawn of them is the same at every call."""
+    """A client's own images, for `ClientStrategy.choose`; what is drawn of them is the same at every call."""
 
     def represent(self, method: SSLMethod, number: int) -> torch.Tensor:
         """What the encoder makes of at most so many, float32 ``(n, feature_dim)``, on the CPU."""
@@ -271,7 +271,7 @@ class ClientStrategy:
 
     trainings: int = 1
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: LocalData) -> int:
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, local_data: LocalData) -> int:
         """The place of the plan that the client follows, among several that differ in their layers only.
 
         The first is the one to take if the client cannot tell. The method is left as it happens to be.

@@ -18,7 +18,7 @@ LAST_ENCODER_PREFIX = "own."
 
 
 def feature_distance(z1: torch.Tensor, z2: torch.Tensor) -> float:
-    """Mean of minus the cosine of representations of the same pictures (Dec-SSL, arXiv 2210.10947, section 5).
+    """Mean of minus the cosine of representations of the same images (Dec-SSL, arXiv 2210.10947, section 5).
 
     Both are ``(n, dim)``; the result is in [-1, 1], and a representation of length 0 counts as 0.
     """
@@ -36,18 +36,18 @@ def encoder_names(plan: TrainPlan) -> list[str]:
 
 
 class SelectByFeatures(ClientStrategy):
-    """A client that takes the model whose representations of its pictures are nearest to those of its own last model.
+    """A client that takes the model whose representations of its images are nearest to those of its own last model.
 
     Parameters
     ----------
     pictures : int
-        Of how many of its pictures, at least 1.
+        Of how many of its images, at least 1.
     """
 
     def __init__(self, *, pictures: int) -> None:
         self.pictures = pictures
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: LocalData) -> int:
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, local_data: LocalData) -> int:
         own = {
             name.removeprefix(LAST_ENCODER_PREFIX): value.numpy()
             for name, value in (state or {}).items()
@@ -58,11 +58,11 @@ class SelectByFeatures(ClientStrategy):
         encoders = [{name: plan.layers[name] for name in encoder_names(plan)} for plan in plans]
         # Where the encoder has grown since, what is new is in the client's own model as in the first that is offered.
         load_layers(method, encoders[0] | {name: array for name, array in own.items() if name in encoders[0]})
-        mine = pictures.represent(method, self.pictures)
+        mine = local_data.represent(method, self.pictures)
         distances = []
         for encoder in encoders:
             load_layers(method, encoder)
-            distances.append(feature_distance(mine, pictures.represent(method, self.pictures)))
+            distances.append(feature_distance(mine, local_data.represent(method, self.pictures)))
         return argmin(distances)
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
@@ -79,20 +79,20 @@ class SelectByFeatures(ClientStrategy):
 
 
 class SelectByLoss(ClientStrategy):
-    """A client that takes the model with the smallest training loss on its pictures (IFCA, Ghosh et al. 2020).
+    """A client that takes the model with the smallest training loss on its images (IFCA, Ghosh et al. 2020).
 
     Parameters
     ----------
     pictures : int
-        On how many of its pictures, at least 1.
+        On how many of its images, at least 1.
     """
 
     def __init__(self, *, pictures: int) -> None:
         self.pictures = pictures
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, pictures: LocalData) -> int:
+    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, local_data: LocalData) -> int:
         losses = []
         for plan in plans:
             self.load(method, plan, state)
-            losses.append(pictures.loss(method, self.pictures))
+            losses.append(local_data.loss(method, self.pictures))
         return argmin(losses)

@@ -1,7 +1,7 @@
 """Clustered federated learning: several models under any rule, by the clients' losses or the angles of their updates.
 
 ``choose_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client receives all models and trains
-the one with the smallest loss on its own pictures. ``choose_by="weights"`` is hierarchical clustering of the updates of
+the one with the smallest loss on its own images. ``choose_by="weights"`` is hierarchical clustering of the updates of
 one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by representations.
 
 Ours: IFCA's models begin alike, and clients that cannot tell them apart are dealt to them in turn, where the paper
@@ -43,7 +43,7 @@ class Clustered(FedSSLStrategy):
     weighting : str or None
         Of those in `WEIGHTED`; None: their own.
     pictures : int
-        On how many pictures losses are compared, at least 2.
+        On how many images losses are compared, at least 2.
     after : int
         In which round updates are sorted, for ``choose_by="weights"``.
 

@@ -131,7 +131,7 @@ class ClientAssignedClusters(Clusters):
 
 
 class ServerAssignedClusters(Clusters):
-    """The server compares what clients' models make of its own pictures with what the new models make of them."""
+    """The server compares what clients' models make of its own images with what the new models make of them."""
 
     def __init__(self, within: ServerStrategy, *, clusters: int, pictures: int) -> None:
         super().__init__(within, clusters=clusters)
@@ -156,7 +156,7 @@ class ServerAssignedClusters(Clusters):
         super().validate(context)
         if self.num_comparison_images and not context.server_has_images:
             raise InputError(
-                "strategy.assign_at=server compares models on pictures of the server's own, and it has none; name a "
+                "strategy.assign_at=server compares models on images of the server's own, and it has none; name a "
                 "data set, or set strategy.assign_at=client"
             )
 

@@ -1,7 +1,7 @@
 """FeatARC: clients are grouped by what their models see (Wang et al., ICLR 2023, arXiv 2210.10947, section 5).
 
 There are C models. A client belongs to the model whose representations are nearest to those of the client's own last
-model, by the mean of minus their cosine on the same pictures; it trains a copy of that model, whose representations it
+model, by the mean of minus their cosine on the same images; it trains a copy of that model, whose representations it
 stays near to by a regulariser (`fedssl.regularizers.alignment`, with the cosine); each model becomes the mean of its
 own members. ``clusters=1`` is the paper's "align only", ``regularizer=none`` its "cluster only". C = 1 without the
 regulariser is federated averaging, and with C = K, once each client has a model, every client trains alone.
@@ -10,8 +10,8 @@ Where this differs from the authors' code: a model is averaged over its own memb
 places in another order), whole partitions are trained on (theirs leaves out a fifth), and representations are compared
 with representations, also in the regulariser (theirs compares a projection with a representation).
 
-Ours, where the paper says nothing: the models begin alike; pictures are compared as they are, without augmentation; a
-client stays with its model if another is only as near. With ``assign_at="server"`` the server compares on pictures of
+Ours, where the paper says nothing: the models begin alike; images are compared as they are, without augmentation; a
+client stays with its model if another is only as near. With ``assign_at="server"`` the server compares on images of
 its own, so that one model travels down and not C.
 """
 
@@ -33,11 +33,11 @@ class FeatARC(FedSSLStrategy):
     clusters : int
         C, the number of models, at least 1 and at most that of clients.
     assign_at : {"client", "server"}
-        Who compares: every client, on its own pictures, for which it receives all models; or the server, on its own.
+        Who compares: every client, on its own images, for which it receives all models; or the server, on its own.
     pictures : int
-        On how many pictures models are compared, at least 2.
+        On how many images models are compared, at least 2.
     weighting : {"uniform", "examples"}
-        Of the members of a cluster: alike, or by their numbers of pictures.
+        Of the members of a cluster: alike, or by their numbers of images.
 
     Raises
     ------
@@ -58,6 +58,6 @@ class FeatARC(FedSSLStrategy):
 
 
 def check_pictures(pictures: int) -> None:
-    """Refuse, by an `InputError`, too few pictures to compare models on."""
+    """Refuse, by an `InputError`, too few images to compare models on."""
     if pictures < 2:
         raise InputError(f"strategy.pictures={pictures} must be at least 2, on which models are compared")

@@ -5,7 +5,7 @@ The choice is that of Flower's MultiKrum. Unlike there:
 - distances are taken over weights alone, not over counters and statistics, which may be thousands of times larger;
 - they are computed in float64 from deviations from the global model: Flower expands ||x - y||^2 in the dtype of the
   models, and between models that are alike but for one part in a thousand nothing is left of it;
-- the chosen clients are averaged uniformly, so that no client reports a number of pictures; counters are rounded to the
+- the chosen clients are averaged uniformly, so that no client reports a number of images; counters are rounded to the
   nearest integer.
 
 All updates of a round are needed at once, i.e. the memory of as many models, and little beside it. If clients drop out,

@@ -10,7 +10,7 @@ regulated. The abstract speaks of a distance between representations, and names 
 - w is the global model that the client received in the round, not what it trains of it: the only one that clients have
   in common, and the same for the whole of the training;
 - v_k begins as the received global model when the client takes part for the first time, and is trained once in each of
-  its rounds, after the global model, on the same pictures, views and batches and with the same regulariser.
+  its rounds, after the global model, on the same images, views and batches and with the same regulariser.
 
 Everything else of v_k is its own: running statistics, targets that follow it (a copy of v_k itself in its first round,
 under ``method.target=copy`` in every round) and the stages that it trained before they were frozen. Global centroids of

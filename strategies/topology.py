@@ -1,7 +1,7 @@
 """Who talks to whom without a server in the middle: graphs over the clients, and how neighbours mix their models.
 
 Graphs are networkx's, on the nodes 0 to n - 1, which are the clients. A star is the exception: its hub is `SERVER`, a
-node of its own without pictures, because a star over the server is federated averaging (`mixing_weights`).
+node of its own without images, because a star over the server is federated averaging (`mixing_weights`).
 
 Weights are Metropolis-Hastings' (Xiao, Boyd and Lall, *Distributed average consensus with time-varying Metropolis
 weights*, 2006): a client needs to know its own and its neighbours' numbers of neighbours only, and the matrix is

@@ -75,7 +75,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def picture(self) -> bytes:
+    def image(self) -> bytes:
         """The whole page, as PNG."""
         return base64.b64decode(self("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 

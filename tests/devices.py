@@ -1,4 +1,4 @@
-"""Devices in this process: nodes with a configuration of their own and nothing of a simulation, and their pictures."""
+"""Devices in this process: nodes with a configuration of their own and nothing of a simulation, and their images."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from simulation.grid import RUN_ID, set_task_identity
 from simulation.local_grid import LocalGrid
 
 
-def pictures(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> Path:
-    """A folder of random grey pictures; returns it."""
+def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> Path:
+    """A folder of random grey images; returns it."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(seed)
     for place in range(number):

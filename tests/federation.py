@@ -18,7 +18,7 @@ from strategies.base import FedSSLStrategy
 from strategies.state import GLOBAL, Model, ServerState
 
 TINY = ["num_clients=5", "local_epochs=1", "dataset.limit=100", "encoder.width=4", "threads=1", "partition=iid"]
-TINY += ["final_evaluation=none"]  # two pictures of a class are not enough for all protocols
+TINY += ["final_evaluation=none"]  # two images of a class are not enough for all protocols
 
 
 class Federation:

@@ -17,8 +17,8 @@ import torch
 from client_app.limits import Limits, read_limits
 from simulation.cli import run
 from simulation.sandbox import process_sandbox
-from tests.devices import pictures
-from tests.experiments.every import pictures as hub_pictures
+from tests.devices import write_images
+from tests.experiments.every import write_images as write_hub_images
 from tests.fedssl.exporting.test_exporting import VIT, write_encoder
 from tests.flower import ENVIRONMENT, flwr_run, free_port
 from tests.test_docs import ROOT
@@ -73,18 +73,18 @@ OWN = [block for block in SCRIPTS if all(overrides[0] in PROGRAMS for overrides 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages name: a finished run, its encoder, and pictures."""
+    """A folder with what the pages name: a finished run, its encoder, and images."""
     folder = tmp_path_factory.mktemp("newcomer")
     run([*TINY, "num_clients=3", "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
     (folder / "my").mkdir()
     (folder / "my/runs").symlink_to(folder / "runs")
     write_encoder(folder / "encoder-0.pt", VIT)
     (folder / "data/cifar10").mkdir(parents=True)
-    hub_pictures(folder / "data/cifar10", splits={"train": 12, "test": 10})
+    write_hub_images(folder / "data/cifar10", splits={"train": 12, "test": 10})
     for name in ("cats", "dogs"):
-        pictures(folder / "my/pictures" / name, 20, size=64)
+        write_images(folder / "my/images" / name, 20, size=64)
     for name in ("garden", "roof"):
-        pictures(folder / "my" / name, 12)
+        write_images(folder / "my" / name, 12)
     return folder
 
 
@@ -137,7 +137,7 @@ def test_every_command_is_run_by_a_test_here() -> None:
 def test_python_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = (block for block in BLOCKS if block.language == "python")
     monkeypatch.chdir(place)
-    names: dict[str, object] = {"pictures": torch.zeros(4, 1, 8, 8, dtype=torch.uint8)}
+    names: dict[str, object] = {"images": torch.zeros(4, 1, 8, 8, dtype=torch.uint8)}
     exec(block.text, names)
     features = names["features"]
     assert isinstance(features, torch.Tensor)

@@ -1,7 +1,7 @@
 """Every method learns: small federations on the digits and, where given, on CIFAR-10, as docs/learning.md has them.
 
 The rivals are raw pixels (digits), the untrained encoder (CIFAR-10), and the stricter one of a run with a learning rate
-of 0, whose batch norm has gathered running statistics of the pictures.
+of 0, whose batch norm has gathered running statistics of the images.
 """
 
 import json
@@ -14,7 +14,7 @@ from simulation.cli import run
 pytestmark = pytest.mark.slow
 
 DIGITS = ["experiment=digits_methods", "seed=0", "threads=1"]
-PICTURES = ["experiment=cifar_methods", "seed=0", "precision=bf16", "threads=1"]
+IMAGES = ["experiment=cifar_methods", "seed=0", "precision=bf16", "threads=1"]
 NO_LEARNING = ["optimizer.lr=0", "rounds=1"]
 METHODS = {
     "simclr": [],
@@ -28,7 +28,7 @@ METHODS = {
     "supervised": [],
 }
 ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
-ON_PICTURES = {"orchestra": ["augmentation=orchestra"]}
+ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}
 
 
 def accuracy(folder: Path, metric: str, *overrides: str) -> dict[str, float]:
@@ -59,7 +59,7 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
 
 @pytest.mark.heavy
 def test_a_collapse_is_told_while_it_happens(tmp_path):
-    """Without normalisation behind its projector SimSiam lets pictures vary along one line only."""
+    """Without normalisation behind its projector SimSiam lets images vary along one line only."""
     overrides = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]
     overrides += ["rounds=8", "evaluate_every=8", "health_pictures=256", "measure_resources=false"]
     run([*overrides, "method.projector.last_norm=false", "method.projector.layers=2", f"output_dir={tmp_path / 'run'}"])
@@ -67,21 +67,21 @@ def test_a_collapse_is_told_while_it_happens(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def unlearned_pictures(cifar10, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures") / "run"
-    overrides = [*PICTURES, f"dataset.path={cifar10}", *NO_LEARNING, "local_epochs=2"]
+def unlearned_images(cifar10, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "run"
+    overrides = [*IMAGES, f"dataset.path={cifar10}", *NO_LEARNING, "local_epochs=2"]
     return accuracy(folder, "knn", *overrides)["federated"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_learns_from_pictures(method, cifar10, unlearned_pictures, tmp_path):
+def test_every_method_learns_from_images(method, cifar10, unlearned_images, tmp_path):
     overrides = [
-        *PICTURES,
+        *IMAGES,
         f"dataset.path={cifar10}",
         f"method={method}",
         *METHODS[method],
-        *ON_PICTURES.get(method, []),
+        *ON_IMAGES.get(method, []),
     ]
     found = accuracy(tmp_path / "run", "knn", *overrides)
-    assert found["federated"] > found["untrained"] + 5  # 2,000 test pictures: a standard error of one point
-    assert found["federated"] > unlearned_pictures + 2
+    assert found["federated"] > found["untrained"] + 5  # 2,000 test images: a standard error of one point
+    assert found["federated"] > unlearned_images + 2

@@ -1,6 +1,6 @@
 """Which rows differ by more than chance: ranks and differences, paired over seeds.
 
-Runs of one seed share the division, the initial weights and the labelled pictures, so that rows are compared within
+Runs of one seed share the division, the initial weights and the labelled images, so that rows are compared within
 seeds. Friedman's test asks whether rows differ at all; a t-test of the differences from one row, whether one differs
 from it, with Holm's correction for as many rows as are compared.
 """

@@ -43,7 +43,7 @@ class Row:
     cost : float
         Time of a run, beside FedAvg with SimCLR.
     shared : bool
-        Whether several clients hold the pictures, as the suite's files divide them.
+        Whether several clients hold the images, as the suite's files divide them.
     """
 
     rule: str
@@ -71,7 +71,7 @@ class Suite:
     rows : tuple of Row
     seeds : tuple of int
         A row's runs are compared with another row's of the same seed.
-    pictures, clients : int
+    num_images, clients : int
         What the files in `PARTITIONS` divide.
     alpha : float
         Of the Dirichlet distribution from which the divisions were drawn.
@@ -83,21 +83,21 @@ class Suite:
     overrides: tuple[str, ...]
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
-    pictures: int
+    num_images: int
     clients: int
     alpha: float
     beside: int | None = None
 
     def division(self, seed: int) -> Path:
         """The file that lists who holds what in the runs of this seed."""
-        return PARTITIONS / f"cifar10-{self.pictures}-{self.clients}clients-alpha{self.alpha:g}-{seed}.csv"
+        return PARTITIONS / f"cifar10-{self.num_images}-{self.clients}clients-alpha{self.alpha:g}-{seed}.csv"
 
     def data(self, path: str) -> list[str]:
-        """Words of the command line for the pictures."""
-        return [f"dataset.path={quote(path)}", f"dataset.limit={self.pictures}"]
+        """Words of the command line for the images."""
+        return [f"dataset.path={quote(path)}", f"dataset.limit={self.num_images}"]
 
     def arguments(self, row: Row, seed: int, data: str) -> list[str]:
-        """Words of the command line for one run, on pictures that ``data`` names (``dataset.path``)."""
+        """Words of the command line for one run, on images that ``data`` names (``dataset.path``)."""
         divided = ["partition=file", f"partition.file={quote(str(self.division(seed)))}"] if row.shared else []
         return [*self.overrides, *self.data(data), *divided, *row.overrides, f"seed={seed}"]
 
@@ -148,7 +148,7 @@ SUITES = {
             ["fedavg", "l_dawa"],
         ),
         seeds=(0, 1, 2),
-        pictures=5000,
+        num_images=5000,
         clients=10,
         alpha=0.1,
     ),
@@ -167,7 +167,7 @@ SUITES = {
             ["fedavg", "l_dawa"],
         ),
         seeds=(0, 1, 2),
-        pictures=50000,
+        num_images=50000,
         clients=10,
         alpha=0.1,
         beside=1,

@@ -24,7 +24,7 @@ server = ServerApp()
 
 
 def model() -> torch.nn.Module:
-    """A ResNet-18 for small pictures."""
+    """A ResNet-18 for small images."""
     network = resnet18(num_classes=128)
     network.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
     return network
@@ -41,9 +41,9 @@ def usual(message: Message, context: Context) -> Message:
     """All that surrounds the training of one client."""
     network = model()
     network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-    pictures = torch.load(str(message.content.config_records["config"]["pictures"]))
-    next(iter(DataLoader(TensorDataset(pictures), batch_size=64, shuffle=True, num_workers=2)))
-    metrics = MetricRecord({"num-examples": len(pictures)})
+    images = torch.load(str(message.content.config_records["config"]["images"]))
+    next(iter(DataLoader(TensorDataset(images), batch_size=64, shuffle=True, num_workers=2)))
+    metrics = MetricRecord({"num-examples": len(images)})
     content = RecordDict({"arrays": ArrayRecord(network.state_dict()), "metrics": metrics})
     return Message(content, reply_to=message)
 
@@ -67,7 +67,7 @@ def main(grid: Grid, context: Context) -> None:
     for round in rounds:
         start = time.monotonic()
         # The part of Flower's own `Strategy.start` that trains.
-        config = ConfigRecord({"pictures": overrides["pictures"]})
+        config = ConfigRecord({"images": overrides["images"]})
         replies = list(grid.send_and_receive(strategy.configure_train(round, arrays, config, grid), timeout=600))
         assert len(replies) == clients
         assert not any(reply.has_error() for reply in replies)

@@ -1,4 +1,4 @@
-"""The augmentation of a run: what is drawn, and two random views of every picture of a batch, on the device it is on.
+"""The augmentation of a run: what is drawn, and two random views of every image of a batch, on the device it is on.
 
 Parameters come from a CPU generator, so a CPU and a GPU make the same views. They are drawn for an epoch at a time and
 go to the device in one copy.
@@ -17,20 +17,20 @@ from fedssl.augmentation.views import Drawn, Matrices, blur_matrices, crop_matri
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 
-CHUNK = 128  # pictures worked on at a time on a CPU: larger temporaries leave the cache and cost page faults
+CHUNK = 128  # images worked on at a time on a CPU: larger temporaries leave the cache and cost page faults
 MATRICES = 2**26  # bytes of matrices that a GPU makes at a time
-KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest pictures of `fedssl.augmentation.kernel`, and their channels
+KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentation.kernel`, and their channels
 
 
 class Augmentation:
-    """Makes two normalised random views of a batch of pictures.
+    """Makes two normalised random views of a batch of images.
 
     Parameters
     ----------
     size : int
         Height and width of the views in pixels.
     mean, std : sequence of float
-        One number per channel, of pictures with values in [0, 1]; a view is ``(picture - mean) / std``.
+        One number per channel, of images with values in [0, 1]; a view is ``(image - mean) / std``.
     views : sequence of mapping
         Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
     gpu_views : {"torch", "triton"}
@@ -72,7 +72,7 @@ class Augmentation:
         self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Make two views of every picture, with parameters drawn for them alone; see `draw` and `make`."""
+        """Make two views of every image, with parameters drawn for them alone; see `draw` and `make`."""
         (drawn,) = self.draw([len(images)], form=images.shape[1:], device=images.device, generator=generator)
         return self.make(images, drawn)
 
@@ -84,18 +84,18 @@ class Augmentation:
         Parameters
         ----------
         sizes : sequence of int
-            Pictures of each batch.
+            Images of each batch.
         form : sequence of int
-            Channels, height and width of the pictures.
+            Channels, height and width of the images.
         device : torch.device
-            Where the pictures will be.
+            Where the images will be.
         generator : torch.Generator
             CPU generator, the only source of chance. What a batch takes of it does not depend on those that follow.
 
         Raises
         ------
         InputError
-            If the pictures have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
+            If the images have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
         """
         channels, height, width = form
         self._check(channels, height, width, device)
@@ -110,7 +110,7 @@ class Augmentation:
         ]
         numbers = torch.stack(draws, 1).float()
         if is_gpu(device) and self.by_kernel:
-            numbers = torch.cat((numbers, _per_picture(orders, sizes)))
+            numbers = torch.cat((numbers, _per_image(orders, sizes)))
         packed = to_device(numbers, device)
         self._mean, self._std = self._mean.to(device), self._std.to(device)
         if is_gpu(device) and not self.by_kernel:
@@ -121,7 +121,7 @@ class Augmentation:
         self, packed: Tensor, orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], form: Sequence[int]
     ) -> Iterator[Drawn]:
         """Parameters with their matrices, which are made for many batches at once."""
-        most = MATRICES // (8 * self.size * (form[1] + form[2] + self.size))  # pictures: two views, 4 bytes a number
+        most = MATRICES // (8 * self.size * (form[1] + form[2] + self.size))  # images: two views, 4 bytes a number
         start = 0
         while start < len(sizes):
             fitting = list(takewhile(lambda end: end <= most, accumulate(sizes[start:])))
@@ -141,14 +141,14 @@ class Augmentation:
     def make(
         self, images: Tensor, drawn: Drawn, *, layout: torch.memory_format = torch.contiguous_format
     ) -> tuple[Tensor, Tensor]:
-        """Make two views of every picture.
+        """Make two views of every image.
 
         Parameters
         ----------
         images : Tensor
             uint8, ``(batch, channels, height, width)``, on any device.
         drawn : Drawn
-            What `draw` gave for a batch of this size and such pictures on this device.
+            What `draw` gave for a batch of this size and such images on this device.
         layout : torch.memory_format
             Of the views in memory.
 
@@ -166,8 +166,8 @@ class Augmentation:
             from fedssl.augmentation import kernel  # here: nothing else needs Triton
 
             numbers = drawn.parameters.contiguous()
-            pictures = images.contiguous()
-            kernel.make_views(pictures, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
+            contiguous = images.contiguous()
+            kernel.make_views(contiguous, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
             return views[0], views[1]
         if drawn.matrices:
             planes = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format).div_(255)
@@ -189,24 +189,24 @@ class Augmentation:
         if self.by_kernel and is_gpu(device):
             if max(height, width) > KERNEL_SIZE:
                 raise InputError(
-                    f"gpu_views=triton takes pictures of at most {KERNEL_SIZE} pixels and these have {height}x{width}; "
+                    f"gpu_views=triton takes images of at most {KERNEL_SIZE} pixels and these have {height}x{width}; "
                     "set gpu_views=torch"
                 )
             if find_spec("triton") is None:
                 raise InputError("gpu_views=triton but Triton is not installed; install it, or set gpu_views=torch")
         if channels != len(self._mean):
             raise InputError(
-                f"the pictures have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
+                f"the images have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
                 "give dataset.mean and dataset.std one number for every channel"
             )
         widest = max(view.pad for view in self.views)
         if widest >= min(height, width):
             raise InputError(
-                f"augmentation.views has pad={widest} but the pictures have {height}x{width} pixels, which mirror at "
+                f"augmentation.views has pad={widest} but the images have {height}x{width} pixels, which mirror at "
                 f"most {min(height, width) - 1}; set pad to that or less"
             )
 
 
-def _per_picture(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:
-    """Orders of batches as numbers of their pictures, ``(4, 2, pictures)``."""
+def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:
+    """Orders of batches as numbers of their images, ``(4, 2, images)``."""
     return torch.tensor(orders, dtype=torch.float32).permute(2, 1, 0).repeat_interleave(torch.tensor(sizes), dim=2)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Views of small pictures on a GPU, by one kernel each: `fedssl.augmentation.views.make_view` and the normalisation.
+"""Views of small images on a GPU, by one kernel each: `fedssl.augmentation.views.make_view` and the normalisation.
 
-A program makes one view of one picture without going back to memory: its planes, and the matrices that crop, resize,
+A program makes one view of one image without going back to memory: its planes, and the matrices that crop, resize,
 flip and blur them, are small enough to stay in registers. Products are those of IEEE float32. Imported only where it
 is asked for, because it needs Triton, which PyTorch brings along where it brings CUDA.
 """
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from fedssl.augmentation.recipe import View
 
-LARGEST = 64  # height and width of a picture and of a view, in pixels
-ROWS = 16  # numbers per picture and view: the 12 of `Parameters`, and the order of the jitter operations
+LARGEST = 64  # height and width of an image and of a view, in pixels
+ROWS = 16  # numbers per image and view: the 12 of `Parameters`, and the order of the jitter operations
 
 
 def make_views(
-    pictures: Tensor, numbers: Tensor, *, views: Sequence[View], mean: Tensor, std: Tensor, out: Tensor
+    images: Tensor, numbers: Tensor, *, views: Sequence[View], mean: Tensor, std: Tensor, out: Tensor
 ) -> None:
-    """Make both views of every picture.
+    """Make both views of every image.
 
     Parameters
     ----------
-    pictures : Tensor
+    images : Tensor
         uint8, ``(batch, channels, height, width)``, 1 or 3 channels, contiguous.
     numbers : Tensor
         ``(ROWS, 2, batch)``, float32, contiguous.
@@ -35,15 +35,15 @@ def make_views(
     mean, std : Tensor
         One number per channel.
     out : Tensor
-        First view 1 of every picture, then view 2, ``(2 * batch, channels, size, size)``, float32, in any layout.
+        First view 1 of every image, then view 2, ``(2 * batch, channels, size, size)``, float32, in any layout.
     """
-    batch, channels, height, width = pictures.shape
+    batch, channels, height, width = images.shape
     size = out.shape[-1]
     side = max(16, triton.next_power_of_2(max(height, width, size)))
     for index, view in enumerate(views):
         color = channels == 3
         _view[(batch,)](
-            pictures,
+            images,
             numbers[:, index],
             mean,
             std,
@@ -142,14 +142,14 @@ def _inverted(plane, amount):
 
 @triton.jit
 def _view(  # noqa: C901  # a kernel is one function
-    pictures, numbers, mean, std, out, stride, out_picture, out_channel, out_row, out_column,
+    images, numbers, mean, std, out, stride, out_image, out_channel, out_row, out_column,
     CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SIDE: tl.constexpr,
     PAD: tl.constexpr, JITTER: tl.constexpr, HUE: tl.constexpr, GRAY: tl.constexpr, BLUR: tl.constexpr,
     RADIUS: tl.constexpr, SOLARIZE: tl.constexpr,
 ):  # fmt: skip
-    """One view of one picture; row k of its numbers is at ``numbers + k * stride``."""
-    picture = tl.program_id(0).to(tl.int64)
-    numbers += picture
+    """One view of one image; row k of its numbers is at ``numbers + k * stride``."""
+    image = tl.program_id(0).to(tl.int64)
+    numbers += image
     y = tl.arange(0, SIDE)[:, None]
     x = tl.arange(0, SIDE)[None, :]
     there = (y < HEIGHT) & (x < WIDTH)
@@ -158,7 +158,7 @@ def _view(  # noqa: C901  # a kernel is one function
     rows = _resize(tl.load(numbers), tl.load(numbers + 2 * stride), 0.0, SIZE, HEIGHT, PAD, SIDE)
     flip = tl.load(numbers + 4 * stride)
     columns = _resize(tl.load(numbers + stride), tl.load(numbers + 3 * stride), flip, SIZE, WIDTH, PAD, SIDE)
-    source = pictures + picture * CHANNELS * HEIGHT * WIDTH + y * WIDTH + x
+    source = images + image * CHANNELS * HEIGHT * WIDTH + y * WIDTH + x
     red = _both_sides(rows, tl.load(source, mask=there, other=0).to(tl.float32) / 255, columns)
     green, blue = red, red
     if CHANNELS == 3:
@@ -209,7 +209,7 @@ def _view(  # noqa: C901  # a kernel is one function
         amount = tl.load(numbers + 11 * stride)
         red, green, blue = _inverted(red, amount), _inverted(green, amount), _inverted(blue, amount)
 
-    out += picture * out_picture + y * out_row + x * out_column
+    out += image * out_image + y * out_row + x * out_column
     tl.store(out, (red - tl.load(mean)) / tl.load(std), mask=inside)
     if CHANNELS == 3:
         tl.store(out + out_channel, (green - tl.load(mean + 1)) / tl.load(std + 1), mask=inside)

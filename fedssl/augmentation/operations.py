@@ -1,8 +1,8 @@
-"""Picture operations on whole batches, with a parameter of its own for every picture.
+"""Image operations on whole batches, with a parameter of its own for every image.
 
-Pictures are float *planes* ``(channels, batch, height, width)`` with values in [0, 1]: the plane of a channel is one
-contiguous block, which makes the colour operations fast on a CPU. Each operation returns new planes and equals, picture
-by picture, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors.
+Images are float *planes* ``(channels, batch, height, width)`` with values in [0, 1]: the plane of a channel is one
+contiguous block, which makes the colour operations fast on a CPU. Each operation returns new planes and equals, image
+by image, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors.
 Cropping, resizing, flipping and blurring are linear and act on rows and columns separately: each is a pair of matrix
 products (`separable`).
 """
@@ -16,7 +16,7 @@ LUMINANCE = (0.2989, 0.587, 0.114)  # weights of red, green and blue in the grey
 
 
 def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
-    """Apply a linear map to the rows and one to the columns of every picture.
+    """Apply a linear map to the rows and one to the columns of every image.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Tensor | None = None) -> Tensor:
-    """Weights of crop, bilinear resize and flip along one axis, one matrix per picture.
+    """Weights of crop, bilinear resize and flip along one axis, one matrix per image.
 
     Along both axes it equals ``resized_crop`` with its defaults (bilinear, antialias=True) and ``horizontal_flip``. An
     output pixel is the mean of the crop's pixels, weighted by a triangle that reaches one pixel of the coarser grid to
@@ -73,7 +73,7 @@ def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Te
 
 
 def mirror(weights: Tensor, *, pad: int) -> Tensor:
-    """Weights ``(batch, out, size)`` of pixels from those of a picture with a mirrored border.
+    """Weights ``(batch, out, size)`` of pixels from those of an image with a mirrored border.
 
     Together with `separable` it equals ``pad`` with ``padding_mode="reflect"``: the outermost pixel is not repeated.
 
@@ -91,14 +91,14 @@ def mirror(weights: Tensor, *, pad: int) -> Tensor:
 
 
 def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
-    """Weights of Gaussian blur along one axis, with reflected borders, one matrix per picture.
+    """Weights of Gaussian blur along one axis, with reflected borders, one matrix per image.
 
     Equals ``gaussian_blur`` with ``kernel_size = 2 * radius + 1``.
 
     Parameters
     ----------
     sigma : Tensor
-        Standard deviation in pixels, ``(batch,)``; 0 leaves the picture as it is.
+        Standard deviation in pixels, ``(batch,)``; 0 leaves the image as it is.
     size : int
         Number of pixels.
     radius : int

@@ -1,9 +1,9 @@
-"""The recipe of a random view, and the random parameters that it gives every picture of a batch.
+"""The recipe of a random view, and the random parameters that it gives every image of a batch.
 
 The laws are those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` (all of it applied with one probability),
 ``RandomGrayscale``, ``GaussianBlur`` and ``RandomSolarize``. Everything is a function of uniform random numbers, as
-many per picture whatever the recipe turns on: a changed setting leaves the draws of the others as they were, and the
-parameters of a picture do not depend on how many pictures come after it.
+many per image whatever the recipe turns on: a changed setting leaves the draws of the others as they were, and the
+parameters of an image do not depend on how many images come after it.
 """
 
 import math
@@ -17,24 +17,24 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 
-CANDIDATES = 10  # crop boxes tried per picture before the centre crop, as in torchvision
+CANDIDATES = 10  # crop boxes tried per image before the centre crop, as in torchvision
 BOX_UNIFORMS = 2 * CANDIDATES + 2
-UNIFORMS = BOX_UNIFORMS + 10  # random numbers per picture and view
+UNIFORMS = BOX_UNIFORMS + 10  # random numbers per image and view
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The recipe of one view; probabilities are per picture, and the defaults change nothing.
+    """The recipe of one view; probabilities are per image, and the defaults change nothing.
 
     Parameters
     ----------
     crop_scale : sequence of float
-        Smallest and largest share of the picture's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole picture.
+        Smallest and largest share of the image's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole image.
     crop_ratio : sequence of float
         Smallest and largest width / height of a crop.
     pad : int
-        Pixels of mirrored border around the picture, into which crops may reach; 0 turns it off. With ``crop_scale``
-        ``[1, 1]`` the picture moves by up to so many pixels either way.
+        Pixels of mirrored border around the image, into which crops may reach; 0 turns it off. With ``crop_scale``
+        ``[1, 1]`` the image moves by up to so many pixels either way.
     flip : float
         Probability of a left-right flip; 0 turns it off.
     jitter : float
@@ -109,12 +109,12 @@ def _is_pair(value: object) -> bool:
 
 
 class Parameters(NamedTuple):
-    """Random parameters of one view, each ``(batch,)``; neutral where an operation is off for a picture.
+    """Random parameters of one view, each ``(batch,)``; neutral where an operation is off for an image.
 
     Attributes
     ----------
     top, left, height, width : Tensor
-        The crop, in pixels of the picture; top and left are negative in the border.
+        The crop, in pixels of the image; top and left are negative in the border.
     flip : Tensor
         1 where the view is flipped, else 0.
     brightness, contrast, saturation : Tensor
@@ -153,12 +153,12 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
     uniform : Tensor
         ``(batch, UNIFORMS)``, independent uniform numbers in [0, 1).
     height, width : int
-        Size of the pictures in pixels.
+        Size of the images in pixels.
 
     Returns
     -------
     drawn : Parameters
-        Those of every picture.
+        Those of every image.
     """
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
     flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
@@ -187,14 +187,14 @@ def crop_boxes(
 
     The area is uniform in ``scale`` and the logarithm of width / height in that of ``ratio``; the first of ten
     candidates that fits, at a uniform place, else the largest centre crop whose ratio is allowed. With a border any box
-    has a uniform place in the padded picture, as by ``RandomCrop``.
+    has a uniform place in the padded image, as by ``RandomCrop``.
 
     Parameters
     ----------
     uniform : Tensor
         ``(batch, BOX_UNIFORMS)``, uniform numbers in [0, 1): areas, ratios, two places.
     height, width : int
-        Size of the pictures in pixels.
+        Size of the images in pixels.
     scale, ratio : sequence of float
         Smallest and largest share of the area, and width / height.
     pad : int

@@ -1,18 +1,18 @@
-"""Random views of pictures for parameters that are drawn: how they are computed, one by one or both at once.
+"""Random views of images for parameters that are drawn: how they are computed, one by one or both at once.
 
 The views of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized crop, flip,
-colour jitter, grey, Gaussian blur and solarisation, in this order. Every picture has parameters of its own
+colour jitter, grey, Gaussian blur and solarisation, in this order. Every image has parameters of its own
 (`fedssl.augmentation.recipe`), and for equal parameters the pixels are torchvision's within 1e-5
-(`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one picture at a time:
+(`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one image at a time:
 
-- the order of the four jitter operations is drawn once per view and batch, not once per picture;
+- the order of the four jitter operations is drawn once per view and batch, not once per image;
 - blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
 - saturation, hue and grey are left out unless there are 3 channels.
 
-`make_view` is how a CPU does it: one view after the other, a few pictures at a time, as caches like it. `make_both` is
-for a GPU, where every operation costs a launch: all pictures at once and, as far as the order of the jitter allows,
+`make_view` is how a CPU does it: one view after the other, a few images at a time, as caches like it. `make_both` is
+for a GPU, where every operation costs a launch: all images at once and, as far as the order of the jitter allows,
 both views. `fedssl.augmentation.kernel` does all of it in one launch per view. The cost of the matrix products grows
-with the cube of the picture size: right for pictures up to about 100 pixels wide.
+with the cube of the image size: right for images up to about 100 pixels wide.
 """
 
 import math
@@ -52,7 +52,7 @@ class Drawn:
     Attributes
     ----------
     parameters : Tensor
-        The numbers of `Parameters` for both views, ``(12, 2, batch)``, on the device of the pictures.
+        The numbers of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images.
     orders : sequence of sequence of int
         Of the jitter operations, for each view: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
     matrices : tuple of Matrices
@@ -64,7 +64,7 @@ class Drawn:
     matrices: tuple[Matrices, ...] = ()
 
     def of(self, view: int, part: slice = slice(None)) -> Parameters:
-        """Parameters of one view, of some of the pictures."""
+        """Parameters of one view, of some of the images."""
         return Parameters(*self.parameters[:, view, part])
 
 
@@ -97,16 +97,16 @@ def jitter(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int
 
 
 def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int], size: int) -> Tensor:
-    """Make one view of every picture; operations that the recipe turns off for all of them are left out.
+    """Make one view of every image; operations that the recipe turns off for all of them are left out.
 
     Parameters
     ----------
     planes : Tensor
-        Pictures ``(channels, batch, height, width)`` with values in [0, 1].
+        Images ``(channels, batch, height, width)`` with values in [0, 1].
     view : View
         The recipe.
     drawn : Parameters
-        Random parameters of every picture.
+        Random parameters of every image.
     order : sequence of int
         Order of the jitter operations, see `Drawn`.
     size : int
@@ -134,12 +134,12 @@ def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[
 def make_both(planes: Tensor, *, views: Sequence[View], drawn: Drawn) -> Tensor:
     """Make both views at once, with matrices made ahead: what `make_view` makes of each, in few launches.
 
-    Pictures of which an operation is off have neutral parameters; nothing is chosen, which one would have to wait for.
+    Images of which an operation is off have neutral parameters; nothing is chosen, which one would have to wait for.
 
     Returns
     -------
     Tensor
-        First view 1 of every picture, then view 2, ``(channels, 2 * batch, size, size)``.
+        First view 1 of every image, then view 2, ``(channels, 2 * batch, size, size)``.
     """
     color = len(planes) == 3
     both = Parameters(*drawn.parameters.flatten(1))

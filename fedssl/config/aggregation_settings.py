@@ -27,7 +27,7 @@ class UpdateSettings:
         How many times as far as the median of a round an update may move, at least 1; None: any. With a number all
         updates of a round are kept in memory until the last is there.
     max_examples : int or None
-        How many pictures a client may say that it has, at least 1; None: any number.
+        How many images a client may say that it has, at least 1; None: any number.
 
     Raises
     ------

@@ -139,7 +139,7 @@ def check(config: DictConfig) -> None:
         if config[key] not in choices:
             raise InputError(f"{key}={config[key]} is not valid; choose one of {', '.join(choices)}")
     if config.health_pictures == 1:
-        raise InputError("health_pictures=1 but a picture alone has no spread; set 2 or more, or 0 to turn it off")
+        raise InputError("health_pictures=1 but an image alone has no spread; set 2 or more, or 0 to turn it off")
     _check_clients(config)
     if config.stop_when and config.stop_when.metric is not None and config.evaluate_every == 0:
         raise InputError(
@@ -247,7 +247,7 @@ def check_type(key: str, value: Any, default: Any) -> None:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
     allowed = (int, float) if isinstance(default, float) else (type(default),)
     mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
-    # The data set has no such pictures; or decoded ones are kept in memory only.
+    # The data set has no such images; or decoded ones are kept in memory only.
     nullable = value is None and (key.startswith("dataset.splits.") or key.endswith("dataset.cache"))
     if default is not None and not nullable and (not isinstance(value, allowed) or mistaken_bool):
         raise InputError(f"{key}={value} is not {names[type(default)]}; the default is {default}")

@@ -1,7 +1,7 @@
 """A task: what a server may ask of a device, in names of choices and plain values.
 
 The device composes its settings from its own ``conf/`` with these choices, and then sets the values: a task says which
-of the device's classes are used and with which numbers, never which code. What is about the machine and its pictures
+of the device's classes are used and with which numbers, never which code. What is about the machine and its images
 is in no task. It travels as JSON.
 """
 
@@ -19,12 +19,12 @@ from fedssl.config.load import client_settings, learning_of, read_data
 from fedssl.config.overrides import check_run_id, groups, nearest
 from fedssl.config.settings import ClientSettings, Settings
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
-from fedssl.datasets.base import check as check_pictures
+from fedssl.datasets.base import check as check_images
 from fedssl.errors import InputError, RequestRefused
 
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
 PLAIN = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
-PICTURES = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std"))  # what a model must know of them
+IMAGES = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std"))  # what a model must know of them
 NEEDED = ("run_id", "seed", "rounds", "dataset.size")
 
 LONGEST_TEXT, LONGEST_LIST, LONGEST_WORD, DEEPEST = 65_536, 4096, 64, 4
@@ -79,7 +79,7 @@ def task_of(settings: Settings) -> Task:
 
 
 def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> ClientSettings:
-    """What a device makes of a task; what is about its machine and its pictures is left to it.
+    """What a device makes of a task; what is about its machine and its images is left to it.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def _says(key: str) -> bool:
     first, *others = key.split(".")
     if any(part.startswith("_") for part in others) or key in ("strategy.metrics", "strategy.file"):
         return False
-    return (first in GROUPS and bool(others)) or key in PLAIN or key in PICTURES
+    return (first in GROUPS and bool(others)) or key in PLAIN or key in IMAGES
 
 
 def _read(text: str) -> Task:
@@ -208,6 +208,6 @@ def _check_ranges(config: DictConfig) -> None:
     try:
         check_run_id(config.run_id)
         check(config)
-        check_pictures(read_data(config.dataset))
+        check_images(read_data(config.dataset))
     except InputError as error:
         raise RequestRefused(str(error)) from error

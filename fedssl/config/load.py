@@ -122,7 +122,7 @@ def _prove(overrides: Sequence[str], file: Path) -> None:
 
 
 def partition_without_labels(settings: Settings) -> Settings:
-    """The settings for pictures without labels, which the default partition cannot divide: with ``partition=iid``.
+    """The settings for images without labels, which the default partition cannot divide: with ``partition=iid``.
 
     What the words choose, themselves or by an experiment, stays, and is refused where it needs labels.
     """
@@ -130,7 +130,7 @@ def partition_without_labels(settings: Settings) -> Settings:
     chosen = {override.key_or_group.partition(".")[0] for override in parse(recording.overrides)}
     if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:
         return settings
-    log.info("the pictures have no labels, which partition=dirichlet needs: partition=iid is taken")
+    log.info("the images have no labels, which partition=dirichlet needs: partition=iid is taken")
     return load_run([*recording.overrides, "partition=iid"])
 
 

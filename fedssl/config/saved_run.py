@@ -18,7 +18,7 @@ from fedssl.config.overrides import check_run_id, groups, parse
 from fedssl.errors import InputError
 from fedssl.untrusted import corrupt_file_error, iter_leaves, read_yaml, sanitize
 
-# Where decoded pictures are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
+# Where decoded images are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
 _PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
 _PLACES |= {"tracker.uri", "tracker.mode"}
 _HARMLESS = (None, "auto")  # values of these

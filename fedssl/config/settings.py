@@ -70,13 +70,13 @@ class DataSettings:
     name : str
         For people: its name on the Hub, or that of the module that reads it.
     reader : Component
-        Reads a split; its arguments are the form of the pictures and where they are.
+        Reads a split; its arguments are the form of the images and where they are.
     federated, train, test : str or None
         The source's splits: that the clients share, the labelled bank of the probes, the labelled test.
     limit, test_limit : int or None
-        Use only so many pictures; None: all.
+        Use only so many images; None: all.
     channels, size : int
-        Form of the pictures.
+        Form of the images.
     mean, std : tuple of float
         Per channel, of pixels in [0, 1].
     num_classes : int or None
@@ -97,7 +97,7 @@ class DataSettings:
     num_classes: int | None
 
     def resized(self, size: int) -> "DataSettings":
-        """The same pictures, brought to another height and width."""
+        """The same images, brought to another height and width."""
         return replace(self, size=size, reader=Component({**self.reader.values, "size": size}))
 
 
@@ -111,9 +111,9 @@ class PartitionSettings:
         A function of `fedssl.partition`.
     num_clients, seed : int
     set_aside : float or None
-        Share of the pictures that the server keeps for its calibration and that are no client's; None: nothing.
+        Share of the images that the server keeps for its calibration and that are no client's; None: nothing.
     cache : str or None
-        The folder for what a rule computes of the pictures, that of decoded ones; None: nothing is kept.
+        The folder for what a rule computes of the images, that of decoded ones; None: nothing is kept.
     """
 
     rule: Component
@@ -208,11 +208,11 @@ class CalibrationSettings:
     at : {"start", "end"}
         Of every round.
     data : DataSettings
-        Whose pictures.
+        Whose images.
     own : bool
         Whether they are a data set of their own; False: a share of those that clients would have.
     share : float
-        Of the pictures.
+        Of the images.
     epochs : int
         Per round.
     """
@@ -237,7 +237,7 @@ class EvaluationSettings:
     protocol, final_protocol : Component
         In the rounds, and at the end of the run.
     health_pictures : int
-        On how many pictures collapse is looked for; 0: not at all.
+        On how many images collapse is looked for; 0: not at all.
     resources : bool
         Whether FLOPs and memory of a training step are counted.
     clients : bool
@@ -312,7 +312,7 @@ class ClientSettings:
     states : Path
         Where the run's clients keep what they keep, each in a folder of its own.
     partition : PartitionSettings or None
-        None: all pictures are this client's.
+        None: all images are this client's.
     """
 
     seed: int

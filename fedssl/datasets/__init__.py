@@ -1,1 +1,1 @@
-"""Data sets: pictures in memory from the Hugging Face Hub, local files, a folder or a package."""
+"""Data sets: images in memory from the Hugging Face Hub, local files, a folder or a package."""

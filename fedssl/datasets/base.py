@@ -1,10 +1,10 @@
-"""Pictures in memory, one object per process, which everything that runs in it shares.
+"""Images in memory, one object per process, which everything that runs in it shares.
 
 Where decoding takes long they are decoded once on a host and not once in a process, see `fedssl.datasets.cache`.
 
 A data set is a YAML file under ``conf/dataset`` whose ``_target_`` is a function
 
-    read(split, *, channels, size, limit, ...) -> Pictures | None
+    read(split, *, channels, size, limit, ...) -> ImageData | None
 
 with the file's own keys as further arguments. The YAML key ``splits`` says which of the source's splits the clients
 share (``federated``), which is the labelled bank of the probes (``train``) and which the test (``test``). Where two of
@@ -28,25 +28,25 @@ Split = Literal["federated", "train", "test"]
 
 log = logging.getLogger("fedssl")
 
-# Which pictures are test pictures or belong to a limited set is a property of the data, not of a run.
+# Which images are test images or belong to a limited set is a property of the data, not of a run.
 _FIXED_SEED = 0
-_LARGEST = 4096  # height and width of pictures
+_LARGEST = 4096  # height and width of images
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Decoded pictures with their labels and owners, where these are known.
+class ImageData:
+    """Decoded images with their labels and owners, where these are known.
 
     Attributes
     ----------
     images : Tensor
         uint8, ``(n, channels, height, width)``.
     labels : Tensor or None
-        int64, ``(n,)``; None if the pictures have no labels.
+        int64, ``(n,)``; None if the images have no labels.
     classes : tuple of str
         Names of the classes, ``classes[label]``; empty if unknown.
     owners : Tensor or None
-        int64, ``(n,)``, who made each picture (a writer, a device, a hospital); None if unknown.
+        int64, ``(n,)``, who made each image (a writer, a device, a hospital); None if unknown.
     owner_names : tuple of str
         Names of the owners, ``owner_names[owner]``; empty if unknown.
     notices : tuple of str
@@ -61,38 +61,38 @@ class Pictures:
     notices: tuple[str, ...] = ()
 
 
-def load(data: DataSettings, split: Split) -> Pictures | None:
-    """Pictures of one split; the same object for every caller in this process.
+def load(data: DataSettings, split: Split) -> ImageData | None:
+    """Images of one split; the same object for every caller in this process.
 
     Parameters
     ----------
     data : DataSettings
     split : {"federated", "train", "test"}
-        Pictures that the clients share; the labelled bank of the probes; the labelled test pictures.
+        Images that the clients share; the labelled bank of the probes; the labelled test images.
 
     Returns
     -------
-    Pictures or None
-        None if the data set has no such pictures, or if they have no labels and ``split`` is not "federated".
+    ImageData or None
+        None if the data set has no such images, or if they have no labels and ``split`` is not "federated".
 
     Raises
     ------
     InputError
         If a setting, file or folder cannot be used.
     """
-    pictures = load_any(data, split)
+    image_data = load_any(data, split)
     if split == "federated":
-        if pictures is None:
+        if image_data is None:
             raise InputError(
-                f"dataset.splits.federated={data.federated} names no pictures; "
+                f"dataset.splits.federated={data.federated} names no images; "
                 "name each file or folder after its split (train-0.parquet, test-0.parquet) and check dataset.path"
             )
-        return pictures
-    return None if pictures is None or pictures.labels is None else pictures
+        return image_data
+    return None if image_data is None or image_data.labels is None else image_data
 
 
-def load_any(data: DataSettings, split: Split) -> Pictures | None:
-    """Pictures of one split as `load` gives them, labelled or not; None if the data set has none."""
+def load_any(data: DataSettings, split: Split) -> ImageData | None:
+    """Images of one split as `load` gives them, labelled or not; None if the data set has none."""
     check(data)
     source = source_of(data, split)
     return None if source is None else _read(data, source, data.test_limit if split == "test" else data.limit)
@@ -103,21 +103,21 @@ def source_of(data: DataSettings, split: Split) -> str | None:
     return {"federated": data.federated, "train": data.train, "test": data.test}[split]
 
 
-def load_federated(data: DataSettings) -> Pictures:
+def load_federated(data: DataSettings) -> ImageData:
     """What the clients share; the same object for every caller in this process.
 
     Raises
     ------
     InputError
-        If there are no such pictures, or a setting, file or folder cannot be used.
+        If there are no such images, or a setting, file or folder cannot be used.
     """
-    pictures = load(data, "federated")
-    assert pictures is not None  # `load` refuses a data set without them
-    return pictures
+    image_data = load(data, "federated")
+    assert image_data is not None  # `load` refuses a data set without them
+    return image_data
 
 
 def check(data: DataSettings) -> None:
-    """Refuse settings that contradict each other, before a picture is read.
+    """Refuse settings that contradict each other, before an image is read.
 
     Raises
     ------
@@ -141,12 +141,12 @@ def check(data: DataSettings) -> None:
     for name, limit in (("limit", data.limit), ("test_limit", data.test_limit)):
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InputError(
-                f"dataset.{name}={limit} must be a whole number of pictures, at least 1, or null for all of them"
+                f"dataset.{name}={limit} must be a whole number of images, at least 1, or null for all of them"
             )
 
 
 def choose(count: int, limit: int | None) -> np.ndarray:
-    """Positions ``(min(count, limit),)`` of the pictures to use, sorted; always the same ones. None: all."""
+    """Positions ``(min(count, limit),)`` of the images to use, sorted; always the same ones. None: all."""
     if limit is None or limit >= count:
         return np.arange(count)
     return np.sort(numpy_generator(_FIXED_SEED, "limit").permutation(count)[:limit])
@@ -155,8 +155,8 @@ def choose(count: int, limit: int | None) -> np.ndarray:
 def hold_out(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split positions into training and test with equal shares of every class; always the same ones.
 
-    Every class gives the floor of its share; the classes with the largest remainders give one picture more until the
-    test set has ``round(n * fraction)`` pictures.
+    Every class gives the floor of its share; the classes with the largest remainders give one image more until the
+    test set has ``round(n * fraction)`` images.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def hold_out(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.nda
     Returns
     -------
     tuple of ndarray
-        Sorted positions of the training and of the test pictures.
+        Sorted positions of the training and of the test images.
     """
     _, codes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     shares = sizes * fraction
@@ -186,13 +186,13 @@ def _spread(values: tuple[float, ...], channels: int) -> str:
 
 
 @lru_cache(maxsize=4)
-def _read(data: DataSettings, source: str, limit: int | None) -> Pictures | None:
+def _read(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
     """Read one split of the source."""
-    pictures: Pictures | None = data.reader.make(source, limit=limit)
-    for notice in pictures.notices if pictures is not None else ():
+    image_data: ImageData | None = data.reader.make(source, limit=limit)
+    for notice in image_data.notices if image_data is not None else ():
         log.warning("%s", sanitize(notice))
-    if pictures is not None and pictures.labels is not None and data.num_classes is not None:
-        highest = int(pictures.labels.max())
+    if image_data is not None and image_data.labels is not None and data.num_classes is not None:
+        highest = int(image_data.labels.max())
         if highest >= data.num_classes:
             raise InputError(f"dataset.num_classes={data.num_classes} but a label is {highest}; check dataset.path")
-    return pictures
+    return image_data

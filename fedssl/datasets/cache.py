@@ -1,4 +1,4 @@
-"""Decoded pictures in a file: made once on a host, and read by all its processes as one piece of memory.
+"""Decoded images in a file: made once on a host, and read by all its processes as one piece of memory.
 
 The setting ``dataset.cache`` is the folder of all of them: ``auto`` is ``$XDG_CACHE_HOME/fedssl`` or
 ``~/.cache/fedssl``. Each is a folder of its own, named after what the pixels depend on; `fedssl.datasets.entry` says
@@ -17,20 +17,20 @@ from typing import Any
 
 import PIL
 
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import VERSION, in_memory
 from fedssl.datasets.entry import Entry, NewCanvas, unusable
 
 WORTH = 1.0  # seconds of decoding from which on a file pays
-# Of decoding on one core, measured with pictures of 32 to 500 pixels: what each costs, and each of its encoded bytes.
-_SECONDS_PER_PICTURE, _SECONDS_PER_BYTE = 1e-4, 5e-8
+# Of decoding on one core, measured with images of 32 to 500 pixels: what each costs, and each of its encoded bytes.
+_SECONDS_PER_IMAGE, _SECONDS_PER_BYTE = 1e-4, 5e-8
 
 log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where pictures come from: all that their pixels, labels and owners depend on.
+    """Where images come from: all that their pixels, labels and owners depend on.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Origin:
         For people.
     files : sequence of Path
         With what is to be decoded.
-    pictures, wanted : int
+    num_images, wanted : int
         How many the files hold, and how many of these are to be decoded.
     settings : mapping
         Everything else, ready for JSON.
@@ -46,13 +46,13 @@ class Origin:
 
     name: str
     files: Sequence[Path]
-    pictures: int
+    num_images: int
     wanted: int
     settings: Mapping[str, Any]
 
 
-def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], Pictures | None]) -> Pictures | None:
-    """The pictures, decoded once on this host or in this process.
+def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], ImageData | None]) -> ImageData | None:
+    """The images, decoded once on this host or in this process.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], Pictur
     if place is None:
         return make(in_memory)
     size, key = _identity(origin)
-    if origin.wanted * (_SECONDS_PER_PICTURE + _SECONDS_PER_BYTE * size / origin.pictures) < WORTH:
+    if origin.wanted * (_SECONDS_PER_IMAGE + _SECONDS_PER_BYTE * size / origin.num_images) < WORTH:
         return make(in_memory)
     entry = Entry(root(place) / f"{re.sub(r'[^-.0-9A-Za-z]+', '-', origin.name)}-{key}")
     found = entry.read()
@@ -81,7 +81,7 @@ def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], Pictur
     except OSError as error:
         if place != "auto":
             raise unusable(entry.folder, error) from error
-        log.warning("%s cannot be made (%s): pictures are decoded into memory", entry.folder, error.strerror)
+        log.warning("%s cannot be made (%s): images are decoded into memory", entry.folder, error.strerror)
         return make(in_memory)
     with lock:
         entry.wait_for(lock)
@@ -96,7 +96,7 @@ def root(place: str) -> Path:
 
 
 def _identity(origin: Origin) -> tuple[int, str]:
-    """Bytes of all files, and a name for the pictures: another one for each change of what they depend on."""
+    """Bytes of all files, and a name for the images: another one for each change of what they depend on."""
     settings = {"version": VERSION, "Pillow": PIL.__version__, **origin.settings}
     hashed = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     total = 0

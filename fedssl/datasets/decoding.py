@@ -1,4 +1,4 @@
-"""Encoded pictures to one uint8 tensor: any channels and any size become those of the data set."""
+"""Encoded images to one uint8 tensor: any channels and any size become those of the data set."""
 
 import logging
 import math
@@ -20,17 +20,17 @@ from fedssl.machine.room import room
 from fedssl.machine.threads import available_cores
 from fedssl.untrusted import open_regular_file, sanitize
 
-# Formats of pictures that are opened, whatever a file is called: none of them runs a program or fetches a file.
+# Formats of images that are opened, whatever a file is called: none of them runs a program or fetches a file.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-MAX_PIXELS = 50_000_000  # of a picture, unless dataset.max_pixels says otherwise
+MAX_PIXELS = 50_000_000  # of an image, unless dataset.max_pixels says otherwise
 _MOST_PIXELS = 178_956_970  # that Pillow takes
 _LARGEST_PIXEL = 8  # bytes of a pixel in a file without compression
-_PER_PIXEL = 12  # bytes in memory: the decoded picture, a turned and a converted copy
-_NAMED = 5  # pictures that a warning names
+_PER_PIXEL = 12  # bytes in memory: the decoded image, a turned and a converted copy
+_NAMED = 5  # images that a warning names
 THREADS = 8  # most threads that decode
 NOTED = 10.0  # seconds between two lines about a long decoding
-VERSION = 2  # of the pixels: another number for other pixels of the same pictures
-_MOVED = 1024  # pictures moved at a time
+VERSION = 2  # of the pixels: another number for other pixels of the same images
+_MOVED = 1024  # images moved at a time
 
 log = logging.getLogger("fedssl")
 
@@ -38,7 +38,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # th
 
 
 def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
-    """Bring the pixels of a picture into the data set's form.
+    """Bring the pixels of an image into the data set's form.
 
     Grey becomes RGB by repetition, RGB becomes grey by the luma of ITU-R 601, transparency is dropped, 16 bits become
     the upper 8. Another size is brought to ``size`` by scaling the shorter side and cropping the centre.
@@ -77,8 +77,8 @@ def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
     return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
 
 
-def read_picture(source: bytes | Path, *, channels: int, size: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Decode one picture, upright by its EXIF orientation, of several frames the first; see `to_array` for the result.
+def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Decode one image, upright by its EXIF orientation, of several frames the first; see `to_array` for the result.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def read_picture(source: bytes | Path, *, channels: int, size: int, max_pixels: 
             raise ValueError(
                 f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
             )
-        # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's picture in a fifth of
+        # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's image in a fifth of
         # the time. Twice the target leaves the filter enough to work on. Other formats ignore it.
         image.draft(None, (2 * size, 2 * size))
         needed = _PER_PIXEL * image.width * image.height + (_PER_PIXEL * pixels if "progressive" in image.info else 0)
@@ -106,7 +106,7 @@ def read_picture(source: bytes | Path, *, channels: int, size: int, max_pixels: 
 
 
 def told(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> str:
-    """One line about pictures that are left out: how many, and the first few with the reasons.
+    """One line about images that are left out: how many, and the first few with the reasons.
 
     Raises
     ------
@@ -116,30 +116,30 @@ def told(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: in
     named = "; ".join(f"{name(position)} ({reason})" for position, reason in list(unreadable.items())[:_NAMED])
     named += f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
     if len(unreadable) == count:
-        raise InputError(f"none of the {count} pictures can be read: {named}; check dataset.path")
-    return sanitize(f"{len(unreadable)} of {count} pictures cannot be read, the rest is used: {named}")
+        raise InputError(f"none of the {count} images can be read: {named}; check dataset.path")
+    return sanitize(f"{len(unreadable)} of {count} images cannot be read, the rest is used: {named}")
 
 
 def _reason(error: Exception) -> str:
-    """Why a picture cannot be decoded, in a few words."""
+    """Why an image cannot be decoded, in a few words."""
     if isinstance(error, UnidentifiedImageError):
-        return f"it is no picture of {', '.join(FORMATS)}"
+        return f"it is no image of {', '.join(FORMATS)}"
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
     return sanitize(f"{kind}{text}")[:200]
 
 
 class Canvas:
-    """Memory for the pixels of pictures, and how far they are decoded; this one is gone with the process.
+    """Memory for the pixels of images, and how far they are decoded; this one is gone with the process.
 
     Attributes
     ----------
     pixels : ndarray
         uint8, ``(count, channels, size, size)``.
     done : int
-        So many pictures from the first one on are decoded, or known to be unreadable.
+        So many images from the first one on are decoded, or known to be unreadable.
     unreadable : dict
-        Position of every picture before ``done`` that could not be decoded, with the reason.
+        Position of every image before ``done`` that could not be decoded, with the reason.
     """
 
     def __init__(self, pixels: np.ndarray) -> None:
@@ -152,7 +152,7 @@ class Canvas:
         self.done, self.unreadable = done, {at: reason for at, reason in unreadable.items() if at < done}
 
     def leave_out(self, positions: Collection[int]) -> np.ndarray:
-        """Move the other pictures together, in their order; returns their positions from before."""
+        """Move the other images together, in their order; returns their positions from before."""
         kept = np.delete(np.arange(len(self.pixels)), list(positions))
         self.note(0, {})  # who is stopped from here on must decode again
         for start in range(min(positions), len(kept), _MOVED):
@@ -168,11 +168,11 @@ class Canvas:
 
 
 def in_memory(shape: tuple[int, int, int, int]) -> Canvas:
-    """A canvas for pictures ``(count, channels, size, size)``; raises `InputError` if they do not fit into memory."""
+    """A canvas for images ``(count, channels, size, size)``; raises `InputError` if they do not fit into memory."""
     needed, free = math.prod(shape), available_memory()
     if free is not None and needed > free:
         raise InputError(
-            f"{shape[0]:,} pictures of {shape[1]} x {shape[2]} x {shape[3]} need {gigabytes(needed)} of memory, and "
+            f"{shape[0]:,} images of {shape[1]} x {shape[2]} x {shape[3]} need {gigabytes(needed)} of memory, and "
             f"{gigabytes(free)} are available; have them decoded into a file with dataset.cache=auto or "
             "dataset.cache=FOLDER, or lower dataset.limit or dataset.size"
         )
@@ -182,7 +182,7 @@ def in_memory(shape: tuple[int, int, int, int]) -> Canvas:
 def decode(
     batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas, *, max_pixels: int = MAX_PIXELS
 ) -> dict[int, str]:
-    """Decode all pictures that are not on the canvas yet, with a pool of threads.
+    """Decode all images that are not on the canvas yet, with a pool of threads.
 
     Threads fetch the next batch only when they are free, so that no more than one batch per thread waits in memory.
     Every `NOTED` seconds a line says how far they have come, and the canvas takes note of it.
@@ -190,16 +190,16 @@ def decode(
     Parameters
     ----------
     batches : callable
-        Gives the encoded pictures or files from a position on, in batches: ``len(canvas.pixels)`` in all from 0 on.
+        Gives the encoded images or files from a position on, in batches: ``len(canvas.pixels)`` in all from 0 on.
     canvas : Canvas
         Takes the pixels.
     max_pixels : int
-        Most pixels of a picture; one with more counts as one that cannot be decoded.
+        Most pixels of an image; one with more counts as one that cannot be decoded.
 
     Returns
     -------
     dict
-        Position of every picture that could not be decoded, with the reason, sorted; its pixels are arbitrary.
+        Position of every image that could not be decoded, with the reason, sorted; its pixels are arbitrary.
 
     Raises
     ------
@@ -255,13 +255,13 @@ class _Work:
         _, channels, size, _ = self._pixels.shape
         for position, source in enumerate(batch, start):
             try:
-                picture = read_picture(source, channels=channels, size=size, max_pixels=self._max_pixels)
-                self._pixels[position] = picture
+                image = read_image(source, channels=channels, size=size, max_pixels=self._max_pixels)
+                self._pixels[position] = image
             except Exception as error:  # a damaged file can raise almost anything inside the decoder of its format
                 self._unreadable[position] = _reason(error)
 
     def state(self) -> tuple[int, dict[int, str]]:
-        """So many pictures from the first one on are done, and those that could not be read so far."""
+        """So many images from the first one on are done, and those that could not be read so far."""
         with self._lock:
             return min(self._open, default=self._next), dict(self._unreadable)
 
@@ -271,7 +271,7 @@ class _Work:
         if done > self._start:
             left = (time.monotonic() - self._begun) / (done - self._start) * (count - done)
             overrides = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            log.info("decoding %s of %s pictures, %s left", f"{done:,}", f"{count:,}", overrides)
+            log.info("decoding %s of %s images, %s left", f"{done:,}", f"{count:,}", overrides)
 
     @staticmethod
     def failed(running: Sequence[Future[None]]) -> bool:

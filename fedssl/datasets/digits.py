@@ -1,7 +1,7 @@
-"""scikit-learn's 1,797 handwritten digits: real pictures that come inside a package, so that nothing is downloaded.
+"""scikit-learn's 1,797 handwritten digits: real images that come inside a package, so that nothing is downloaded.
 
-8 x 8 grey pictures with values 0..16 (UCI "Optical Recognition of Handwritten Digits", test part). They have no
-official split; a fixed one with equal shares of every class holds 359 pictures out as test and leaves 1,438.
+8 x 8 grey images with values 0..16 (UCI "Optical Recognition of Handwritten Digits", test part). They have no
+official split; a fixed one with equal shares of every class holds 359 images out as test and leaves 1,438.
 """
 
 from importlib.util import find_spec
@@ -11,27 +11,27 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedssl.datasets.base import Pictures, choose, hold_out
+from fedssl.datasets.base import ImageData, choose, hold_out
 from fedssl.datasets.decoding import to_array
 
 TEST_FRACTION = 0.2  # of every class
 
 
-def read(split: str, *, channels: int, size: int, limit: int | None) -> Pictures:
+def read(split: str, *, channels: int, size: int, limit: int | None) -> ImageData:
     """Read one split.
 
     Parameters
     ----------
     split : {"train", "test"}
-        1,438 pictures or 359.
+        1,438 images or 359.
     channels, size : int
-        Form of the pictures; their own is 1 and 8.
+        Form of the images; their own is 1 and 8.
     limit : int or None
-        Use only so many pictures, always the same ones.
+        Use only so many images, always the same ones.
 
     Returns
     -------
-    Pictures
+    ImageData
         With labels and without owners.
     """
     values, labels = _values_and_labels()
@@ -39,8 +39,8 @@ def read(split: str, *, channels: int, size: int, limit: int | None) -> Pictures
     rows = test if split == "test" else train
     rows = rows[choose(len(rows), limit)]
     pixels = np.rint(values[rows] * (255 / 16)).astype(np.uint8)
-    images = np.stack([to_array(Image.fromarray(picture), channels=channels, size=size) for picture in pixels])
-    return Pictures(torch.from_numpy(images), torch.from_numpy(labels[rows]), tuple("0123456789"))
+    images = np.stack([to_array(Image.fromarray(image), channels=channels, size=size) for image in pixels])
+    return ImageData(torch.from_numpy(images), torch.from_numpy(labels[rows]), tuple("0123456789"))
 
 
 def _values_and_labels() -> tuple[np.ndarray, np.ndarray]:

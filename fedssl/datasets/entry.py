@@ -1,4 +1,4 @@
-"""The folder of one piece of decoded pictures.
+"""The folder of one piece of decoded images.
 
 =============  ====================================================================================
 ``lock``       held by the process that decodes, which the kernel lets go of when the process ends
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from fedssl.atomic_files import atomic_write, mmap_bytes, write_text
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import NOTED, Canvas
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
@@ -46,8 +46,8 @@ class Entry:
         self._about, self._pixels = folder / "about.npz", folder / "pixels"
         self._partial, self._note = folder / "partial", folder / "note.json"
 
-    def read(self) -> Pictures | None:
-        """The pictures, mapped; None if they are not there, or not as they were written."""
+    def read(self) -> ImageData | None:
+        """The images, mapped; None if they are not there, or not as they were written."""
         try:
             with np.load(self._about, allow_pickle=False) as about:
                 columns = dict(about)  # the archive has a checksum of each
@@ -57,13 +57,13 @@ class Entry:
         except FileNotFoundError:
             return None
         except Exception as error:  # there is no end to how reading a damaged file can fail
-            log.warning("%s is damaged (%s): its pictures are decoded again", self.folder, error)
+            log.warning("%s is damaged (%s): its images are decoded again", self.folder, error)
             return None
         labels, owners = (torch.from_numpy(columns[name]) if name in columns else None for name in ("labels", "owners"))
         classes, owner_names, notices = (
             tuple(columns[name].tolist()) for name in ("classes", "owner_names", "notices")
         )
-        return Pictures(images, labels, classes, owners, owner_names, notices)
+        return ImageData(images, labels, classes, owners, owner_names, notices)
 
     def open(self) -> IO[str]:
         """Make the folder and open its lock."""
@@ -71,7 +71,7 @@ class Entry:
         return (self.folder / "lock").open("w")
 
     def wait_for(self, lock: IO[str]) -> None:
-        """Take the lock, which another process may have until it has decoded the pictures or has died."""
+        """Take the lock, which another process may have until it has decoded the images or has died."""
         told = -math.inf
         while True:
             try:
@@ -80,40 +80,38 @@ class Entry:
                 if time.monotonic() - told > NOTED:
                     told = time.monotonic()
                     done = f"{self._noted()[0]:,}"
-                    log.info(
-                        "another process decodes the pictures of %s (%s so far); waiting for it", self.folder, done
-                    )
+                    log.info("another process decodes the images of %s (%s so far); waiting for it", self.folder, done)
                 time.sleep(_PATIENCE)
             except OSError as error:  # a file system without locks
                 raise unusable(self.folder, error) from error
 
-    def write(self, make: Callable[[NewCanvas], Pictures | None]) -> Pictures | None:
-        """Decode what is left to decode, and put the pictures in place; only with the lock."""
+    def write(self, make: Callable[[NewCanvas], ImageData | None]) -> ImageData | None:
+        """Decode what is left to decode, and put the images in place; only with the lock."""
         for old in (self._about, self._pixels):
             old.unlink(missing_ok=True)
-        pictures = make(self._canvas)
-        if pictures is None:
+        image_data = make(self._canvas)
+        if image_data is None:
             return None
         with _writing(self.folder):
             with self._partial.open("r+b") as stream:
-                stream.truncate(pictures.images.nbytes)  # without the place of those that could not be read
+                stream.truncate(image_data.images.nbytes)  # without the place of those that could not be read
                 os.fsync(stream)
             self._partial.replace(self._pixels)
-            atomic_write(self._about, lambda stream: self._write_about(stream, pictures))
+            atomic_write(self._about, lambda stream: self._write_about(stream, image_data))
             self._note.unlink(missing_ok=True)
         written = self.read()
         assert written is not None
         return written
 
-    def _write_about(self, stream: BinaryIO, pictures: Pictures) -> None:
+    def _write_about(self, stream: BinaryIO, image_data: ImageData) -> None:
         arrays: dict[str, Any] = {
-            "shape": np.array(pictures.images.shape),
+            "shape": np.array(image_data.images.shape),
             "stamp": np.array(_stamp(self._pixels)),
-            "classes": np.array(pictures.classes, dtype=np.str_),
-            "owner_names": np.array(pictures.owner_names, dtype=np.str_),
-            "notices": np.array(pictures.notices, dtype=np.str_),
+            "classes": np.array(image_data.classes, dtype=np.str_),
+            "owner_names": np.array(image_data.owner_names, dtype=np.str_),
+            "notices": np.array(image_data.notices, dtype=np.str_),
         }
-        known = {"labels": pictures.labels, "owners": pictures.owners}
+        known = {"labels": image_data.labels, "owners": image_data.owners}
         arrays |= {name: column.numpy() for name, column in known.items() if column is not None}
         np.savez(stream, **arrays)
 
@@ -127,7 +125,7 @@ class Entry:
                 _reserve(self._partial, needed)
             pixels = np.memmap(self._partial, dtype=np.uint8, mode="r+", shape=shape)
         done, unreadable = self._noted()
-        log.info("decoding %s pictures into %s (%s)", f"{shape[0] - done:,}", self.folder, gigabytes(needed))
+        log.info("decoding %s images into %s (%s)", f"{shape[0] - done:,}", self.folder, gigabytes(needed))
         return _MappedCanvas(pixels, self._note, done=done, unreadable=unreadable)
 
     def _noted(self) -> tuple[int, dict[int, str]]:
@@ -172,7 +170,7 @@ def _reserve(file: Path, size: int) -> None:
     except OSError as error:
         file.unlink(missing_ok=True)
         raise InputError(
-            f"{file.parent} has no room for the decoded pictures ({error.strerror}): they need {gigabytes(size)}, and "
+            f"{file.parent} has no room for the decoded images ({error.strerror}): they need {gigabytes(size)}, and "
             f"{gigabytes(free)} are free; name another folder with dataset.cache=FOLDER, or decode into memory with "
             "dataset.cache=null"
         ) from error

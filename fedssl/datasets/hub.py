@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face Hub, through flwr-datasets or from local parquet and arrow files.
 
 Both ways end in files that are read with pyarrow alone: the Hub's data set is a list of arrow files in its cache. The
-bytes of a picture go straight to the decoder, without a Python object per row.
+bytes of an image go straight to the decoder, without a Python object per row.
 """
 
 import json
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from fedssl.datasets.base import Pictures, choose, hold_out
+from fedssl.datasets.base import ImageData, choose, hold_out
 from fedssl.datasets.cache import Origin, cached
 from fedssl.datasets.decoding import MAX_PIXELS, decode, told
 from fedssl.datasets.entry import NewCanvas
@@ -24,7 +24,7 @@ from fedssl.errors import InputError
 from fedssl.untrusted import sanitize
 
 _CLASSES = 2**20  # most that there can be
-_BATCH = 256  # pictures per task of a decoding thread
+_BATCH = 256  # images per task of a decoding thread
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
 _HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
 
@@ -43,7 +43,7 @@ def read(
     test_fraction: float = 0.0,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
-) -> Pictures | None:
+) -> ImageData | None:
     """Read one split.
 
     Parameters
@@ -51,9 +51,9 @@ def read(
     split : str
         Name of the split on the Hub, or in the names of the local files.
     channels, size : int
-        Form of the decoded pictures.
+        Form of the decoded images.
     limit : int or None
-        Use only so many pictures, always the same ones.
+        Use only so many images, always the same ones.
     path : str or None
         A parquet or arrow file, a folder of them or a pattern such as ``/data/cifar10-*.parquet``; no network is
         touched then. None: the Hub.
@@ -62,18 +62,18 @@ def read(
     image, label : str
         Names of the columns.
     owner : str or None
-        Name of the column that says who made a picture, in whole numbers or words. None: unknown.
+        Name of the column that says who made an image, in whole numbers or words. None: unknown.
     test_fraction : float
-        Share of every class of labelled local training pictures, in [0, 1), that is held out where no file is for the
+        Share of every class of labelled local training images, in [0, 1), that is held out where no file is for the
         test; 0 holds nothing out.
     max_pixels : int
-        Most pixels of a picture; larger ones are left out like those that cannot be read.
+        Most pixels of an image; larger ones are left out like those that cannot be read.
     cache : str or None
-        Where decoded pictures are kept, see `fedssl.datasets.cache`.
+        Where decoded images are kept, see `fedssl.datasets.cache`.
 
     Returns
     -------
-    Pictures or None
+    ImageData or None
         None if ``path`` holds no file of this split.
 
     Raises
@@ -89,7 +89,7 @@ def read(
     if not count:
         return None
 
-    def make(canvas: NewCanvas) -> Pictures | None:
+    def make(canvas: NewCanvas) -> ImageData | None:
         labels, classes, notices = _labels(files, label)
         rows = np.arange(count)
         if held_out and labels is None:
@@ -106,13 +106,13 @@ def read(
             place = f"of the split {split!r} in {files[0].parent}"
             left_out = told(unreadable, lambda position: f"row {rows[position]} {place}", count=len(rows))
             notices, rows = (*notices, left_out), rows[painted.leave_out(unreadable)]
-        return Pictures(painted.images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
+        return ImageData(painted.images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
 
     settings = {"reader": "hub", "split": split, "limit": limit, "channels": channels, "size": size, "image": image}
     origin = Origin(
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
         files=files,
-        pictures=count,
+        num_images=count,
         wanted=min(limit or count, round(count * test_fraction) if held_out else count),
         settings=settings
         | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out}
@@ -135,7 +135,7 @@ def local_files(path: str, split: str) -> list[Path]:
     """Files under ``path`` that hold ``split``, sorted; empty if there are none.
 
     A file belongs to the split that its name, or the name of a folder between ``path`` and it, contains as a word.
-    Where no name contains any split, the files are training pictures.
+    Where no name contains any split, the files are training images.
     """
     root = Path(path).expanduser()
     if root.is_file():
@@ -266,7 +266,7 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
         if column not in schema.names:
             raise InputError(
                 f"{file} has no column {column!r} (it has {schema.names}); "
-                "give the column that says who made a picture in dataset.owner, or dataset.owner=null if none does"
+                "give the column that says who made an image in dataset.owner, or dataset.owner=null if none does"
             )
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -276,7 +276,7 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
     if None in values:
         raise InputError(
             f"dataset.owner={column} has no value in {values.count(None)} of {len(values)} rows, first row "
-            f"{values.index(None)} of {files[0].parent}; give every picture an owner, or dataset.owner=null"
+            f"{values.index(None)} of {files[0].parent}; give every image an owner, or dataset.owner=null"
         )
     names, owners = np.unique(values, return_inverse=True)
     return owners, tuple(str(name) for name in names)
@@ -287,7 +287,7 @@ def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
-    """Yield the encoded pictures at ``rows`` (sorted) in batches."""
+    """Yield the encoded images at ``rows`` (sorted) in batches."""
     start = 0
     for file in files:
         end = start + _num_rows(file)

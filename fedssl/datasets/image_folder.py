@@ -1,15 +1,15 @@
-"""One's own pictures in a folder: grey, RGB, RGBA or palette, of any size, with or without classes and owners.
+"""One's own images in a folder: grey, RGB, RGBA or palette, of any size, with or without classes and owners.
 
-``DIR`` holds pictures without classes and owners, or subfolders of pictures; or it holds ``train`` and ``test``,
+``DIR`` holds images without classes and owners, or subfolders of images; or it holds ``train`` and ``test``,
 each in this form. The setting ``folders`` gives the meaning of a subfolder:
 
 ==============  =========================  ==========================================================
-``class``       ``DIR/cat/1.png``          the class of its pictures
-``owner``       ``DIR/phone-7/1.png``      who made its pictures, which have no labels
-``owner/class`` ``DIR/phone-7/cat/1.png``  who made its pictures; subfolders of it stand for the classes
+``class``       ``DIR/cat/1.png``          the class of its images
+``owner``       ``DIR/phone-7/1.png``      who made its images, which have no labels
+``owner/class`` ``DIR/phone-7/cat/1.png``  who made its images; subfolders of it stand for the classes
 ==============  =========================  ==========================================================
 
-Pictures are taken in the order of their sorted paths.
+Images are taken in the order of their sorted paths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedssl.datasets.base import Pictures, choose, hold_out
+from fedssl.datasets.base import ImageData, choose, hold_out
 from fedssl.datasets.cache import Origin, cached
 from fedssl.datasets.decoding import MAX_PIXELS, decode, told
 from fedssl.datasets.entry import NewCanvas
@@ -27,12 +27,12 @@ from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FOLDERS = ("class", "owner", "owner/class")  # meanings of the subfolders
-_BATCH = 16  # pictures per task of a decoding thread; few, as they may be large
+_BATCH = 16  # images per task of a decoding thread; few, as they may be large
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Picture files with the classes and owners that their folders give; see `Pictures` for the fields."""
+    """Image files with the classes and owners that their folders give; see `ImageData` for the fields."""
 
     files: list[Path]
     labels: np.ndarray | None = None
@@ -57,17 +57,17 @@ def read(
     test_fraction: float,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
-) -> Pictures | None:
+) -> ImageData | None:
     """Read the split "train" or "test".
 
     Parameters
     ----------
     split : {"train", "test"}
-        Without a folder ``test``, labelled pictures are divided by ``test_fraction``; unlabelled ones have no test.
+        Without a folder ``test``, labelled images are divided by ``test_fraction``; unlabelled ones have no test.
     channels, size : int
-        Form of the decoded pictures.
+        Form of the decoded images.
     limit : int or None
-        Use only so many pictures, always the same ones.
+        Use only so many images, always the same ones.
     path : str
         The folder.
     folders : {"class", "owner", "owner/class"}
@@ -75,22 +75,22 @@ def read(
     test_fraction : float
         Share of every class that is held out, in [0, 1); 0 holds nothing out.
     max_pixels : int
-        Most pixels of a picture; larger ones are left out like those that cannot be read.
+        Most pixels of an image; larger ones are left out like those that cannot be read.
     cache : str or None
-        Where decoded pictures are kept, see `fedssl.datasets.cache`.
+        Where decoded images are kept, see `fedssl.datasets.cache`.
 
     Returns
     -------
-    Pictures or None
+    ImageData or None
         None if there is no such split.
 
     Raises
     ------
     InputError
-        If a setting or the folder cannot be used or no picture in it can be read.
+        If a setting or the folder cannot be used or no image in it can be read.
     """
     if path is None:
-        raise InputError("dataset.path=null but image_folder needs your pictures; give dataset.path=FOLDER")
+        raise InputError("dataset.path=null but image_folder needs your images; give dataset.path=FOLDER")
     if folders not in FOLDERS:
         raise InputError(f"dataset.folders={folders} is unknown; choose one of {', '.join(FOLDERS)}")
     if not 0 <= test_fraction < 1:
@@ -100,13 +100,13 @@ def read(
         return None
     listing = listing.at(choose(len(listing.files), limit))
 
-    def make(canvas: NewCanvas) -> Pictures:
+    def make(canvas: NewCanvas) -> ImageData:
         return _decoded(listing, canvas, channels=channels, size=size, max_pixels=max_pixels)
 
     origin = Origin(
         name=f"{Path(path).name}-{split}-{size}px",
         files=listing.files,
-        pictures=len(listing.files),
+        num_images=len(listing.files),
         wanted=len(listing.files),
         settings={"reader": "image_folder", "channels": channels, "size": size, "folders": folders, "root": path}
         | {"max_pixels": max_pixels}
@@ -123,11 +123,11 @@ def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> 
         if others:
             listed = ", ".join(sorted(others))
             raise InputError(f"{root} has the folder train beside {listed}; move one or the other")
-        train = list_pictures(train_folder, folders=folders)
+        train = list_images(train_folder, folders=folders)
         if test_folder.is_dir():
             return _with_same_classes(test_folder, train_folder, train, folders) if split == "test" else train
     else:
-        train = list_pictures(root, folders=folders)
+        train = list_images(root, folders=folders)
     if train.labels is not None:
         return train.at(hold_out(train.labels, fraction=test_fraction)[split == "test"])
     return None if split == "test" else train
@@ -135,7 +135,7 @@ def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> 
 
 def _with_same_classes(folder: Path, other: Path, listing: Listing, folders: str) -> Listing:
     """Files of ``folder``, whose classes must be those of ``listing``, the files of the folder ``other``."""
-    found = list_pictures(folder, folders=folders)
+    found = list_images(folder, folders=folders)
     if found.classes != listing.classes:
         raise InputError(
             f"{folder} has the classes {list(found.classes)} but {other} has {list(listing.classes)}; "
@@ -144,13 +144,13 @@ def _with_same_classes(folder: Path, other: Path, listing: Listing, folders: str
     return found
 
 
-def list_pictures(folder: Path, *, folders: str = "class") -> Listing:
-    """List the picture files of a folder, sorted by path.
+def list_images(folder: Path, *, folders: str = "class") -> Listing:
+    """List the image files of a folder, sorted by path.
 
     Parameters
     ----------
     folder : Path
-        Holds pictures or subfolders.
+        Holds images or subfolders.
     folders : {"class", "owner", "owner/class"}
         Meaning of the subfolders, see the module.
 
@@ -162,10 +162,10 @@ def list_pictures(folder: Path, *, folders: str = "class") -> Listing:
     Raises
     ------
     InputError
-        If the folder does not exist, is empty, or has pictures where a subfolder is needed.
+        If the folder does not exist, is empty, or has images where a subfolder is needed.
     """
     if not folder.is_dir():
-        raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your pictures")
+        raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your images")
     levels = folders.split("/")
     loose, found = _loose(folder), _below(folder, levels, folders)
     if loose and not found and folders == "class":
@@ -173,7 +173,7 @@ def list_pictures(folder: Path, *, folders: str = "class") -> Listing:
     if loose:
         raise _misplaced(folder, loose, found, levels[0], folders)
     if not found:
-        raise InputError(f"{folder} holds no picture; allowed are files ending in {' '.join(SUFFIXES)}")
+        raise InputError(f"{folder} holds no image; allowed are files ending in {' '.join(SUFFIXES)}")
     files = [file for _, file in found]
     columns = zip(levels, zip(*(names for names, _ in found), strict=True), strict=True)
     numbered = {level: np.unique(names, return_inverse=True) for level, names in columns}
@@ -183,9 +183,9 @@ def list_pictures(folder: Path, *, folders: str = "class") -> Listing:
 
 
 def _below(folder: Path, levels: Sequence[str], folders: str) -> list[tuple[tuple[str, ...], Path]]:
-    """Pictures in subfolders of ``folder``, each with the names of its subfolders, one for each level."""
+    """Images in subfolders of ``folder``, each with the names of its subfolders, one for each level."""
     if not levels:
-        return [((), file) for file in sorted(folder.rglob("*")) if _is_picture(file)]
+        return [((), file) for file in sorted(folder.rglob("*")) if _is_image(file)]
     found = []
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
@@ -200,25 +200,25 @@ def _below(folder: Path, levels: Sequence[str], folders: str) -> list[tuple[tupl
 def _misplaced(
     folder: Path, loose: Sequence[Path], found: Sequence[tuple[tuple[str, ...], Path]], level: str, folders: str
 ) -> InputError:
-    """Error for the pictures ``loose`` in ``folder``, beside or in place of the subfolders with ``found``."""
+    """Error for the images ``loose`` in ``folder``, beside or in place of the subfolders with ``found``."""
     names = list(dict.fromkeys(names[0] for names, _ in found))
     beside = f"beside the subfolders {names}" if names else f"but dataset.folders={folders} needs subfolders there"
-    no_labels = {"class": "all pictures into one folder", "owner/class": "give dataset.folders=owner"}
+    no_labels = {"class": "all images into one folder", "owner/class": "give dataset.folders=owner"}
     otherwise = f", or {no_labels[folders]} for no labels" if level == "class" else ""
     return InputError(
-        f"{folder} holds {len(loose)} loose pictures {beside}; move them into a subfolder (one per {level}){otherwise}"
+        f"{folder} holds {len(loose)} loose images {beside}; move them into a subfolder (one per {level}){otherwise}"
     )
 
 
 def _loose(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if _is_picture(entry))
+    return sorted(entry for entry in folder.iterdir() if _is_image(entry))
 
 
-def _is_picture(path: Path) -> bool:
+def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _decoded(listing: Listing, canvas: NewCanvas, *, channels: int, size: int, max_pixels: int) -> Pictures:
+def _decoded(listing: Listing, canvas: NewCanvas, *, channels: int, size: int, max_pixels: int) -> ImageData:
     """Decode the files; unreadable ones are counted and named in one notice and left out."""
     files = listing.files
     notices: tuple[str, ...] = ()
@@ -230,7 +230,7 @@ def _decoded(listing: Listing, canvas: NewCanvas, *, channels: int, size: int, m
     labels, owners = (
         None if column is None else torch.from_numpy(column) for column in (listing.labels, listing.owners)
     )
-    return Pictures(painted.images, labels, listing.classes, owners, listing.owner_names, notices)
+    return ImageData(painted.images, labels, listing.classes, owners, listing.owner_names, notices)
 
 
 def _batches(files: list[Path]) -> Iterator[list[Path]]:

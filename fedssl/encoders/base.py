@@ -47,22 +47,22 @@ class Span:
 
 
 class Encoder(nn.Module):
-    """Maps pictures ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
+    """Maps images ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
 
     It is a stem, a sequence of stages and a readout. Layer-wise training (`fedssl.schedule`) runs the first stages
     only (``span.depth``) and trains the last of these (``span.frozen``). Frozen stages are in eval mode and are run by
-    `prefix`, once for all networks of a method, and `forward` then takes the output of `prefix` in place of pictures.
+    `prefix`, once for all networks of a method, and `forward` then takes the output of `prefix` in place of images.
 
     Attributes
     ----------
     feature_dim : int
         Length of a representation.
     channels : int or None
-        Channels of the pictures that it takes; None: not known before the stem runs.
+        Channels of the images that it takes; None: not known before the stem runs.
     only_size : int or None
-        Height and width in pixels of the pictures that it takes; None: any.
+        Height and width in pixels of the images that it takes; None: any.
     patch_embedding : str or None
-        Name of the submodule that makes a token of every patch of a picture; None: there is none.
+        Name of the submodule that makes a token of every patch of an image; None: there is none.
     stage_names : tuple of str
         The stages' names among the submodules.
     span : Span
@@ -106,7 +106,7 @@ class Encoder(nn.Module):
         self.bridges = nn.ModuleDict()
 
     def check_pictures(self, shape: Sequence[int]) -> None:
-        """Refuse pictures of another form than the encoder was built for.
+        """Refuse images of another form than the encoder was built for.
 
         Parameters
         ----------
@@ -116,30 +116,30 @@ class Encoder(nn.Module):
         Raises
         ------
         InputError
-            If the encoder does not take such pictures.
+            If the encoder does not take such images.
         """
         channels, height, width = shape[-3:]
         if self.channels not in (None, channels):
             raise InputError(
-                f"encoder.channels={self.channels} but the pictures have {channels} channels; "
-                f"leave encoder.channels to follow dataset.channels, or give pictures with {self.channels}"
+                f"encoder.channels={self.channels} but the images have {channels} channels; "
+                f"leave encoder.channels to follow dataset.channels, or give images with {self.channels}"
             )
         if self.only_size is not None and (height, width) != (self.only_size, self.only_size):
             raise InputError(
-                f"encoder.size={self.only_size} but the pictures have {height}x{width} pixels; leave encoder.size to "
-                f"follow dataset.size, or give pictures of {self.only_size}x{self.only_size}"
+                f"encoder.size={self.only_size} but the images have {height}x{width} pixels; leave encoder.size to "
+                f"follow dataset.size, or give images of {self.only_size}x{self.only_size}"
             )
 
-    def stem(self, pictures: Tensor) -> Tensor:
+    def stem(self, images: Tensor) -> Tensor:
         """Input of the first stage."""
-        return pictures
+        return images
 
     def readout(self, x: Tensor) -> Tensor:
         """Representation ``(batch, width)`` made from a stage's output ``x``."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Representations ``(batch, feature_dim)`` of pictures, or of the output of `prefix` if stages are frozen."""
+        """Representations ``(batch, feature_dim)`` of images, or of the output of `prefix` if stages are frozen."""
         span = self.span
         if not span.frozen:
             self.check_pictures(x.shape)
@@ -152,14 +152,14 @@ class Encoder(nn.Module):
         bridge = str(span.depth)
         return self.bridges[bridge](h) if bridge in self.bridges else h
 
-    def prefix(self, pictures: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-        """Run the stem and the frozen stages on batches of pictures, each by itself, without gradient.
+    def prefix(self, images: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+        """Run the stem and the frozen stages on batches of images, each by itself, without gradient.
 
         Depth dropout leaves the same stages out for all batches.
 
         Parameters
         ----------
-        pictures : sequence of Tensor
+        images : sequence of Tensor
             Batches ``(batch, channels, size, size)``.
         generator : torch.Generator
             CPU generator of depth dropout.
@@ -173,10 +173,10 @@ class Encoder(nn.Module):
         if self.span.dropout:
             draws = torch.rand(len(stages), generator=generator).tolist()
             stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= self.span.dropout]
-        for batch in pictures:
+        for batch in images:
             self.check_pictures(batch.shape)
         with torch.no_grad():
-            outputs = [self.stem(batch) for batch in pictures]
+            outputs = [self.stem(batch) for batch in images]
             for stage in stages:
                 outputs = [stage(x) for x in outputs]
         return outputs

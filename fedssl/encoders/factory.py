@@ -1,8 +1,8 @@
-"""Functions that build the encoders, which map pictures to representations h.
+"""Functions that build the encoders, which map images to representations h.
 
 One function per encoder, named as in ``conf/encoder/``. ResNets and the vision transformer are torchvision's modules
 with torchvision's names in their ``state_dict``, so weights of one load into the other; only the classifier is gone.
-ResNets have by default a stem for small pictures: one 3x3 convolution of stride 1 and no pooling, as SimCLR does on
+ResNets have by default a stem for small images: one 3x3 convolution of stride 1 and no pooling, as SimCLR does on
 CIFAR-10 (arXiv 2002.05709, appendix B.9) and the federated papers after it. Nothing is ever downloaded.
 """
 
@@ -45,7 +45,7 @@ def normalisation(norm: str) -> Callable[[int], nn.Module]:
     Parameters
     ----------
     norm : {"batch", "group"}
-        "group": over groups of a picture's channels, 32 if they divide and fewer if not, without running statistics (Wu
+        "group": over groups of an image's channels, 32 if they divide and fewer if not, without running statistics (Wu
         and He, ECCV 2018, arXiv 1803.08494).
 
     Raises
@@ -63,12 +63,12 @@ def normalisation(norm: str) -> Callable[[int], nn.Module]:
 
 
 def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch") -> Encoder:
-    """Small convolutional encoder that trains fast on a CPU, for pictures of 8x8 to 96x96.
+    """Small convolutional encoder that trains fast on a CPU, for images of 8x8 to 96x96.
 
     Parameters
     ----------
     channels, size : int
-        Channels of the pictures, and their height and width in pixels (at least 4).
+        Channels of the images, and their height and width in pixels (at least 4).
     width : int
         Channels of the first of four blocks; the others have 2, 4 and 4 times as many.
     norm : {"batch", "group"}
@@ -77,15 +77,15 @@ def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch"
     Returns
     -------
     Encoder
-        ``feature_dim`` is ``4 * width``. The blocks halve the picture twice below 16 pixels, four times from 64 pixels
+        ``feature_dim`` is ``4 * width``. The blocks halve the image twice below 16 pixels, four times from 64 pixels
         on and three times between, so that the widest ones see 2x2 to 6x6 positions.
 
     Raises
     ------
     InputError
-        If a number is not positive, or the pictures are smaller than 4x4.
+        If a number is not positive, or the images are smaller than 4x4.
     """
-    _check_pictures("conv_small", channels=channels, size=size, smallest=4)
+    _check_image_size("conv_small", channels=channels, size=size, smallest=4)
     if width < 1:
         raise InputError(f"encoder.width={width} but conv_small needs at least 1 channel; set encoder.width=32")
     strides = (2 if size >= 64 else 1, 2, 2, 2 if size >= 16 else 1)
@@ -98,10 +98,10 @@ def resnet18(*, channels: int, size: int, stem: str = "small", norm: str = "batc
     Parameters
     ----------
     channels, size : int
-        Channels of the pictures, and their height and width in pixels.
+        Channels of the images, and their height and width in pixels.
     stem : {"small", "imagenet"}
         "small": 3x3 convolution of stride 1, no pooling. "imagenet": torchvision's own 7x7 convolution of stride 2 and
-        max pooling, for pictures of about 100 pixels and more.
+        max pooling, for images of about 100 pixels and more.
     norm : {"batch", "group"}
         As in `normalisation`.
 
@@ -139,7 +139,7 @@ def vit_tiny(
     Parameters
     ----------
     channels, size : int
-        Channels of the pictures, and their height and width in pixels.
+        Channels of the images, and their height and width in pixels.
     patch : int
         Height and width of a patch; must divide ``size``. LW-FedSSL takes 4 for 32x32; 2 suits 8x8.
     depth, width, heads : int
@@ -183,7 +183,7 @@ def vit_tiny(
 
 def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Encoder:
     """ResNet of that name with the stem asked for and without classifier."""
-    _check_pictures(name, channels=channels, size=size, smallest=1)
+    _check_image_size(name, channels=channels, size=size, smallest=1)
     if stem not in ("small", "imagenet"):
         raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
 
@@ -205,17 +205,17 @@ def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Enc
     return encoder
 
 
-def _check_pictures(name: str, *, channels: int, size: int, smallest: int) -> None:
+def _check_image_size(name: str, *, channels: int, size: int, smallest: int) -> None:
     if channels < 1:
-        raise InputError(f"{name} got pictures with {channels} channels; dataset.channels must be at least 1")
+        raise InputError(f"{name} got images with {channels} channels; dataset.channels must be at least 1")
     if size < smallest:
         raise InputError(
-            f"{name} got pictures of {size}x{size} pixels and needs {smallest}x{smallest}; set a larger dataset.size"
+            f"{name} got images of {size}x{size} pixels and needs {smallest}x{smallest}; set a larger dataset.size"
         )
 
 
 def _check_transformer(channels: int, size: int, *, patch: int, depth: int, width: int, heads: int, pool: str) -> None:
-    _check_pictures("vit_tiny", channels=channels, size=size, smallest=1)
+    _check_image_size("vit_tiny", channels=channels, size=size, smallest=1)
     if min(patch, depth, width, heads) < 1:
         raise InputError(
             f"encoder.patch={patch}, depth={depth}, width={width} and heads={heads} of vit_tiny must be at least 1; "
@@ -226,7 +226,7 @@ def _check_transformer(channels: int, size: int, *, patch: int, depth: int, widt
     if size % patch:
         fitting = [divisor for divisor in range(1, size) if size % divisor == 0]
         raise InputError(
-            f"encoder.patch={patch} does not divide the {size}x{size} pixels of a picture; "
+            f"encoder.patch={patch} does not divide the {size}x{size} pixels of an image; "
             f"set encoder.patch to one of {fitting}"
         )
     if width % heads:

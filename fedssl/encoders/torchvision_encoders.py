@@ -45,9 +45,9 @@ class ResNetEncoder(Encoder, ResNet):
             widths=tuple(width * block.expansion for width in (64, 128, 256, 512)),
         )
 
-    def stem(self, pictures: Tensor) -> Tensor:
+    def stem(self, images: Tensor) -> Tensor:
         """First convolution, normalisation and pooling."""
-        features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(pictures))))
+        features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         return features
 
     def readout(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class ViTEncoder(Encoder, VisionTransformer):
     Parameters
     ----------
     size, patch, depth, heads, width : int
-        Height of a picture and of a patch in pixels, blocks, attention heads, length of a token.
+        Height of an image and of a patch in pixels, blocks, attention heads, length of a token.
     pool : {"token", "mean"}
         h is the class token, or the mean over patches, in which case there is no class token.
     fixed_positions : bool
@@ -115,9 +115,9 @@ class ViTEncoder(Encoder, VisionTransformer):
             tail=("encoder.ln",),
         )
 
-    def stem(self, pictures: Tensor) -> Tensor:
+    def stem(self, images: Tensor) -> Tensor:
         """Tokens of the patches, with their positions and the class token if there is one."""
-        tokens: Tensor = self._process_input(pictures)
+        tokens: Tensor = self._process_input(images)
         if self.pool == "token":
             tokens = torch.cat((self.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         placed: Tensor = self.encoder.dropout(tokens + self.encoder.pos_embedding)

@@ -1,4 +1,4 @@
-"""Test pictures for one client: some of all, in which classes are as frequent as among its own."""
+"""Test images for one client: some of all, in which classes are as frequent as among its own."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +11,14 @@ from fedssl.evaluation.subject import Labelled, Subject
 
 
 def alike(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Where test pictures are that are like the client's: as many as there can be, drawn anew in every class.
+    """Where test images are that are like the client's: as many as there can be, drawn anew in every class.
 
     Parameters
     ----------
     test : Tensor
-        Classes of the test pictures, int64 ``(n,)``.
+        Classes of the test images, int64 ``(n,)``.
     own : Tensor
-        Classes of the client's pictures, int64 ``(m,)``. Those that no test picture has are left out.
+        Classes of the client's images, int64 ``(m,)``. Those that no test image has are left out.
     generator : torch.Generator
         On the CPU.
 
@@ -43,14 +43,14 @@ def alike(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part(Subject):
-    """A subject with some of its test pictures; features of the whole are used."""
+    """A subject with some of its test images; features of the whole are used."""
 
     whole: Subject
     rows: Tensor
 
     @cached_property
     def features(self) -> Features:
-        """Those of the whole, of which the test pictures are taken."""
+        """Those of the whole, of which the test images are taken."""
         found = self.whole.features
         return Features(
             found.train,
@@ -62,7 +62,7 @@ class Part(Subject):
 
 
 def part_of(subject: Subject, rows: Tensor) -> Part:
-    """The subject with the test pictures of these rows alone."""
+    """The subject with the test images of these rows alone."""
     test = Labelled(subject.test.images[rows], subject.test.labels[rows])
     return Part(
         encoder=subject.encoder,

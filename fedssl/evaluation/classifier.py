@@ -1,7 +1,7 @@
 """Training of a linear classifier by steps of an optimiser: what fine-tuning and the papers' linear probes share.
 
-The classifier begins with zeros. Batches are drawn anew in every epoch, all pictures are in one, and the number that
-counts is that of the last epoch: test pictures come after training, and take no part in it.
+The classifier begins with zeros. Batches are drawn anew in every epoch, all images are in one, and the number that
+counts is that of the last epoch: test images come after training, and take no part in it.
 """
 
 import math
@@ -96,16 +96,16 @@ def classifier(width: int, subject: Subject) -> nn.Linear:
 
 
 class Views:
-    """What training sees of pictures: augmented, standardised, on the subject's device.
+    """What training sees of images: augmented, standardised, on the subject's device.
 
     Parameters
     ----------
     subject : Subject
     transform : callable or None
-        Changes one uint8 picture ``(channels, height, width)`` before the view is made, e.g. by torchvision's
+        Changes one uint8 image ``(channels, height, width)`` before the view is made, e.g. by torchvision's
         ``RandAugment``; what it draws is torch's own chance. None: nothing.
     view : mapping
-        Fields of `fedssl.augmentation.recipe.View`; none of them leave pictures as they are.
+        Fields of `fedssl.augmentation.recipe.View`; none of them leave images as they are.
     place : tuple
         Where in the run this is.
     """
@@ -119,9 +119,9 @@ class Views:
             seed_torch(derive_seed(*place), device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """A view of each of these pictures, uint8 ``(batch, channels, height, width)`` on the CPU."""
+        """A view of each of these images, uint8 ``(batch, channels, height, width)`` on the CPU."""
         if self._transform is not None:
-            images = torch.stack([self._transform(picture) for picture in images])
+            images = torch.stack([self._transform(image) for image in images])
         view, _ = self._augment(to_device(images, self._device), self.generator)
         return view
 
@@ -142,9 +142,9 @@ def fit(
     Parameters
     ----------
     logits : callable
-        Scores ``(batch, num_classes)`` of the training pictures at these places, int64 ``(batch,)`` on the CPU.
+        Scores ``(batch, num_classes)`` of the training images at these places, int64 ``(batch,)`` on the CPU.
     labels : Tensor
-        Of all training pictures, int64 ``(n,)``, on the CPU.
+        Of all training images, int64 ``(n,)``, on the CPU.
     optimizer : Optimizer
         Of what is trained.
     lr_schedule : callable or None
@@ -169,7 +169,7 @@ def fit(
 
 
 def predict(network: nn.Module, subject: Subject) -> Tensor:
-    """Classes of the test pictures, ``(n_test,)``, by a network of encoder and classifier in eval mode."""
+    """Classes of the test images, ``(n_test,)``, by a network of encoder and classifier in eval mode."""
     images = subject.test.images
     return classes_of(extract(network, images, mean=subject.mean, std=subject.std, device=subject.device))
 

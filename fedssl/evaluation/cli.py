@@ -5,7 +5,7 @@
 
 An encoder or a data set of your own is found in the folder of settings that ``--config-dir FOLDER`` names.
 Without ``dataset=`` the data set is the run's, and ``dataset.key=value`` changes its settings (``dataset.path=...``).
-The pictures are brought to the size the encoder was trained on, unless ``dataset.size=`` says otherwise, and always
+The images are brought to the size the encoder was trained on, unless ``dataset.size=`` says otherwise, and always
 standardised as in its training. The result is printed and written to ``evaluation/<protocol>-<dataset>.json`` beside
 the encoder; a protocol such as ``fedu/linear`` is called ``fedu_linear`` there.
 """
@@ -97,7 +97,7 @@ def encoder_file(own: Mapping[str, str]) -> Path:
 
 
 def as_in_training(encoder: Any, data: DataSettings, *, own_size: bool) -> DataSettings:
-    """Bring the pictures into the form that the encoder was trained on, the size only if they have no ``own_size``.
+    """Bring the images into the form that the encoder was trained on, the size only if they have no ``own_size``.
 
     Raises
     ------
@@ -106,8 +106,8 @@ def as_in_training(encoder: Any, data: DataSettings, *, own_size: bool) -> DataS
     """
     if data.channels != encoder.channels:
         raise InputError(
-            f"the encoder takes pictures with {encoder.channels} channel(s) but dataset.channels="
-            f"{data.channels}; add dataset.channels={encoder.channels} to convert the pictures"
+            f"the encoder takes images with {encoder.channels} channel(s) but dataset.channels="
+            f"{data.channels}; add dataset.channels={encoder.channels} to convert the images"
         )
     if not own_size:
         data = data.resized(encoder.size)
@@ -115,7 +115,7 @@ def as_in_training(encoder: Any, data: DataSettings, *, own_size: bool) -> DataS
 
 
 def subject_of(encoder: Any, data: DataSettings, *, device: str) -> Subject:
-    """Join the encoder and the labelled pictures of the data set; raises `InputError` if it has none."""
+    """Join the encoder and the labelled images of the data set; raises `InputError` if it has none."""
     subject = make_subject(encoder, data, device=pick_device(device))
     if subject is None:
         raise InputError(f"{lacking(data)}, or choose another data set with dataset=")
@@ -131,7 +131,7 @@ def _content(
         "evaluation": settings.evaluation.protocol.values,
         "dataset": asdict(data),
         "seed": settings.seed,
-        "pictures": {"train": len(subject.train.labels), "test": len(subject.test.labels)},
+        "images": {"train": len(subject.train.labels), "test": len(subject.test.labels)},
         "results": as_numbers(results),
         "units": units_of(results),
     }

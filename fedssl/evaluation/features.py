@@ -1,4 +1,4 @@
-"""Features of labelled pictures: what protocols work on that leave the encoder as it is.
+"""Features of labelled images: what protocols work on that leave the encoder as it is.
 
 The encoder is frozen: eval mode, no augmentation, the representation h and not the projection z. L-DAWA's code leaves
 batch normalisation in training mode while it probes, which `fedssl.evaluation.trained_linear` can, and EasyFL monitors
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from fedssl.errors import InputError
 
-MAX_PIXELS = 3072  # length of a raw-pixel feature: an RGB picture of 32 x 32
-_CHUNK = 2048  # pictures turned into floats at a time
+MAX_PIXELS = 3072  # length of a raw-pixel feature: an RGB image of 32 x 32
+_CHUNK = 2048  # images turned into floats at a time
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of labelled training and test pictures; one encoder's, or the raw pixels.
+    """Features of labelled training and test images; one encoder's, or the raw pixels.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ def extract(
     device: torch.device | str,
     batch_size: int = 256,
 ) -> Tensor:
-    """Representations of pictures by a frozen encoder.
+    """Representations of images by a frozen encoder.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def extract(
     device : torch.device or str
         Where the encoder runs.
     batch_size : int
-        Pictures at a time.
+        Images at a time.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def extract(
 def pixels(images: Tensor, *, most: int = MAX_PIXELS) -> Tensor:
     """Raw pixels in [0, 1] as features: what a representation has to beat.
 
-    Pictures with more than ``most`` values are averaged over squares of the smallest side that gives no more than that.
+    Images with more than ``most`` values are averaged over squares of the smallest side that gives no more than that.
 
     Parameters
     ----------

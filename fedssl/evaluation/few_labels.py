@@ -1,11 +1,11 @@
-"""Linear probe with a few labelled pictures per class, averaged over draws.
+"""Linear probe with a few labelled images per class, averaged over draws.
 
 The papers fine-tune on 1% and 10% of the labels; here the encoder stays frozen, so that what is measured is what the
-representation holds. Which pictures are labelled depends on the seed, the number per class, the draw and the labels of
+representation holds. Which images are labelled depends on the seed, the number per class, the draw and the labels of
 the data set only: every encoder, and the raw pixels, are compared on the same draws.
 
 The probe is the same for every representation: `fedssl.evaluation.linear.softmax_regression` on features that are
-centred and divided by one number, their root mean square distance from the centre over all training pictures (their
+centred and divided by one number, their root mean square distance from the centre over all training images (their
 labels are not used). Scaling each feature by itself, as in the full probe, costs raw pixels several points (digits,
 2 per class: 71% instead of 78%) and gains untrained encoders nothing; one scale leaves the baselines at their best.
 """
@@ -27,7 +27,7 @@ from fedssl.seeding import numpy_generator
 
 
 def draw_few(labels: Tensor, *, per_class: int, num_classes: int, generator: np.random.Generator) -> Tensor:
-    """Positions of ``per_class`` pictures of every class, drawn without replacement.
+    """Positions of ``per_class`` images of every class, drawn without replacement.
 
     Parameters
     ----------
@@ -44,13 +44,13 @@ def draw_few(labels: Tensor, *, per_class: int, num_classes: int, generator: np.
     Raises
     ------
     InputError
-        A class has fewer than ``per_class`` pictures.
+        A class has fewer than ``per_class`` images.
     """
     classes = labels.cpu().numpy()
     counts = np.bincount(classes, minlength=num_classes)
     if counts.min() < per_class:
         raise InputError(
-            f"labels_per_class={per_class} but class {counts.argmin()} has {counts.min()} labelled training pictures; "
+            f"labels_per_class={per_class} but class {counts.argmin()} has {counts.min()} labelled training images; "
             "lower labels_per_class, or choose evaluation=knn or evaluation=linear"
         )
     drawn = [generator.choice(np.flatnonzero(classes == c), per_class, replace=False) for c in range(num_classes)]
@@ -58,7 +58,7 @@ def draw_few(labels: Tensor, *, per_class: int, num_classes: int, generator: np.
 
 
 def stratified(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
-    """Where a share of every class is, drawn without replacement: at least one picture of each, int64, sorted.
+    """Where a share of every class is, drawn without replacement: at least one image of each, int64, sorted.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     center = train.mean(0)
     train, test = train - center, test - center
     scale = train.square().sum(1).mean().sqrt()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # all pictures alike: a collapsed encoder
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # all images alike: a collapsed encoder
     return train / scale, test / scale
 
 
@@ -97,11 +97,11 @@ class FewLabels:
     Parameters
     ----------
     labels_per_class : sequence of int
-        One result for each number of labelled pictures per class.
+        One result for each number of labelled images per class.
     shares : sequence of float
-        One result for each share of the labels of every class, of which at least one picture is taken.
+        One result for each share of the labels of every class, of which at least one image is taken.
     draws : int
-        How often the labelled pictures are drawn; with 1 there is no standard deviation.
+        How often the labelled images are drawn; with 1 there is no standard deviation.
     l2 : float
         Penalty on the weights, for features of mean squared length 1. It was chosen by raw pixels and untrained
         encoders (digits, CIFAR-10), whose accuracies move by about a point at most between 1e-3 and 1e-4.
@@ -111,7 +111,7 @@ class FewLabels:
     Raises
     ------
     InputError
-        A number is below 1 or ``l2`` below 0; when called, also if a class has too few pictures.
+        A number is below 1 or ``l2`` below 0; when called, also if a class has too few images.
     """
 
     def __init__(

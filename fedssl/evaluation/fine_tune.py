@@ -4,8 +4,8 @@ What FedU and FedU2 call semi-supervised evaluation, and with all labels how the
 encoder of the run is copied and stays as it is. Fine-tuning an untrained encoder, which the comparison at the end of a
 run has beside the trained one, is training from scratch.
 
-The labelled pictures are drawn within every class (stratified), the same ones for every encoder. Batch normalisation
-learns as well. The number is that of the last epoch; test pictures take no part in finding it.
+The labelled images are drawn within every class (stratified), the same ones for every encoder. Batch normalisation
+learns as well. The number is that of the last epoch; test images take no part in finding it.
 """
 
 import copy
@@ -45,7 +45,7 @@ class FineTune:
     shares : sequence of float
         Of the labels of every class; one result for each.
     draws : int
-        How often the labelled pictures are drawn.
+        How often the labelled images are drawn.
     epochs, batch_size : int
     optimizer : callable
         Makes one of groups of parameters, each with its learning rate.
@@ -54,7 +54,7 @@ class FineTune:
     lr_schedule : callable or None
         Makes of the optimiser what sets them after every epoch; None: they stay.
     transform, view
-        How pictures are augmented, as in `fedssl.evaluation.classifier.Views`.
+        How images are augmented, as in `fedssl.evaluation.classifier.Views`.
 
     Raises
     ------

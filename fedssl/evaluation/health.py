@@ -1,10 +1,10 @@
-"""Whether a representation collapses: numbers that need pictures but no labels.
+"""Whether a representation collapses: numbers that need images but no labels.
 
-Constant collapse (all pictures on one point) shows in `spread`, dimensional collapse (pictures in few dimensions) in
+Constant collapse (all images on one point) shows in `spread`, dimensional collapse (images in few dimensions) in
 the `spectrum`, which `covariance_rank` sums up, and in `effective_rank`; `alignment` and `uniformity` are the two sides
-between which contrastive learning balances. All take representations h of the same pictures ``(n, dim)``.
+between which contrastive learning balances. All take representations h of the same images ``(n, dim)``.
 
-FedU2's Fig. 3 shows the spectrum of test pictures beside that of Gaussian vectors. It needs more pictures than the
+FedU2's Fig. 3 shows the spectrum of test images beside that of Gaussian vectors. It needs more images than the
 numbers do: with n of them no more than n - 1 singular values are above 0, whatever the encoder.
 """
 
@@ -49,9 +49,9 @@ def effective_rank(h: Tensor) -> float:
 
 
 def covariance_rank(h: Tensor) -> float:
-    """Count directions in which pictures vary: exp of the entropy of the shares of the covariance's singular values.
+    """Count directions in which images vary: exp of the entropy of the shares of the covariance's singular values.
 
-    1 if all pictures lie on one line, 0 if on one point. A direction counts by its variance, so small deviations from
+    1 if all images lie on one line, 0 if on one point. A direction counts by its variance, so small deviations from
     the line count less than in `effective_rank`.
     """
     return _rank(spectrum(h))
@@ -75,19 +75,19 @@ def alignment(h1: Tensor, h2: Tensor) -> float:
 
 
 def uniformity(h: Tensor) -> float:
-    """Log of the mean of exp(-2 d^2) over pairs of different pictures, -8 to 0 (Wang and Isola, t = 2); 0 collapsed."""
+    """Log of the mean of exp(-2 d^2) over pairs of different images, -8 to 0 (Wang and Isola, t = 2); 0 collapsed."""
     squares = torch.pdist(F.normalize(h.double(), dim=1)).square()
     return float(torch.logsumexp(-2 * squares, dim=0) - math.log(len(squares)))
 
 
 class Health:
-    """The numbers above for one encoder after another, always on the same pictures and views.
+    """The numbers above for one encoder after another, always on the same images and views.
 
     Parameters
     ----------
     images : Tensor
-        Pictures of the data set, uint8, ``(n, channels, height, width)``.
-    pictures : int
+        Images of the data set, uint8, ``(n, channels, height, width)``.
+    num_images : int
         How many of them are used, at least 2.
     augment : callable
         Makes the views for `alignment`.
@@ -103,7 +103,7 @@ class Health:
         self,
         images: Tensor,
         *,
-        pictures: int,
+        num_images: int,
         augment: Augment,
         mean: Sequence[float],
         std: Sequence[float],
@@ -111,7 +111,7 @@ class Health:
         seed: int,
     ) -> None:
         generator = torch_generator(seed, "health")
-        self._images = images[torch.randperm(len(images), generator=generator)[:pictures]]
+        self._images = images[torch.randperm(len(images), generator=generator)[:num_images]]
         self._views = augment(self._images.to(device), generator)
         self._mean, self._std, self._device = mean, std, device
 
@@ -128,10 +128,10 @@ class Health:
         }
 
 
-def _forward(encoder: nn.Module, pictures: Tensor) -> Tensor:
-    """Representations of pictures that are normalised already."""
+def _forward(encoder: nn.Module, images: Tensor) -> Tensor:
+    """Representations of images that are normalised already."""
     training = encoder.training
     with torch.inference_mode():
-        h: Tensor = encoder.eval()(pictures).float().cpu()
+        h: Tensor = encoder.eval()(images).float().cpu()
     encoder.train(training)
     return h

@@ -1,6 +1,6 @@
 """Weighted k-nearest-neighbour classification of frozen features.
 
-Wu et al. 2018 (Instance Discrimination, arXiv 1805.01978), section 3.4: the k training pictures with the largest cosine
+Wu et al. 2018 (Instance Discrimination, arXiv 1805.01978), section 3.4: the k training images with the largest cosine
 vote for their class with weight exp(cosine / temperature). EasyFL, FedU2, Dec-SSL and Orchestra use the same rule with
 k = 200 and temperature 0.1; EasyFL applies it to the projection, here it is always the representation.
 """
@@ -20,17 +20,17 @@ _SIMILARITIES = 2**24  # numbers in a block of the similarity matrix: 64 MB
 def knn_predict(
     train: Tensor, labels: Tensor, test: Tensor, *, num_classes: int, k: int = 200, temperature: float = 0.1
 ) -> Tensor:
-    """Predict for each test picture the class with the largest vote.
+    """Predict for each test image the class with the largest vote.
 
     Parameters
     ----------
     train, test : Tensor
         Features ``(n_train, dim)`` and ``(n_test, dim)``; of any length, only their directions count.
     labels : Tensor
-        Classes of the training pictures, int64 ``(n_train,)``.
+        Classes of the training images, int64 ``(n_train,)``.
     num_classes : int
     k : int
-        Neighbours that vote; all training pictures if there are fewer.
+        Neighbours that vote; all training images if there are fewer.
     temperature : float
         Above 0; a large one gives every neighbour the same weight.
 

@@ -2,9 +2,9 @@
 
 The papers train a linear layer by SGD or Adam on cached features for 50 to 200 epochs without weight decay (EasyFL and
 FedU2: Adam, 200 epochs; L-DAWA: SGD, 100 epochs on the unpooled map) and report the last epoch. Here the same loss is
-minimised by L-BFGS over all training pictures, on standardised features: no learning rate, no batch order, the same
+minimised by L-BFGS over all training images, on standardised features: no learning rate, no batch order, the same
 number every time. On CIFAR-10 it agrees with 100 epochs of SGD to 0.1 point. The number is that of the solution; test
-pictures take no part in finding it. The papers' own probes are those of `fedssl.evaluation.trained_linear`.
+images take no part in finding it. The papers' own probes are those of `fedssl.evaluation.trained_linear`.
 """
 
 import torch
@@ -22,7 +22,7 @@ def softmax_regression(
 ) -> tuple[Tensor, Tensor]:
     """Minimise mean cross-entropy + l2 / 2 * ||weight||^2 by L-BFGS, starting from zero.
 
-    Features are correlated, so with more pictures than features the search runs in coordinates in which their second
+    Features are correlated, so with more images than features the search runs in coordinates in which their second
     moment is about the identity. The minimum is the same and is reached in a tenth of the iterations.
 
     Parameters
@@ -92,7 +92,7 @@ def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
 def linear_probe(
     train: Tensor, labels: Tensor, test: Tensor, *, num_classes: int, l2: float, max_iterations: int = 300
 ) -> Tensor:
-    """Classes of the test pictures ``(n_test,)`` by `softmax_regression` on standardised features."""
+    """Classes of the test images ``(n_test,)`` by `softmax_regression` on standardised features."""
     x, x_test = standardise(train, test)
     weight, bias = softmax_regression(
         x, labels.to(x.device), num_classes=num_classes, l2=l2, max_iterations=max_iterations

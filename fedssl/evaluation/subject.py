@@ -1,4 +1,4 @@
-"""What an evaluation protocol is given: an encoder, and labelled pictures to find out with what it is worth."""
+"""What an evaluation protocol is given: an encoder, and labelled images to find out with what it is worth."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """Pictures, each with a label.
+    """Images, each with a label.
 
     Attributes
     ----------
@@ -32,12 +32,12 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subject:
-    """An encoder and the pictures.
+    """An encoder and the images.
 
     Attributes
     ----------
     encoder : nn.Module or None
-        Maps standardised pictures to representations; None: raw pixels are to be judged. It belongs to the run: a
+        Maps standardised images to representations; None: raw pixels are to be judged. It belongs to the run: a
         protocol that trains it takes a copy.
     train, test : Labelled
     mean, std : tuple of float
@@ -60,7 +60,7 @@ class Subject:
 
     @cached_property
     def features(self) -> Features:
-        """What the frozen encoder makes of all pictures, computed once for all protocols that ask for it."""
+        """What the frozen encoder makes of all images, computed once for all protocols that ask for it."""
         train, test = self._represent(self.train.images), self._represent(self.test.images)
         return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
 
@@ -71,7 +71,7 @@ class Subject:
 
 
 def make_subject(encoder: nn.Module | None, data: DataSettings, *, device: torch.device) -> Subject | None:
-    """Join the encoder and the pictures of the data set; None without labelled pictures for both training and test."""
+    """Join the encoder and the images of the data set; None without labelled images for both training and test."""
     train, test = load_labelled(data, "train"), load_labelled(data, "test")
     if train is None or test is None:
         return None
@@ -87,20 +87,20 @@ def lacking(data: DataSettings) -> str | None:
         names = f"dataset.splits.{split}={source_of(data, split) or 'null'}"
         advice = [f"give dataset.splits.{split}=NAME of a split that has them"]
         if load_any(data, split) is None:
-            found = "names no pictures"
+            found = "names no images"
             if split == "test" and "test_fraction" in keys:
-                advice.append("hold out a share of the training pictures with dataset.test_fraction=0.2")
+                advice.append("hold out a share of the training images with dataset.test_fraction=0.2")
         else:
-            found = "names pictures without labels"
+            found = "names images without labels"
             advice += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
             advice += ["give every class a subfolder"] if "folders" in keys else []
-        return f"the data set has no labelled {name} pictures ({names} {found}); {', or '.join(advice)}"
+        return f"the data set has no labelled {name} images ({names} {found}); {', or '.join(advice)}"
     return None
 
 
 def load_labelled(data: DataSettings, split: Split) -> Labelled | None:
     """Load a split of the data set; None if it has none or no labels for it."""
-    pictures = load(data, split)
-    if pictures is None or pictures.labels is None:
+    image_data = load(data, split)
+    if image_data is None or image_data.labels is None:
         return None
-    return Labelled(pictures.images, pictures.labels)
+    return Labelled(image_data.images, image_data.labels)

@@ -1,12 +1,12 @@
 """Linear probes as the papers train them: a linear classifier on the frozen encoder, by an optimiser, for some epochs.
 
 Each paper has its own, which ``conf/evaluation/<paper>/linear.yaml`` says; `fedssl.evaluation.linear` is the one that
-this project compares encoders by. Representations of pictures that stay as they are, by an encoder in eval mode, are
+this project compares encoders by. Representations of images that stay as they are, by an encoder in eval mode, are
 computed once; else the encoder runs in every epoch, and what it puts out is kept for a batch only, so that maps of all
-pictures need not fit into memory. Pictures are standardised as in its training.
+images need not fit into memory. Images are standardised as in its training.
 
 Batch normalisation in training mode takes its statistics from the batch, and its running statistics, by which test
-pictures are normalised afterwards, move towards those of the training pictures. A probe of this kind thus judges
+images are normalised afterwards, move towards those of the training images. A probe of this kind thus judges
 another encoder than the one that was averaged: the run's own is copied and stays as it is.
 """
 
@@ -60,7 +60,7 @@ class TrainedLinear:
     lr_schedule : callable or None
         Makes of the optimiser what sets learning rates after every epoch; None: they stay.
     transform, view
-        How pictures are augmented, as in `fedssl.evaluation.classifier.Views`.
+        How images are augmented, as in `fedssl.evaluation.classifier.Views`.
 
     Raises
     ------
@@ -116,13 +116,13 @@ class TrainedLinear:
         for share in self.shares:
             place = (seed, "linear probe", self.name, f"{share:g}")
             drawn = stratified(subject.train.labels, share=share, generator=numpy_generator(*place))
-            found = (self._on_features if self.computes_once else self._on_pictures)(subject, drawn, place)
+            found = (self._on_features if self.computes_once else self._on_images)(subject, drawn, place)
             name = self.name if share == 1 else f"{self.name}_{100 * share:g}_percent"
             results[name] = Score(accuracy(found, subject.test.labels))
         return results
 
     def _on_features(self, subject: Subject, drawn: Tensor, place: Place) -> Tensor:
-        """Classes of the test pictures by a classifier of features that are computed once."""
+        """Classes of the test images by a classifier of features that are computed once."""
         data = subject.features
         train = data.train.to(subject.device)
         head = classifier(train.shape[1], subject)
@@ -138,8 +138,8 @@ class TrainedLinear:
         with torch.inference_mode():
             return classes_of(head(data.test.to(subject.device)))
 
-    def _on_pictures(self, subject: Subject, drawn: Tensor, place: Place) -> Tensor:
-        """Classes of the test pictures by a classifier of features that are computed anew in every epoch."""
+    def _on_images(self, subject: Subject, drawn: Tensor, place: Place) -> Tensor:
+        """Classes of the test images by a classifier of features that are computed anew in every epoch."""
         assert subject.encoder is not None
         encoder = self._copy(subject.encoder).to(subject.device)
         head = classifier_of(encoder, subject)

@@ -1,4 +1,4 @@
-"""Transfer: a protocol on the pictures of other data sets than the run's."""
+"""Transfer: a protocol on the images of other data sets than the run's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from fedssl.evaluation.subject import Subject, lacking, load_labelled
 class Transfer:
     """The results of a protocol on each data set, as ``<result>@<name of the data set>``.
 
-    Pictures are brought to the size that the encoder has been given so far, and standardised as for it.
+    Images are brought to the size that the encoder has been given so far, and standardised as for it.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ class Transfer:
         data = self.datasets[name].resized(size)
         if data.channels != channels:
             raise InputError(
-                f"the encoder takes pictures with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
-                f"set datasets.{name}.channels={channels} to convert the pictures"
+                f"the encoder takes images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
+                f"set datasets.{name}.channels={channels} to convert the images"
             )
         train, test = load_labelled(data, "train"), load_labelled(data, "test")
         if train is None or test is None:

@@ -5,7 +5,7 @@
     fedssl-export run=DIR format=onnx precision=int8 [dataset.key=value ...]
 
 What is written is run and compared with the encoder, and left there only if it gives the same representations. Without
-``output=`` it lies beside the encoder. ``precision=int8`` looks at pictures: those of the run's data set, or of the one
+``output=`` it lies beside the encoder. ``precision=int8`` looks at images: those of the run's data set, or of the one
 that ``dataset=NAME`` names, as for ``fedssl-evaluate``.
 """
 
@@ -24,7 +24,7 @@ from fedssl.errors import InputError, RunError
 from fedssl.evaluation.cli import as_in_training, encoder_file
 from fedssl.export import load_encoder, read_content, saved_target
 from fedssl.exporting.formats import FORMATS, TOLERANCE, check_target, export
-from fedssl.exporting.quantised import BATCH, CALIBRATION, MEASURED, Quantised, check_pictures, export_int8
+from fedssl.exporting.quantised import BATCH, CALIBRATION, MEASURED, Quantised, check_calibration_size, export_int8
 from fedssl.exporting.source import Source
 from fedssl.exporting.timm_weights import timm_model
 from fedssl.runs.run import read_run
@@ -76,8 +76,8 @@ def run(overrides: Sequence[str]) -> str:
     )
     target = Path(own["output"]) if "output" in own else _beside(file, form, int8=int8)
     if int8:
-        check_target(source, form, target)  # before pictures are read
-        return _told(export_int8(source, target, _pictures(source, own, others)), target)
+        check_target(source, form, target)  # before images are read
+        return _told(export_int8(source, target, _images(source, own, others)), target)
     found = export(source, form, target)
     lines = [f"written to {target}", f"largest difference of representations: {found:.1e} (allowed: {TOLERANCE:.0e})"]
     if source.run is not None and source.run.summary is None:
@@ -118,11 +118,11 @@ def _beside(file: Path, form: str, *, int8: bool) -> Path:
     return file.with_name(f"{file.stem}{'-int8' if int8 else ''}{ending}")
 
 
-def _pictures(source: Source, own: Mapping[str, str], others: Sequence[str]) -> Tensor:
-    """Pictures of the data set in the form that the encoder takes, as many as int8 needs."""
+def _images(source: Source, own: Mapping[str, str], others: Sequence[str]) -> Tensor:
+    """Images of the data set in the form that the encoder takes, as many as int8 needs."""
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
     images = load_federated(as_in_training(source.encoder, settings.data, own_size=False)).images
-    check_pictures(len(images))
+    check_calibration_size(len(images))
     chosen = torch.randperm(len(images), generator=torch_generator(settings.seed, "export"))
     return images[chosen[: CALIBRATION + MEASURED]]
 
@@ -135,7 +135,7 @@ def _told(found: Quantised, target: Path) -> str:
             f"written to {target}",
             f"largest difference of representations in fp32: {found.difference:.1e} (allowed: {TOLERANCE:.0e})",
             f"size: {small:.2f} MB, in fp32 {exact:.2f} MB ({exact / small:.2f} times as large)",
-            f"time of {BATCH} pictures on one thread: {1e3 * fast:.3g} ms, in fp32 {1e3 * slow:.3g} ms "
+            f"time of {BATCH} images on one thread: {1e3 * fast:.3g} ms, in fp32 {1e3 * slow:.3g} ms "
             f"({slow / fast:.2f} times that of int8)",
             f"cosine of representations, less their mean, with those in fp32: mean {found.mean_cosine:.4f}, "
             f"least {found.least_cosine:.4f}",

@@ -35,7 +35,7 @@ class Format:
     write : callable
         Writes a `Source` to a path where nothing is.
     run : callable
-        From `Source`, path and pictures ``(batch, channels, size, size)`` in uint8 to representations ``(batch,
+        From `Source`, path and images ``(batch, channels, size, size)`` in uint8 to representations ``(batch,
         feature_dim)``, with no weight but those at the path.
     """
 
@@ -45,9 +45,9 @@ class Format:
     run: Callable[[Source, Path, Tensor], Tensor]
 
 
-def _run_safetensors(source: Source, file: Path, pictures: Tensor) -> Tensor:
+def _run_safetensors(source: Source, file: Path, images: Tensor) -> Tensor:
     encoder: Any = load_encoder(file, build=source.build)
-    return represent(encoder, encoder.preprocess, pictures)
+    return represent(encoder, encoder.preprocess, images)
 
 
 FORMATS = {
@@ -61,19 +61,19 @@ FORMATS = {
         ending=".onnx",
         packages=("onnx", "onnxscript", "onnxruntime"),
         write=write_onnx,
-        run=lambda source, file, pictures: run_onnx(file, pictures),
+        run=lambda source, file, images: run_onnx(file, images),
     ),
     "torchscript": Format(
         ending=".torchscript",
         packages=(),
         write=write_torchscript,
-        run=lambda source, file, pictures: run_torchscript(file, pictures),
+        run=lambda source, file, images: run_torchscript(file, images),
     ),
     "torch_export": Format(
         ending=".pt2",
         packages=(),
         write=write_torch_export,
-        run=lambda source, file, pictures: run_torch_export(file, pictures),
+        run=lambda source, file, images: run_torch_export(file, images),
     ),
     "timm": Format(ending=".timm.safetensors", packages=("safetensors", "timm"), write=write_timm, run=run_timm),
     "huggingface": Format(ending="", packages=("safetensors", "timm"), write=write_huggingface, run=run_huggingface),
@@ -137,18 +137,18 @@ def write_checked(source: Source, form: str, made: Path) -> float:
 
 
 def difference(source: Source, form: str, made: Path, *, count: int) -> float:
-    """Largest difference between our representations of random pictures and those of what was written.
+    """Largest difference between our representations of random images and those of what was written.
 
     It is a share of the largest number in our representations where that is above 1.
 
     Parameters
     ----------
     count : int
-        Pictures in the batch.
+        Images in the batch.
     """
-    pictures = source.random_pictures(count)
-    ours = represent(source.encoder, source.encoder.preprocess, pictures)
-    theirs = FORMATS[form].run(source, made, pictures)
+    images = source.random_images(count)
+    ours = represent(source.encoder, source.encoder.preprocess, images)
+    theirs = FORMATS[form].run(source, made, images)
     if theirs.shape != ours.shape:
         return float("inf")
     return float((theirs - ours).abs().max() / max(1.0, float(ours.abs().max())))

@@ -2,7 +2,7 @@
 
 Where an argument of timm's makes the architecture (ResNets with ``encoder.stem=imagenet``, ``vit_tiny``), the folder is
 one of timm's: ``timm.create_model("local-dir:FOLDER", pretrained=True)``, or ``hf-hub:USER/NAME`` once it is
-uploaded. Others (``conv_small``, ResNets with a stem for small pictures) are loaded by fedssl:
+uploaded. Others (``conv_small``, ResNets with a stem for small images) are loaded by fedssl:
 ``load_encoder("FOLDER/model.safetensors")``. Nothing is uploaded here.
 """
 
@@ -35,8 +35,8 @@ def write_huggingface(source: Source, folder: Path) -> None:
     (folder / CARD).write_text(model_card(source, in_timm=timm is not None), encoding="utf-8")
 
 
-def run_huggingface(source: Source, folder: Path, pictures: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of pictures, by the folder's model as its card loads it."""
+def run_huggingface(source: Source, folder: Path, images: Tensor) -> Tensor:
+    """Representations ``(batch, feature_dim)`` of images, by the folder's model as its card loads it."""
     if _timm(source) is None:
         model = load_encoder(folder / WEIGHTS, build=source.build)
     else:
@@ -45,7 +45,7 @@ def run_huggingface(source: Source, folder: Path, pictures: Tensor) -> Tensor:
         model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     form = json.loads((folder / PREPROCESSING).read_text(encoding="utf-8"))
     mean, std = tuple(form["image_mean"]), tuple(form["image_std"])
-    return represent(model, Preprocess(size=form["size"]["height"], mean=mean, std=std), pictures)
+    return represent(model, Preprocess(size=form["size"]["height"], mean=mean, std=std), images)
 
 
 def _timm(source: Source) -> TimmModel | None:

@@ -14,7 +14,7 @@ _ROWS = {
     "data set": "dataset",
     "clients": "num_clients",
     "clients in a round": "clients_per_round",
-    "division of the pictures": "partition",
+    "division of the images": "partition",
     "alpha of the division": "partition.alpha",
     "rounds": "rounds",
     "local epochs": "local_epochs",
@@ -31,13 +31,13 @@ _TIMM = """```python
 import timm
 
 encoder = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:FOLDER"
-features = encoder(pictures)  # standardised as preprocessor_config.json says
+features = encoder(images)  # standardised as preprocessor_config.json says
 ```"""
 _OURS = """```python
 from fedssl.export import load_encoder
 
 encoder = load_encoder("FOLDER/model.safetensors")  # needs safetensors
-features = encoder(encoder.preprocess(pictures))  # pictures: uint8 (batch, channels, height, width)
+features = encoder(encoder.preprocess(images))  # images: uint8 (batch, channels, height, width)
 ```"""
 
 
@@ -55,7 +55,7 @@ def model_card(source: Source, *, in_timm: bool) -> str:
         f"---\nlibrary_name: {library}\npipeline_tag: image-feature-extraction\nlicense: unknown\n"
         "tags:\n- fedssl\n- federated-learning\n- self-supervised-learning\n---",
         "# An encoder trained by federated self-supervised learning",
-        f"It maps pictures with {encoder.channels} channel(s), resized to {encoder.size}x{encoder.size}, to "
+        f"It maps images with {encoder.channels} channel(s), resized to {encoder.size}x{encoder.size}, to "
         f"{encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
         "**Licence:** not stated yet. The owner fills it in here and in the head of this file.",
         "## Use\n\n" + (_TIMM if in_timm else _OURS),
@@ -77,7 +77,7 @@ def _training(source: Source) -> dict[str, str]:
         rows["rounds"] = f"{source.run.progress}, ended by stop_when"
     held = read_partition_table(source.run.folder / "partition.csv")
     if held is not None:
-        rows["pictures of all clients"] = str(int(held[0].sum()))
+        rows["images of all clients"] = str(int(held[0].sum()))
     return {name: value for name, value in rows.items() if value}
 
 
@@ -91,7 +91,7 @@ def _results(run: Run) -> list[str]:
     listed = versions.items() if isinstance(versions, dict) else ()
     return [
         f"## Results\n\nOn the data set above, of one run with seed {run.seed}; the spread, where there is one, is "
-        "over draws of labels. `untrained` is the encoder before training, `pixels` are the pictures themselves.",
+        "over draws of labels. `untrained` is the encoder before training, `pixels` are the images themselves.",
         f"```\n{sanitize(table, lines=True)}\n```",
         f"Repeat it:\n\n```\n{sanitize(shlex.join(['fedssl', *summary['overrides']]))}\n```",
         "Versions: "

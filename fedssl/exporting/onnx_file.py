@@ -1,6 +1,6 @@
-"""``format=onnx``: a graph in opset 18 that maps ``pictures``, as they are, to ``representations``.
+"""``format=onnx``: a graph in opset 18 that maps ``images``, as they are, to ``representations``.
 
-``pictures`` are uint8 ``(batch, channels, size, size)`` with any batch; that they are standardised is in the graph.
+``images`` are uint8 ``(batch, channels, size, size)`` with any batch; that they are standardised is in the graph.
 What `Source.described` says is JSON under ``fedssl`` in the file's metadata.
 """
 
@@ -16,7 +16,7 @@ from fedssl.exporting.torch_programs import exported_program
 from fedssl.exporting.weights import KEY
 
 OPSET = 18
-PICTURES, REPRESENTATIONS = "pictures", "representations"
+IMAGES, REPRESENTATIONS = "images", "representations"
 
 
 def write_onnx(source: Source, file: Path) -> None:
@@ -27,7 +27,7 @@ def write_onnx(source: Source, file: Path) -> None:
         warnings.simplefilter("ignore")  # of the exporter's own parts
         program = torch.onnx.export(
             exported_program(source),
-            input_names=[PICTURES],
+            input_names=[IMAGES],
             output_names=[REPRESENTATIONS],
             opset_version=OPSET,
             verbose=False,
@@ -38,9 +38,9 @@ def write_onnx(source: Source, file: Path) -> None:
     onnx.save(model, file)
 
 
-def run_onnx(file: Path, pictures: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of pictures, by ONNX Runtime on the CPU."""
+def run_onnx(file: Path, images: Tensor) -> Tensor:
+    """Representations ``(batch, feature_dim)`` of images, by ONNX Runtime on the CPU."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run([REPRESENTATIONS], {PICTURES: pictures.numpy()})[0])
+    return torch.from_numpy(session.run([REPRESENTATIONS], {IMAGES: images.numpy()})[0])

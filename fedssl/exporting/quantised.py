@@ -1,6 +1,6 @@
 """``precision=int8`` of ``format=onnx``: weights in a quarter of the bytes, and products of whole numbers.
 
-Convolutions take inputs in 8 bits as well, whose ranges are those that pictures of the data set gave (static
+Convolutions take inputs in 8 bits as well, whose ranges are those that images of the data set gave (static
 quantisation). In a vision transformer the inputs of matrix products are brought to 8 bits as they come (dynamic): with
 fixed ranges ``vit_tiny`` was no faster than in fp32, and farther from it. By ONNX Runtime's
 ``onnxruntime.quantization``.
@@ -19,10 +19,10 @@ from torch.nn.functional import cosine_similarity
 
 from fedssl.errors import InputError
 from fedssl.exporting.formats import workplace, write_checked
-from fedssl.exporting.onnx_file import PICTURES, run_onnx
+from fedssl.exporting.onnx_file import IMAGES, run_onnx
 from fedssl.exporting.source import Source
 
-CALIBRATION, MEASURED = 128, 256  # pictures that give the ranges, and others on which the result is compared
+CALIBRATION, MEASURED = 128, 256  # images that give the ranges, and others on which the result is compared
 BATCH = 32  # of a timing
 _TIMES = 7
 
@@ -38,9 +38,9 @@ class Quantised:
     megabytes : tuple of float
         Of the files: fp32, int8.
     seconds : tuple of float
-        For a batch of pictures on one thread, medians of timings in turn: fp32, int8.
+        For a batch of images on one thread, medians of timings in turn: fp32, int8.
     mean_cosine, least_cosine : float
-        Between a picture's representations in fp32 and int8, both less the mean representation in fp32.
+        Between an image's representations in fp32 and int8, both less the mean representation in fp32.
     """
 
     difference: float
@@ -50,14 +50,14 @@ class Quantised:
     least_cosine: float
 
 
-def export_int8(source: Source, target: Path, pictures: Tensor) -> Quantised:
+def export_int8(source: Source, target: Path, images: Tensor) -> Quantised:
     """Write the encoder as an ONNX graph in int8, from one in fp32 that was compared with ours.
 
     Parameters
     ----------
     target : Path
         The file, which is replaced; `fedssl.exporting.formats.check_target` has seen it.
-    pictures : Tensor
+    images : Tensor
         uint8 ``(n, channels, size, size)``, ``CALIBRATION + MEASURED`` of them.
 
     Raises
@@ -68,27 +68,27 @@ def export_int8(source: Source, target: Path, pictures: Tensor) -> Quantised:
     with workplace(target) as folder:
         exact, small = folder / "fp32.onnx", folder / target.name
         difference = write_checked(source, "onnx", exact)
-        quantise(exact, small, pictures[:-MEASURED], dynamic=source.encoder.patch_embedding is not None)
-        found = compare(exact, small, pictures[-MEASURED:], difference=difference)
+        quantise(exact, small, images[:-MEASURED], dynamic=source.encoder.patch_embedding is not None)
+        found = compare(exact, small, images[-MEASURED:], difference=difference)
         small.replace(target)
     return found
 
 
-def check_pictures(count: int) -> None:
-    """Refuse, by an `InputError`, a data set with too few pictures."""
+def check_calibration_size(count: int) -> None:
+    """Refuse, by an `InputError`, a data set with too few images."""
     if count < CALIBRATION + MEASURED:
         raise InputError(
-            f"precision=int8 needs {CALIBRATION} pictures for the ranges of numbers and {MEASURED} others to compare "
+            f"precision=int8 needs {CALIBRATION} images for the ranges of numbers and {MEASURED} others to compare "
             f"with fp32, and the data set has {count}; name a larger one with dataset=NAME"
         )
 
 
-def quantise(exact: Path, small: Path, pictures: Tensor, *, dynamic: bool) -> None:
+def quantise(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None:
     """Write the graph of ``exact`` in int8 to ``small``.
 
     Parameters
     ----------
-    pictures : Tensor
+    images : Tensor
         uint8 ``(n, channels, size, size)``, which give the ranges; a dynamic one needs none.
     dynamic : bool
         Whether inputs are brought to 8 bits as they come, of matrix products only.
@@ -97,11 +97,11 @@ def quantise(exact: Path, small: Path, pictures: Tensor, *, dynamic: bool) -> No
 
     class Reader(quantization.CalibrationDataReader):
         def __init__(self) -> None:
-            self.batches: Iterator[Tensor] = iter(pictures.split(BATCH))
+            self.batches: Iterator[Tensor] = iter(images.split(BATCH))
 
         def get_next(self) -> dict[str, np.ndarray] | None:
             batch = next(self.batches, None)
-            return None if batch is None else {PICTURES: batch.numpy()}
+            return None if batch is None else {IMAGES: batch.numpy()}
 
     # Its advice to pre-process the graph, in which nothing is left to fuse, and lines on layers with one axis.
     logging.disable(logging.WARNING)
@@ -116,21 +116,21 @@ def quantise(exact: Path, small: Path, pictures: Tensor, *, dynamic: bool) -> No
         logging.disable(logging.NOTSET)
 
 
-def compare(exact: Path, small: Path, pictures: Tensor, *, difference: float) -> Quantised:
-    """Compare two graphs of one encoder: sizes, speeds, and representations of pictures."""
-    first, second = run_onnx(exact, pictures), run_onnx(small, pictures)
+def compare(exact: Path, small: Path, images: Tensor, *, difference: float) -> Quantised:
+    """Compare two graphs of one encoder: sizes, speeds, and representations of images."""
+    first, second = run_onnx(exact, images), run_onnx(small, images)
     mean = first.mean(dim=0)
     cosines = cosine_similarity(first - mean, second - mean)
     return Quantised(
         difference=difference,
         megabytes=(exact.stat().st_size / 1e6, small.stat().st_size / 1e6),
-        seconds=_times(exact, small, pictures[:BATCH]),
+        seconds=_times(exact, small, images[:BATCH]),
         mean_cosine=float(cosines.mean()),
         least_cosine=float(cosines.min()),
     )
 
 
-def _times(exact: Path, small: Path, pictures: Tensor) -> tuple[float, float]:
+def _times(exact: Path, small: Path, images: Tensor) -> tuple[float, float]:
     """Median seconds for the batch of each graph, on one thread and in turn."""
     import onnxruntime
 
@@ -139,7 +139,7 @@ def _times(exact: Path, small: Path, pictures: Tensor) -> tuple[float, float]:
     graphs = [
         onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"]) for file in (exact, small)
     ]
-    feed = {PICTURES: pictures.numpy()}
+    feed = {IMAGES: images.numpy()}
     taken: list[list[float]] = [[], []]
     for attempt in range(_TIMES + 1):
         for graph, times in zip(graphs, taken, strict=True):

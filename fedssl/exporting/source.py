@@ -38,8 +38,8 @@ class Source:
         """Dotted name of what built the encoder."""
         return str(self.content["encoder"].get("_target_"))
 
-    def random_pictures(self, count: int) -> Tensor:
-        """Pictures ``(count, channels, size, size)`` in uint8, the same in every process."""
+    def random_images(self, count: int) -> Tensor:
+        """Images ``(count, channels, size, size)`` in uint8, the same in every process."""
         shape = (count, self.encoder.channels, self.encoder.size, self.encoder.size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch_generator(0, "export"))
 
@@ -49,17 +49,17 @@ class Source:
         return {**rest, "feature_dim": self.encoder.feature_dim}
 
 
-def represent(model: nn.Module, preprocess: Preprocess, pictures: Tensor) -> Tensor:
-    """Representations of pictures, uint8, by a model in eval mode that takes standardised ones."""
+def represent(model: nn.Module, preprocess: Preprocess, images: Tensor) -> Tensor:
+    """Representations of images, uint8, by a model in eval mode that takes standardised ones."""
     with torch.no_grad():
-        h: Tensor = model(preprocess(pictures))
+        h: Tensor = model(preprocess(images))
     return h
 
 
-class FromPictures(nn.Module):
-    """Pictures as they are to representations: standardised, then encoded.
+class WithPreprocessing(nn.Module):
+    """Images as they are to representations: standardised, then encoded.
 
-    Maps uint8 ``(batch, channels, size, size)`` to ``(batch, feature_dim)``; pictures of another size are resized
+    Maps uint8 ``(batch, channels, size, size)`` to ``(batch, feature_dim)``; images of another size are resized
     before. The pre-processing is part of the module, so that no user of an exported one can forget it.
     """
 
@@ -73,7 +73,7 @@ class FromPictures(nn.Module):
             self.register_buffer(name, torch.tensor(values).view(-1, 1, 1))
         self.eval()
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Representations ``(batch, feature_dim)``."""
-        h: Tensor = self.encoder((pictures.float() / 255 - self.mean) / self.std)
+        h: Tensor = self.encoder((images.float() / 255 - self.mean) / self.std)
         return h

@@ -1,7 +1,7 @@
 """``format=timm``: the weights under the names of timm (https://github.com/huggingface/pytorch-image-models).
 
 timm has our ResNets and vision transformers, and not ``conv_small``. Its ResNets begin with a 7x7 convolution of stride
-2 and max pooling: a stem for small pictures is put in place of these in two lines (`TimmModel.code`).
+2 and max pooling: a stem for small images is put in place of these in two lines (`TimmModel.code`).
 """
 
 import inspect
@@ -43,7 +43,7 @@ class TimmModel:
     arguments : dict
         Of ``timm.create_model``, beside the name.
     small_stem : bool
-        Whether the first convolution and the pooling are those for small pictures.
+        Whether the first convolution and the pooling are those for small images.
     """
 
     name: str
@@ -128,13 +128,13 @@ def write_timm(source: Source, file: Path) -> None:
     write_weights(file, timm_weights(source), metadata={KEY: json.dumps(described)})
 
 
-def run_timm(source: Source, file: Path, pictures: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of pictures, by timm's model with the weights in the file."""
+def run_timm(source: Source, file: Path, images: Tensor) -> Tensor:
+    """Representations ``(batch, feature_dim)`` of images, by timm's model with the weights in the file."""
     import timm
 
     model = timm_model(source).make()
     timm.models.load_checkpoint(model, str(file))
-    return represent(model.eval(), source.encoder.preprocess, pictures)
+    return represent(model.eval(), source.encoder.preprocess, images)
 
 
 def _all_settings(source: Source) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """``format=torchscript`` and ``format=torch_export``: the encoder as a program that torch runs without fedssl.
 
-Both map pictures as they are, uint8 ``(batch, channels, size, size)`` with any batch, to representations. torch has
+Both map images as they are, uint8 ``(batch, channels, size, size)`` with any batch, to representations. torch has
 deprecated TorchScript in favour of ``torch.export``; it is for programs, such as C++ ones, that load it still.
 """
 
@@ -10,31 +10,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.exporting.source import FromPictures, Source
+from fedssl.exporting.source import Source, WithPreprocessing
 
 
 def write_torchscript(source: Source, file: Path) -> None:
-    """Write what one pass over random pictures does; ``torch.jit.load`` reads it."""
+    """Write what one pass over random images does; ``torch.jit.load`` reads it."""
     with warnings.catch_warnings(), torch.no_grad():
-        # That it is deprecated, and that the checks of the pictures' size are not in it.
+        # That it is deprecated, and that the checks of the images' size are not in it.
         warnings.simplefilter("ignore")
-        traced = torch.jit.trace(FromPictures(source.encoder), source.random_pictures(2), check_trace=False)
+        traced = torch.jit.trace(WithPreprocessing(source.encoder), source.random_images(2), check_trace=False)
         torch.jit.save(traced, file)
 
 
-def run_torchscript(file: Path, pictures: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of pictures, by the file."""
+def run_torchscript(file: Path, images: Tensor) -> Tensor:
+    """Representations ``(batch, feature_dim)`` of images, by the file."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", FutureWarning)
-        h: Tensor = torch.jit.load(file)(pictures)
+        h: Tensor = torch.jit.load(file)(images)
     return h
 
 
 def exported_program(source: Source) -> torch.export.ExportedProgram:
-    """The encoder with its pre-processing, for any number of pictures at a time."""
+    """The encoder with its pre-processing, for any number of images at a time."""
     shapes = ({0: torch.export.Dim("batch")},)
     with torch.no_grad():
-        return torch.export.export(FromPictures(source.encoder), (source.random_pictures(2),), dynamic_shapes=shapes)
+        return torch.export.export(WithPreprocessing(source.encoder), (source.random_images(2),), dynamic_shapes=shapes)
 
 
 def write_torch_export(source: Source, file: Path) -> None:
@@ -42,8 +42,8 @@ def write_torch_export(source: Source, file: Path) -> None:
     torch.export.save(exported_program(source), file)
 
 
-def run_torch_export(file: Path, pictures: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of pictures, by the file."""
+def run_torch_export(file: Path, images: Tensor) -> Tensor:
+    """Representations ``(batch, feature_dim)`` of images, by the file."""
     with torch.no_grad():
-        h: Tensor = torch.export.load(file).module()(pictures)
+        h: Tensor = torch.export.load(file).module()(images)
     return h

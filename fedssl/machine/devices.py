@@ -1,4 +1,4 @@
-"""The device a process computes on, and the way of pictures to it."""
+"""The device a process computes on, and the way of images to it."""
 
 import logging
 
@@ -44,17 +44,17 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def settled(pictures: Tensor, device: torch.device) -> Tensor:
-    """Pictures on the device, or where they are if they would take more than half of its free memory.
+def settled(images: Tensor, device: torch.device) -> Tensor:
+    """Images on the device, or where they are if they would take more than half of its free memory.
 
     A GPU has room for the model, its activations and other processes then. On a CPU nothing is copied.
     """
     if is_gpu(device):
         free = torch.cuda.mem_get_info(device)[0]
-        if 2 * pictures.nbytes > free:
+        if 2 * images.nbytes > free:
             log.info(
-                "the pictures (%s) stay in the memory of the host, since the GPU has %s free: batches are fetched",
-                *(gigabytes(pictures.nbytes), gigabytes(free)),
+                "the images (%s) stay in the memory of the host, since the GPU has %s free: batches are fetched",
+                *(gigabytes(images.nbytes), gigabytes(free)),
             )
-            return pictures
-    return pictures.to(device)
+            return images
+    return images.to(device)

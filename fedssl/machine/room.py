@@ -1,4 +1,4 @@
-"""Memory for large pictures: so many at a time on a host, in whichever threads and processes they are decoded."""
+"""Memory for large images: so many at a time on a host, in whichever threads and processes they are decoded."""
 
 import fcntl
 import os
@@ -11,21 +11,21 @@ from pathlib import Path
 from fedssl.machine.memory import available_memory
 
 SMALL = 2**26  # bytes that need not be asked for
-_MOST = 8  # pictures at a time, however much memory there is
-_SHARE = 4  # of the memory there is, large pictures get one part in so many
+_MOST = 8  # images at a time, however much memory there is
+_SHARE = 4  # of the memory there is, large images get one part in so many
 _PATIENCE = 0.01  # seconds between two looks
 
 
 @contextmanager
 def room(needed: int, *, most: int) -> Iterator[None]:
-    """Wait until a picture that needs so many bytes may be decoded.
+    """Wait until an image that needs so many bytes may be decoded.
 
     Parameters
     ----------
     needed : int
         Bytes; what is small does not wait.
     most : int
-        Bytes of the largest picture there can be: as many pictures have room as would of this size.
+        Bytes of the largest image there can be: as many images have room as would of this size.
     """
     if needed <= SMALL:
         yield

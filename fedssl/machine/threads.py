@@ -20,9 +20,9 @@ def available_cores() -> int:
 
 
 def default_threads(size: int) -> int:
-    """CPU threads for pictures of ``size`` x ``size``: 1 below 32 pixels, else the available cores, at most 4.
+    """CPU threads for images of ``size`` x ``size``: 1 below 32 pixels, else the available cores, at most 4.
 
-    Operations on smaller pictures are over before a second thread has begun; more than 4 gain little on batches of
+    Operations on smaller images are over before a second thread has begun; more than 4 gain little on batches of
     usual size, while Ray runs clients side by side.
     """
     return 1 if size < 32 else min(4, available_cores())

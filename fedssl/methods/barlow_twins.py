@@ -20,7 +20,7 @@ LOSSES = {"standard": barlow_twins, "l_dawa": barlow_twins_unbiased}
 class BarlowTwins(SSLMethod):
     """An encoder and a projector; every view has a forward pass of its own.
 
-    A batch has three pictures at least: over two the correlation of two features is 1 or -1, whatever they are.
+    A batch has three images at least: over two the correlation of two features is 1 or -1, whatever they are.
 
     Parameters
     ----------

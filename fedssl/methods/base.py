@@ -1,4 +1,4 @@
-"""What a self-supervised method is: an encoder, heads, and a loss on two views of the same pictures."""
+"""What a self-supervised method is: an encoder, heads, and a loss on two views of the same images."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -25,7 +25,7 @@ class SSLMethod(nn.Module):
     Attributes
     ----------
     encoder : Encoder
-        Maps pictures ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
+        Maps images ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
     kept : tuple of str
         Parts that never leave the client.
     gathered, shared : tuple of str
@@ -41,12 +41,12 @@ class SSLMethod(nn.Module):
         What target networks are at the start of a round, see `fedssl.methods.momentum.FollowedMethod`; None: there are
         none.
     smallest_batch : int
-        Fewest pictures that a step can learn anything from. 2 where nothing else is said: a picture alone has no other
-        to be told apart from, and its batch normalisation is 0 whatever the picture.
+        Fewest images that a step can learn anything from. 2 where nothing else is said: an image alone has no other
+        to be told apart from, and its batch normalisation is 0 whatever the image.
     uses_labels : bool
-        Whether `loss` takes the labels of the pictures, int64, ``(batch,)``, as a third argument.
+        Whether `loss` takes the labels of the images, int64, ``(batch,)``, as a third argument.
     repeatable : bool
-        Whether `loss` and `after_step` do the same to other numbers in every step of as many pictures, in memory that
+        Whether `loss` and `after_step` do the same to other numbers in every step of as many images, in memory that
         stays where it is from round to round, so that a GPU can record them.
     """
 
@@ -78,14 +78,14 @@ class SSLMethod(nn.Module):
         return self
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        """The training loss, a scalar, of two views of the same pictures.
+        """The training loss, a scalar, of two views of the same images.
 
         They are ``(batch, channels, size, size)``, or, while stages are frozen, what these make of such views.
         """
         raise NotImplementedError
 
     def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
-        """All pictures that `loss` takes: the two views, and others that a method makes of them."""
+        """All images that `loss` takes: the two views, and others that a method makes of them."""
         return view1, view2
 
     def start_round(self, *, first: bool) -> None:

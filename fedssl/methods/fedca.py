@@ -1,18 +1,18 @@
 """FedCA (Zhang et al., *Federated Unsupervised Representation Learning*, arXiv 2010.08982): SimCLR in a federation.
 
-Two things are added to SimCLR's loss. The *dictionary*: clients send normalised projections of some of their pictures,
-the server shares those of all, and they are further negatives of every client's pictures. The *alignment*: local
-representations stay near those of a base model, the teacher, which was trained on public pictures before.
+Two things are added to SimCLR's loss. The *dictionary*: clients send normalised projections of some of their images,
+the server shares those of all, and they are further negatives of every client's images. The *alignment*: local
+representations stay near those of a base model, the teacher, which was trained on public images before.
 
 There is no public code. What follows is this project's choice:
 
 - a client sends its first projections of the round's training, of the first view: they are made by the model that all
   clients received, or few steps later. Its last ones would be made by models that have drifted apart, which training
-  tells apart in place of pictures (docs/learning.md);
+  tells apart in place of images (docs/learning.md);
 - the server keeps the newest of all in a queue (`enqueue`). With ``entries`` equal to clients_per_round times
   ``dictionary_size`` it is the union of the last round; more of them are of older models;
 - a client's own entries are among its negatives, because nobody tells the server which are whose;
-- the alignment is the squared distance of normalised representations of the same view of the client's own pictures;
+- the alignment is the squared distance of normalised representations of the same view of the client's own images;
 - the teacher has the architecture of the run's encoder and travels once, see `SSLMethod.constant`.
 """
 
@@ -41,7 +41,7 @@ def nearness(h: Tensor, taught: Tensor) -> Tensor:
     Parameters
     ----------
     h, taught : Tensor
-        Of the same pictures, ``(batch, dim)``; need not be normalised. The gradient flows into ``h`` only.
+        Of the same images, ``(batch, dim)``; need not be normalised. The gradient flows into ``h`` only.
 
     Returns
     -------

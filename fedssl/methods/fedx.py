@@ -1,14 +1,14 @@
 """FedX (Han et al., ECCV 2022, arXiv 2207.09158): clients learn from their own two views and from the received model.
 
-Locally, projections of the two views attract (contrastive term) and agree on how similar the other pictures are
+Locally, projections of the two views attract (contrastive term) and agree on how similar the other images are
 (relational term). Globally, predictions are contrasted with what the received model projects, and agree on how similar
-the received model's projections of the other pictures are. The four terms are added.
+the received model's projections of the other images are. The four terms are added.
 
 Where this differs from the authors' code:
 
 - the relational term is the Jensen-Shannon divergence of the two relations p and q with their mean m,
   ``(KL(p, m) + KL(q, m)) / 2``; theirs has the arguments of KL the other way round. In both the gradient flows into m;
-- the pictures that relations are about are the others of the batch, which are random pictures of the client as well;
+- the images that relations are about are the others of the batch, which are random images of the client as well;
   theirs are a second batch drawn beside it, which costs three more forward passes;
 - their heads have no batch normalisation and their views no change of colour.
 """
@@ -34,7 +34,7 @@ class FedX(SSLMethod):
     nor stays with the client, because `start_round` makes it anew from the global layers (from what the client starts
     the round with, if its strategy mixes them with its own).
 
-    A batch has three pictures at least: batch normalisation makes 1 and -1 of two pictures, whatever they are.
+    A batch has three images at least: batch normalisation makes 1 and -1 of two images, whatever they are.
 
     Parameters
     ----------

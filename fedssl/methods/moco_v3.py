@@ -1,4 +1,4 @@
-"""MoCo v3 (Chen et al., arXiv 2104.02057): tell, from one view, which picture of the batch the other view is of.
+"""MoCo v3 (Chen et al., arXiv 2104.02057): tell, from one view, which image of the batch the other view is of.
 
 LW-FedSSL trains with it. The code of MoCo v3 multiplies the loss by 2 temperature, which makes losses of different
 temperatures comparable; Eq. 2 of LW-FedSSL does not. This matters where another loss is added: ``loss_scale``.

@@ -28,7 +28,7 @@ class FollowedMethod(SSLMethod):
     its running statistics come from its own passes; the moving average concerns parameters only. It is taken after each
     step, which is before the next targets are computed.
 
-    A batch has three pictures at least: batch normalisation makes 1 and -1 of two pictures, whatever they are.
+    A batch has three images at least: batch normalisation makes 1 and -1 of two images, whatever they are.
 
     Parameters
     ----------

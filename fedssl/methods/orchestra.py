@@ -1,30 +1,30 @@
-"""Orchestra (Lubana et al., ICML 2022, arXiv 2205.11506): the federation agrees on clusters of all its pictures.
+"""Orchestra (Lubana et al., ICML 2022, arXiv 2205.11506): the federation agrees on clusters of all its images.
 
-Clusters are directions C in the space of projections. A client learns to assign one view of a picture as its target
-network assigns the other, and, against collapse, to tell by how much a picture was turned. At the end of a round it
+Clusters are directions C in the space of projections. A client learns to assign one view of an image as its target
+network assigns the other, and, against collapse, to tell by how much an image was turned. At the end of a round it
 clusters the newest projections of its target network; its L local centroids go up, the server clusters those of all
 clients (`Orchestra.gather`), and the G centroids found there come down as the clusters of the next round. Clusters of
-equal size keep all pictures from ending in one. Everything else is aggregated, by whatever strategy; the authors' is
+equal size keep all images from ending in one. Everything else is aggregated, by whatever strategy; the authors' is
 FedAvg.
 
 Where this differs from the authors' code:
 
 - they begin with a round without training, in which clients only cluster. Here the first centroids are zero: all
-  clusters are alike, the consistency term is constant and has no gradient, and round 1 learns from turned pictures
+  clusters are alike, the consistency term is constant and has no gradient, and round 1 learns from turned images
   alone;
 - their target networks travel and are averaged (``target="average"``); here they stay with the client by default, like
   the memory, which begins anew with them;
 - their memory begins with random numbers and ends in the client's object, which every round makes anew; here it begins
   empty and stays with the client;
 - what is turned is view 1, theirs is a third view; to regularisers it is the first of the two views;
-- a picture of a batch is turned by as many quarters as its position, modulo 4, instead of at random: positions are
+- an image of a batch is turned by as many quarters as its position, modulo 4, instead of at random: positions are
   random already, and all four angles come equally often;
 - the target network moves after a step, not before the next one, which is the same but for a round's first step;
 - local clustering begins with projections far from each other instead of random ones;
 - they fit the global centroids by 500 steps of gradient descent to the assignment of Sinkhorn-Knopp, from those of the
   round before; here they come from the same k-means with Sinkhorn-Knopp as the local ones, which has no random numbers
   and takes milliseconds;
-- they weigh clients by numbers of batches, FedAvg here by pictures.
+- they weigh clients by numbers of batches, FedAvg here by images.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ LOCAL, GLOBAL = "local_centroids", "centroids"
 def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: float) -> Tensor:
     """Cross entropy of one view's assignment to clusters with the target's assignment of the other view.
 
-    With p(z) the softmax over the centroids c of ``cos(z, c) / temperature``, the mean over pictures of
+    With p(z) the softmax over the centroids c of ``cos(z, c) / temperature``, the mean over images of
     ``-sum_c p(target)_c log p(z)_c``.
 
     Parameters
@@ -71,22 +71,22 @@ def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: fl
     return F.cross_entropy(own, other.detach().softmax(dim=1))
 
 
-def quarter_turns(pictures: Tensor) -> Tensor:
-    """Picture i turned counter-clockwise by i modulo 4 quarters.
+def quarter_turns(images: Tensor) -> Tensor:
+    """Image i turned counter-clockwise by i modulo 4 quarters.
 
     Parameters
     ----------
-    pictures : Tensor
+    images : Tensor
         ``(batch, channels, size, size)``.
 
     Returns
     -------
     Tensor
-        Like ``pictures``.
+        Like ``images``.
     """
-    turned = pictures.clone()
+    turned = images.clone()
     for quarters in (1, 2, 3):
-        turned[quarters::4] = pictures[quarters::4].rot90(quarters, (2, 3))
+        turned[quarters::4] = images[quarters::4].rot90(quarters, (2, 3))
     return turned
 
 

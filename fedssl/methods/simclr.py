@@ -1,4 +1,4 @@
-"""SimCLR (Chen et al., arXiv 2002.05709): views of one picture attract, all other pictures of the batch repel.
+"""SimCLR (Chen et al., arXiv 2002.05709): views of one image attract, all other images of the batch repel.
 
 L-DAWA trains with it. Its code has one linear layer as head, a temperature of 0.07 and a loss that is not Eq. 1 of
 SimCLR (one direction, self-similarity kept in the denominator). Here all three are settings, and the loss is Eq. 1 by

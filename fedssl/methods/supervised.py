@@ -1,7 +1,7 @@
 """Supervised training, the bound with labels: a classifier end to end (Dec-SL of Wang et al., arXiv 2210.10947).
 
-Its accuracy on the test pictures is Dec-SL; Dec-SLRep is its encoder under the protocols that every other encoder is
-compared by. Both views of a picture are classified, so that a step sees as many pictures as one of the self-supervised
+Its accuracy on the test images is Dec-SL; Dec-SLRep is its encoder under the protocols that every other encoder is
+compared by. Both views of an image are classified, so that a step sees as many images as one of the self-supervised
 methods does; the authors classify one view.
 """
 

@@ -1,15 +1,15 @@
-"""Partitions of pictures among clients: every picture belongs to exactly one."""
+"""Partitions of images among clients: every image belongs to exactly one."""
 
-from fedssl.partition.base import Division, Images
+from fedssl.partition.base import Division, ImageSubset
 from fedssl.partition.clusters import feature_clusters
 from fedssl.partition.deal import auxiliary, divide, split
 from fedssl.partition.listed import listed, write_division
-from fedssl.partition.rules import MIN_PICTURES, classes, dirichlet, iid, natural, skew
+from fedssl.partition.rules import MIN_IMAGES, classes, dirichlet, iid, natural, skew
 
 __all__ = [
-    "MIN_PICTURES",
+    "MIN_IMAGES",
     "Division",
-    "Images",
+    "ImageSubset",
     "auxiliary",
     "classes",
     "dirichlet",

@@ -1,4 +1,4 @@
-"""What a partition's rule is given of the pictures themselves, and what it gives back."""
+"""What a partition's rule is given of the images themselves, and what it gives back."""
 
 from dataclasses import dataclass
 
@@ -6,15 +6,15 @@ import numpy as np
 from torch import Tensor
 
 
-class Images:
-    """The pictures that a rule divides, which may be more than the memory holds: a rule takes some at a time.
+class ImageSubset:
+    """The images that a rule divides, which may be more than the memory holds: a rule takes some at a time.
 
     No dataclass, for Hydra would make settings of its values.
 
     Parameters
     ----------
     source : Tensor
-        uint8, ``(N, channels, height, width)``, all pictures of the data set; it may be mapped from a file.
+        uint8, ``(N, channels, height, width)``, all images of the data set; it may be mapped from a file.
     rows : Tensor
         int64, ``(n,)``, where those to be divided are.
     cache : str or None
@@ -34,15 +34,15 @@ class Images:
 
 @dataclass(frozen=True)
 class Division:
-    """Who holds what, from a rule that divides by something else than the pictures' classes.
+    """Who holds what, from a rule that divides by something else than the images' classes.
 
     Attributes
     ----------
     parts : list of ndarray
-        For every client the sorted int64 positions of its pictures.
+        For every client the sorted int64 positions of its images.
     groups : Tensor or None
-        int64, ``(n,)``, what was divided by: one of the numbers from 0 for each picture, -1 for one that is nobody's.
-        None: classes, owners or nothing, which the pictures say themselves.
+        int64, ``(n,)``, what was divided by: one of the numbers from 0 for each image, -1 for one that is nobody's.
+        None: classes, owners or nothing, which the images say themselves.
     kind : str
         What a group is called, for people.
     """

@@ -1,10 +1,10 @@
-"""Feature clusters of Dec-SSL (Wang et al., ICLR 2023, section 3.1): heterogeneity of what pictures look like.
+"""Feature clusters of Dec-SSL (Wang et al., ICLR 2023, section 3.1): heterogeneity of what images look like.
 
-Pictures are clustered by k-means on their whitened principal components, and the clusters are divided among the clients
+Images are clustered by k-means on their whitened principal components, and the clusters are divided among the clients
 as `dirichlet` divides classes. No label is looked at.
 
 The authors take features of a network that they do not publish, 30 whitened components and SciPy's k-means with as many
-clusters as clients. Here the features are pixels, averaged over small squares where a picture has many, or those of an
+clusters as clients. Here the features are pixels, averaged over small squares where an image has many, or those of an
 encoder of one's own; and k-means starts from k-means++.
 
 All that follows the pixels is computed in float64 by one thread: the clusters are a function of the seed, whatever the
@@ -30,13 +30,13 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.export import load_encoder
 from fedssl.machine.threads import one_thread
-from fedssl.partition.base import Division, Images
+from fedssl.partition.base import Division, ImageSubset
 from fedssl.partition.rules import check_counts, check_shares, dirichlet
 from fedssl.seeding import derive_seed
 
-MOST_PIXELS = 1024  # numbers of a picture without an encoder: their covariance takes a second for 50,000 pictures
+MOST_PIXELS = 1024  # numbers of an image without an encoder: their covariance takes a second for 50,000 images
 RESTARTS = 4  # of k-means: the best of so many is taken
-_CHUNK = 512  # pictures at a time
+_CHUNK = 512  # images at a time
 _FLAT = 1e-10  # share of the largest variance below which a direction has none
 
 log = logging.getLogger("fedssl")
@@ -46,8 +46,8 @@ def feature_clusters(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
-    images: Images,
-    num_pictures: int,
+    images: ImageSubset,
+    num_images: int,
     num_clients: int,
     seed: int,
     clusters: int | None,
@@ -57,18 +57,18 @@ def feature_clusters(
     encoder: str | None = None,
     components: int = 30,
 ) -> Division:
-    """Each cluster of pictures is divided among the clients by shares from Dir(alpha, ..., alpha).
+    """Each cluster of images is divided among the clients by shares from Dir(alpha, ..., alpha).
 
     Parameters
     ----------
     clusters : int or None
-        From 1 to the number of pictures; None: as many as clients.
+        From 1 to the number of images; None: as many as clients.
     alpha, min_size, self_balancing
         As in `dirichlet`, for clusters in the place of classes.
     encoder, components
         As in `cluster`.
     """
-    check_counts(num_pictures, num_clients)
+    check_counts(num_images, num_clients)
     check_shares(alpha, min_size)
     clusters = num_clients if clusters is None else clusters
     if type(clusters) is not int:
@@ -78,7 +78,7 @@ def feature_clusters(
     found = torch.from_numpy(cluster(images, clusters=clusters, encoder=encoder, components=components, seed=seed))
     parts = dirichlet(
         found,
-        num_pictures=num_pictures,
+        num_images=num_images,
         num_clients=num_clients,
         seed=seed,
         alpha=alpha,
@@ -88,14 +88,14 @@ def feature_clusters(
     return Division(parts, found, "cluster")
 
 
-def cluster(images: Images, *, clusters: int, encoder: str | None, components: int, seed: int) -> np.ndarray:
-    """The cluster of every picture; what takes longer than a second is kept in a file for the next process.
+def cluster(images: ImageSubset, *, clusters: int, encoder: str | None, components: int, seed: int) -> np.ndarray:
+    """The cluster of every image; what takes longer than a second is kept in a file for the next process.
 
     Parameters
     ----------
-    images : Images
+    images : ImageSubset
     clusters : int
-        From 1 to the number of pictures.
+        From 1 to the number of images.
     encoder : str or None
         File of an encoder whose representations are clustered; None: the pixels are.
     components : int
@@ -111,16 +111,16 @@ def cluster(images: Images, *, clusters: int, encoder: str | None, components: i
     Raises
     ------
     InputError
-        A setting is out of range, the encoder is for other pictures, or there are fewer different pictures than
+        A setting is out of range, the encoder is for other images, or there are fewer different images than
         clusters.
     """
     if not 1 <= clusters <= len(images):
-        raise InputError(f"partition.clusters={clusters} must be from 1 to the number of pictures, {len(images)}")
+        raise InputError(f"partition.clusters={clusters} must be from 1 to the number of images, {len(images)}")
     if components < 1:
         raise InputError(f"partition.components={components} must be at least 1; Dec-SSL uses 30")
 
     def make() -> np.ndarray:
-        log.info("clustering %s pictures by their features", f"{len(images):,}")
+        log.info("clustering %s images by their features", f"{len(images):,}")
         with one_thread():
             features = pixel_features(images) if encoder is None else encoder_features(images, encoder)
         return k_means(whitened(features, components=components), clusters=clusters, seed=seed)
@@ -129,19 +129,19 @@ def cluster(images: Images, *, clusters: int, encoder: str | None, components: i
     return _kept(images, settings, make)
 
 
-def pixel_features(images: Images) -> np.ndarray:
-    """Pixels in [0, 1], float32, ``(n, dim)`` with ``dim`` at most 1024: means over squares of larger pictures."""
+def pixel_features(images: ImageSubset) -> np.ndarray:
+    """Pixels in [0, 1], float32, ``(n, dim)`` with ``dim`` at most 1024: means over squares of larger images."""
     return _in_chunks(images, lambda chunk: pixels(chunk, most=MOST_PIXELS))
 
 
-def encoder_features(images: Images, path: str) -> np.ndarray:
+def encoder_features(images: ImageSubset, path: str) -> np.ndarray:
     """Representations by the encoder of a file, float32, ``(n, feature_dim)``, computed on the CPU."""
     encoder: Any = load_encoder(path)
     channels = images.source.shape[1]
     if encoder.channels != channels:
         raise InputError(
-            f"partition.encoder={path} was trained on pictures with {encoder.channels} channels but these have "
-            f"{channels}; give the encoder of such pictures, or null for their pixels"
+            f"partition.encoder={path} was trained on images with {encoder.channels} channels but these have "
+            f"{channels}; give the encoder of such images, or null for their pixels"
         )
     with torch.inference_mode():
         features = _in_chunks(images, lambda chunk: encoder(encoder.preprocess(chunk)))
@@ -202,13 +202,13 @@ def k_means(points: np.ndarray, *, clusters: int, seed: int) -> np.ndarray:
     different = len(np.unique(found))
     if different < clusters:
         raise InputError(
-            f"partition.clusters={clusters} but the pictures fall into {different}, for many of them are alike; "
+            f"partition.clusters={clusters} but the images fall into {different}, for many of them are alike; "
             f"give partition.clusters={different} or fewer"
         )
     return found
 
 
-def _in_chunks(images: Images, features_of: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+def _in_chunks(images: ImageSubset, features_of: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
     pieces = [slice(start, start + _CHUNK) for start in range(0, len(images), _CHUNK)]
     first = features_of(images[pieces[0]]).numpy()
     features = np.empty((len(images), first.shape[1]), np.float32)
@@ -227,8 +227,8 @@ def _bytes_of(encoder: str) -> bytes:
         ) from error
 
 
-def _kept(images: Images, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """What was made before of the same pictures with the same settings, or is made now."""
+def _kept(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """What was made before of the same images with the same settings, or is made now."""
     if images.cache is None:
         return make()
     hashed = hashlib.sha256(repr((settings, images.source.shape, _versions())).encode())
@@ -248,7 +248,7 @@ def _kept(images: Images, settings: tuple[Any, ...], make: Callable[[], np.ndarr
         except OSError as error:
             if images.cache != "auto":
                 raise unusable(file.parent, error) from error
-            log.warning("%s cannot be written (%s): every process clusters the pictures", file, error.strerror)
+            log.warning("%s cannot be written (%s): every process clusters the images", file, error.strerror)
     return made
 
 
@@ -267,5 +267,5 @@ def _read(file: Path, count: int, clusters: int) -> np.ndarray | None:
         return None
     except Exception as error:  # there is no end to how reading a damaged file can fail
         reason = str(error)
-    log.warning("%s is damaged (%s): the pictures are clustered again", file, reason)
+    log.warning("%s is damaged (%s): the images are clustered again", file, reason)
     return None

@@ -1,53 +1,53 @@
-"""The partition of a run: the pictures of every client, and those that the server keeps for its calibration."""
+"""The partition of a run: the images of every client, and those that the server keeps for its calibration."""
 
 import numpy as np
 import torch
 
 from fedssl.config.settings import PartitionSettings
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition.base import Division, Images
-from fedssl.partition.rules import MIN_PICTURES
+from fedssl.partition.base import Division, ImageSubset
+from fedssl.partition.rules import MIN_IMAGES
 from fedssl.seeding import numpy_generator
 
 
-def split(settings: PartitionSettings, pictures: Pictures) -> list[np.ndarray]:
-    """Positions of every client's pictures, as `divide` gives them."""
-    return divide(settings, pictures).parts
+def split(settings: PartitionSettings, image_data: ImageData) -> list[np.ndarray]:
+    """Positions of every client's images, as `divide` gives them."""
+    return divide(settings, image_data).parts
 
 
-def divide(settings: PartitionSettings, pictures: Pictures) -> Division:
+def divide(settings: PartitionSettings, image_data: ImageData) -> Division:
     """Who holds what, and by what was divided, a pure function of the run's settings.
 
-    Pictures that the server keeps for its calibration (see `auxiliary`) are no client's.
+    Images that the server keeps for its calibration (see `auxiliary`) are no client's.
 
     Parameters
     ----------
     settings : PartitionSettings
-    pictures : Pictures
-        Pictures that the clients share.
+    image_data : ImageData
+        Images that the clients share.
 
     Returns
     -------
     Division
-        Positions and groups are those of ``pictures``.
+        Positions and groups are those of ``image_data``.
 
     Raises
     ------
     InputError
-        If the pictures cannot be divided in this way.
+        If the images cannot be divided in this way.
     """
-    number = len(pictures.images)
+    number = len(image_data.images)
     rows = np.arange(number)
     if settings.set_aside is not None:
         rows = np.delete(rows, auxiliary(number, share=settings.set_aside, seed=settings.seed))
     shared = torch.from_numpy(rows)
-    labels, owners = (None if column is None else column[shared] for column in (pictures.labels, pictures.owners))
+    labels, owners = (None if column is None else column[shared] for column in (image_data.labels, image_data.owners))
     made: list[np.ndarray] | Division = settings.rule.make(
         labels,
         owners=owners,
-        images=Images(pictures.images, shared, settings.cache),
-        num_pictures=len(rows),
+        images=ImageSubset(image_data.images, shared, settings.cache),
+        num_images=len(rows),
         num_clients=settings.num_clients,
         seed=settings.seed,
     )
@@ -58,13 +58,13 @@ def divide(settings: PartitionSettings, pictures: Pictures) -> Division:
     return Division([rows[part] for part in division.parts], groups, division.kind)
 
 
-def auxiliary(num_pictures: int, *, share: float, seed: int) -> np.ndarray:
-    """Positions of the pictures that the server calibrates with, a pure function of the seed.
+def auxiliary(num_images: int, *, share: float, seed: int) -> np.ndarray:
+    """Positions of the images that the server calibrates with, a pure function of the seed.
 
     Parameters
     ----------
-    num_pictures : int
-        Pictures that there are.
+    num_images : int
+        Images that there are.
     share : float
         Share of them that the server keeps, above 0 and at most 1.
     seed : int
@@ -78,12 +78,12 @@ def auxiliary(num_pictures: int, *, share: float, seed: int) -> np.ndarray:
     Raises
     ------
     InputError
-        If ``share`` is out of range or leaves fewer than two pictures.
+        If ``share`` is out of range or leaves fewer than two images.
     """
-    number = round(share * num_pictures) if 0 < share <= 1 else 0
-    if number < MIN_PICTURES:
+    number = round(share * num_images) if 0 < share <= 1 else 0
+    if number < MIN_IMAGES:
         raise InputError(
-            f"calibration.share={share} of {num_pictures} pictures gives the server {number}, but it needs at least "
-            f"{MIN_PICTURES}; set calibration.share=0.1"
+            f"calibration.share={share} of {num_images} images gives the server {number}, but it needs at least "
+            f"{MIN_IMAGES}; set calibration.share=0.1"
         )
-    return np.sort(numpy_generator(seed, "auxiliary").choice(num_pictures, size=number, replace=False))
+    return np.sort(numpy_generator(seed, "auxiliary").choice(num_images, size=number, replace=False))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.partition.base import Images
-from fedssl.partition.rules import MIN_PICTURES, check_counts
+from fedssl.partition.base import ImageSubset
+from fedssl.partition.rules import MIN_IMAGES, check_counts
 from fedssl.untrusted import MAX_LINES_BYTES, read_text, sanitize
 
 COLUMNS = ("client", "label")
@@ -21,44 +21,44 @@ def listed(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
-    images: Images | None = None,
-    num_pictures: int,
+    images: ImageSubset | None = None,
+    num_images: int,
     num_clients: int,
     seed: int,
     file: str | Path | None,
 ) -> list[np.ndarray]:
-    """Every picture belongs to the client that the file says.
+    """Every image belongs to the client that the file says.
 
     Parameters
     ----------
     file : str or Path
-        A CSV file with a column ``client`` and a line for each picture, in the order of the data set: the number of
-        its client, nothing if it is nobody's. Where there is a column ``label`` as well, the pictures must have those
-        labels: other pictures, or the same ones in another order, are refused.
+        A CSV file with a column ``client`` and a line for each image, in the order of the data set: the number of
+        its client, nothing if it is nobody's. Where there is a column ``label`` as well, the images must have those
+        labels: other images, or the same ones in another order, are refused.
 
     Raises
     ------
     InputError
-        The file is not there, is not such a table, is one of other pictures, or leaves a client with too few.
+        The file is not there, is not such a table, is one of other images, or leaves a client with too few.
     """
-    check_counts(num_pictures, num_clients)
+    check_counts(num_images, num_clients)
     if file is None:
-        raise InputError("partition=file needs partition.file, a CSV file with a line for each picture; name it")
+        raise InputError("partition=file needs partition.file, a CSV file with a line for each image; name it")
     said = f"partition.file={file}"
     clients, known = _read(Path(file), num_clients, said)
-    if len(clients) != num_pictures:
-        raise InputError(f"{said} is of {len(clients)} pictures, but {num_pictures} are to be divided; name its data")
+    if len(clients) != num_images:
+        raise InputError(f"{said} is of {len(clients)} images, but {num_images} are to be divided; name its data")
     if known is not None and labels is not None and not np.array_equal(known, labels.numpy()):
         place = int(np.flatnonzero(known != labels.numpy())[0])
         raise InputError(
-            f"{said} is of other pictures, or of another order: picture {place} has label {known[place]} there and "
+            f"{said} is of other images, or of another order: image {place} has label {known[place]} there and "
             f"{int(labels[place])} in the data; name its data"
         )
     parts = [np.flatnonzero(clients == client) for client in range(num_clients)]
-    few = [client for client, part in enumerate(parts) if len(part) < MIN_PICTURES]
+    few = [client for client, part in enumerate(parts) if len(part) < MIN_IMAGES]
     if few:
         raise InputError(
-            f"{said} gives client {few[0]} {len(parts[few[0]])} pictures, too few to train on ({MIN_PICTURES}); "
+            f"{said} gives client {few[0]} {len(parts[few[0]])} images, too few to train on ({MIN_IMAGES}); "
             "clients are the numbers from 0 to num_clients - 1"
         )
     return parts
@@ -70,9 +70,9 @@ def write_division(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
     Parameters
     ----------
     parts : iterable of ndarray
-        Positions of every client's pictures.
+        Positions of every client's images.
     labels : Tensor
-        int64, ``(n,)``, of all pictures.
+        int64, ``(n,)``, of all images.
     """
     clients = np.full(len(labels), -1)
     for client, part in enumerate(parts):
@@ -82,14 +82,14 @@ def write_division(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
 
 
 def _read(file: Path, num_clients: int, said: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Client of every picture ``(n,)``, -1 for nobody, and their labels if they are there."""
+    """Client of every image ``(n,)``, -1 for nobody, and their labels if they are there."""
     text = read_text(file, max_bytes=MAX_LINES_BYTES)
     if text is None:
-        raise InputError(f"{said} is not there; name a CSV file with a line for each picture")
+        raise InputError(f"{said} is not there; name a CSV file with a line for each image")
     try:
         names, *rows = list(csv.reader(io.StringIO(text))) or [[]]
     except csv.Error as error:
-        raise InputError(f"{said} is no CSV file ({error}); name one with a line for each picture") from error
+        raise InputError(f"{said} is no CSV file ({error}); name one with a line for each image") from error
     if sorted(names) not in (["client"], ["client", "label"]):
         found = sanitize(",".join(names))[:50]
         raise InputError(f"{said} begins with {found!r}; its first line must be client, or client,label")

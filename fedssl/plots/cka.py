@@ -26,7 +26,7 @@ def centered_gram(x: np.ndarray) -> np.ndarray:
 
 
 def linear_cka(one: np.ndarray, other: np.ndarray) -> float:
-    """Linear CKA of two representations of the same pictures, by their centred inner products.
+    """Linear CKA of two representations of the same images, by their centred inner products.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def linear_cka(one: np.ndarray, other: np.ndarray) -> float:
     -------
     float
         In [0, 1]: 1 if one is the other but for a rotation and a scale, 0 if they have nothing in common, or if one of
-        them is the same for all pictures.
+        them is the same for all images.
     """
     lengths = np.linalg.norm(one) * np.linalg.norm(other)
     return float(np.sum(one * other) / lengths) if lengths > 0 else 0.0
@@ -62,7 +62,7 @@ def draw_cka(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path |
     grams = [centered_gram(h) for h in representations.h[:, :MAX_IMAGES]]
     found = cka_matrix(grams, grams)
     figure = new_figure(height=1.5 + 0.4 * min(len(names), 14), width=2.6 + 0.45 * min(len(names), 14))
-    axes = figure.add_subplot(title=f"representations of the test pictures, round {round}")
+    axes = figure.add_subplot(title=f"representations of the test images, round {round}")
     plot_matrix(figure, axes, found, names)
     rows = [["model", *names], *([name, *row] for name, row in zip(names, found.tolist(), strict=True))]
     return save_figure(figure, folder, "cka", rows=rows, formats=formats)

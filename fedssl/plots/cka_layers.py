@@ -23,7 +23,7 @@ OUTPUT = "h"  # what a representation is called among the layers
 
 
 def layer_outputs(encoder: Encoder, images: Tensor, *, run: LoadedRun) -> dict[str, np.ndarray]:
-    """What the running stages of an encoder make of pictures, and its representations as `OUTPUT`.
+    """What the running stages of an encoder make of images, and its representations as `OUTPUT`.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def draw_layers(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> P
     where it falls, clients part.
     """
     kept = run.kept[-1]
-    images, _ = run.pictures(LAYER_IMAGES)
+    images, _ = run.images(LAYER_IMAGES)
     grams: dict[str, list[np.ndarray]] = {}
     files = {"global model": run.only_model(kept, figure="the layers' CKA")}
     files |= {f"client {client}": file for client, file in kept.clients.items()}

@@ -151,7 +151,7 @@ def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Pa
             axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="0.7", alpha=0.6, label="clients")
     models = [line for line in lines if line["client"] is None]
     _plot_models(axes, models, round=round, color=line_style(strategy_of(folder)).color)
-    reference = gaussian_spectrum(one["pictures"], one["dim"])[:TOP].tolist()
+    reference = gaussian_spectrum(one["images"], one["dim"])[:TOP].tolist()
     axes.plot(_logarithms(reference), color="0.3", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
@@ -164,10 +164,10 @@ def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Pa
 
 
 def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
-    """Tell which pictures a spectrum is of, and whether there are too few for its dimensions."""
-    whose = "test pictures" if spectrum["split"] == "test" else "pictures of the clients (there are none for the test)"
-    few = ", fewer than two for each" if spectrum["pictures"] < 2 * spectrum["dim"] else ""
-    return f"{spectrum['pictures']} {whose} in {spectrum['dim']} dimensions{few}"
+    """Tell which images a spectrum is of, and whether there are too few for its dimensions."""
+    whose = "test images" if spectrum["split"] == "test" else "images of the clients (there are none for the test)"
+    few = ", fewer than two for each" if spectrum["images"] < 2 * spectrum["dim"] else ""
+    return f"{spectrum['images']} {whose} in {spectrum['dim']} dimensions{few}"
 
 
 def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int, color: Any) -> None:

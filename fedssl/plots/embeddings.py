@@ -1,10 +1,10 @@
 """Figures of representations: global against local models in two dimensions, and on the sphere (FedU2, Figs. 5 and 4).
 
-Both show what the global model and the clients' models of one round make of the same pictures. FedU2 does not say how
+Both show what the global model and the clients' models of one round make of the same images. FedU2 does not say how
 its sphere comes about. Here points lie on it as they are where the projector's output has 3 dimensions
 (``method.projector.out=3``); else every model's representations are projected onto their 3 principal directions, and
 divided by their length. These directions are of the representations as they are, not of their deviations from the mean:
-one point for all pictures would otherwise be drawn as the noise around it.
+one point for all images would otherwise be drawn as the noise around it.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from fedssl.seeding import derive_seed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_POINTS = 1500  # of a t-SNE: six seconds on one core; with more models every model shows fewer pictures
+MAX_POINTS = 1500  # of a t-SNE: six seconds on one core; with more models every model shows fewer images
 SPHERES = 6  # models that are drawn
 MARKERS = "os^DvP"  # of global models; where there are more of them, all have the first
 
 
 def draw_tsne(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw ``figures/tsne.png`` of a run folder; None if it keeps no representations, or those of one picture alone."""
+    """Draw ``figures/tsne.png`` of a run folder; None if it keeps no representations, or those of one image alone."""
     kept = read_representations(folder)
     if kept is None or kept[1].h[..., 0].size < 2:  # a point alone has no neighbours
         return None
@@ -52,7 +52,7 @@ def _rows(representations: Representations, points: np.ndarray, axes: str) -> li
     """Points ``(models, n, axes)`` with their models and classes, under a header."""
     labels = [""] * points.shape[1] if representations.labels is None else representations.labels.tolist()
     return [
-        ["model", "picture", "class", *axes],
+        ["model", "image", "class", *axes],
         *(
             [str(name), number, labels[number], *place]
             for name, places in zip(representations.names, points.tolist(), strict=False)  # spheres are few
@@ -111,20 +111,20 @@ def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
     _, _, directions = np.linalg.svd(h, full_matrices=False)
     points = h @ directions[:3].T
     points *= np.where(points.sum(axis=0) < 0, -1, 1)  # a direction has no sign of its own: most points in front
-    points = np.pad(points, ((0, 0), (0, 3 - points.shape[1])))  # fewer pictures than directions
+    points = np.pad(points, ((0, 0), (0, 3 - points.shape[1])))  # fewer images than directions
     lengths = np.linalg.norm(points, axis=1, keepdims=True)
     share = float(np.sum(lengths**2) / max(np.sum(h**2), 1e-12))
     return np.divide(points, lengths, out=np.zeros_like(points), where=lengths > 1e-6), share
 
 
 def tsne_points(representations: Representations, *, seed: int = 0) -> np.ndarray:
-    """The t-SNE of all models together, of as many pictures as it can show, ``(models, pictures, 2)``."""
+    """The t-SNE of all models together, of as many images as it can show, ``(models, images, 2)``."""
     models, n, _ = representations.h.shape
     return tsne(representations.h[:, : max(1, min(n, MAX_POINTS // models))], seed=seed)
 
 
 def tsne_figure(representations: Representations, points: np.ndarray, *, round: int) -> "Figure":
-    """Draw every picture once for every model; colours are classes, or else models.
+    """Draw every image once for every model; colours are classes, or else models.
 
     Global models are full marks, one kind for each where they are few, and clients' models are crosses.
     """
@@ -148,7 +148,7 @@ def tsne_figure(representations: Representations, points: np.ndarray, *, round: 
         ]
     )
     colors = "models" if labels is None else "classes"
-    axes.set_xlabel(f"t-SNE of the representations of {used} pictures, round {round}; colours: {colors}")
+    axes.set_xlabel(f"t-SNE of the representations of {used} images, round {round}; colours: {colors}")
     return figure
 
 

@@ -1,6 +1,6 @@
 """What clients lose when their models are averaged: accuracy of their own model, and of the global one after the round.
 
-Both are judged by nearest neighbours (`fedssl.evaluation.knn`) on all test pictures, and on those in which classes are
+Both are judged by nearest neighbours (`fedssl.evaluation.knn`) on all test images, and on those in which classes are
 as frequent as among the client's own (`fedssl.evaluation.alike`). Forgetting is what the client's own model has
 more on the latter; negative, the client gains.
 """
@@ -28,7 +28,7 @@ from fedssl.seeding import torch_generator
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_TRAIN_IMAGES, MAX_TEST_IMAGES = 5000, 2000  # most pictures that vote, and that are judged
+MAX_TRAIN_IMAGES, MAX_TEST_IMAGES = 5000, 2000  # most images that vote, and that are judged
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class ClientForgetting:
     ----------
     round, client : int
     local_matched, global_matched : float
-        On test pictures like the client's.
+        On test images like the client's.
     local_all, global_all : float
-        On all test pictures.
+        On all test images.
     """
 
     round: int
@@ -53,7 +53,7 @@ class ClientForgetting:
 
     @property
     def forgetting(self) -> float:
-        """What the client's model has more on pictures like its own."""
+        """What the client's model has more on images like its own."""
         return self.local_matched - self.global_matched
 
 
@@ -71,13 +71,13 @@ def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
     Raises
     ------
     InputError
-        There are no labels, or the clients' pictures are on devices.
+        There are no labels, or the clients' images are on devices.
     """
     data = run.settings.data
     problem = lacking(data)
     labels = None if data.federated is None or problem else load_federated(data).labels
     if problem or labels is None:
-        reason = problem or "the pictures of the clients have no labels here"
+        reason = problem or "the images of the clients have no labels here"
         raise InputError(f"{run.folder}: forgetting needs labels; {reason}")
     train, test = (
         _some(load_labelled(data, "train"), MAX_TRAIN_IMAGES),
@@ -97,7 +97,7 @@ def _measure_round(
     data = run.settings.data
 
     def accuracies(file: Path, clients: Sequence[int]) -> tuple[float, list[float]]:
-        """Of one model, on all test pictures and on those of every client."""
+        """Of one model, on all test images and on those of every client."""
         with run.loaded(file, round=kept.round) as method:
             whole = Subject(
                 encoder=method.encoder, train=train, test=test, mean=data.mean, std=data.std, device=run.device
@@ -126,10 +126,10 @@ def _accuracy(subject: Subject) -> float:
     return KNN()(subject, seed=0)["knn"].value
 
 
-def _some(pictures: Labelled | None, most: int) -> Labelled:
-    assert pictures is not None  # `lacking` says so
-    rows = torch.from_numpy(choose(len(pictures.labels), most))
-    return Labelled(pictures.images[rows], pictures.labels[rows])
+def _some(labelled: Labelled | None, most: int) -> Labelled:
+    assert labelled is not None  # `lacking` says so
+    rows = torch.from_numpy(choose(len(labelled.labels), most))
+    return Labelled(labelled.images[rows], labelled.labels[rows])
 
 
 def _generator(run: LoadedRun, client: int) -> torch.Generator:

@@ -155,9 +155,9 @@ def concat_weights(layers: Layers, names: Sequence[str]) -> np.ndarray:
 
 
 def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
-    """The method's loss as a function of the named weights, always on the same views of the same pictures."""
+    """The method's loss as a function of the named weights, always on the same views of the same images."""
     method, settings = run.method, run.settings
-    images, labels = run.pictures(MAX_IMAGES)
+    images, labels = run.images(MAX_IMAGES)
     generator = torch_generator(settings.seed, "landscape views")
     augment = settings.training.augmentation.make()
     size = min(settings.training.batch_size, len(images))

@@ -20,12 +20,12 @@ _LEGEND = 10  # classes that a legend can name; more get a colour scale
 
 
 def partition_table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> str:
-    """A CSV file ``client,examples,<class>...`` with the number of pictures per class; without labels no class columns.
+    """A CSV file ``client,examples,<class>...`` with the number of images per class; without labels no class columns.
 
     Parameters
     ----------
     parts : sequence of ndarray
-        Positions of each client's pictures.
+        Positions of each client's images.
     columns : tuple of Tensor or None, and sequence of str
         Labels ``(n,)``, and the names of the classes; empty: their numbers. Further ones of other groups, such as
         clusters.
@@ -66,7 +66,7 @@ def who_holds_what(folder: Path) -> PlotData | None:
     Returns
     -------
     PlotData or None
-        None without the table: the pictures are on devices.
+        None without the table: the images are on devices.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def who_holds_what(folder: Path) -> PlotData | None:
 
 
 def read_partition_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
-    """Read pictures of each client and class ``(clients, classes)``, and the names of the classes, of `partition_table`.
+    """Read images of each client and class ``(clients, classes)``, and the names of the classes, of `partition_table`.
 
     Columns of other groups are left out, and so are last classes that nobody holds. Without labels there is one column,
     and no names. None: there is no file.
@@ -94,13 +94,13 @@ def read_partition_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
     try:
         table = np.array([[int(cell) for cell in line] for line in lines], dtype=np.int64)
     except (ValueError, OverflowError) as error:
-        raise corrupt_file_error(path, "it does not hold numbers of pictures") from error
+        raise corrupt_file_error(path, "it does not hold numbers of images") from error
     if header[:2] != ["client", "examples"] or table.ndim != 2 or table.shape[1] != len(header) or table.min() < 0:
-        raise corrupt_file_error(path, "it is no table of clients and pictures")
+        raise corrupt_file_error(path, "it is no table of clients and images")
     examples, counts = table[:, 1], table[:, 2:]
     if not counts.size:
         return table[:, 1:2], []
-    # Classes come first, and together they have every picture once.
+    # Classes come first, and together they have every image once.
     whole = np.flatnonzero((counts.cumsum(axis=1) == examples[:, None]).all(axis=0))
     if not len(whole):
         raise corrupt_file_error(path, "its columns do not add up")
@@ -134,7 +134,7 @@ def _draw_bars(axes: "Axes", counts: np.ndarray, shades: np.ndarray) -> None:
     corners = [(left, client - half), (right, client - half), (right, client + half), (left, client + half)]
     rectangles = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
     axes.add_collection(PolyCollection(list(rectangles), facecolors=shades[label], linewidths=0))
-    axes.set(xlim=(0, right.max() * 1.02), ylim=(num_clients - 0.5, -0.5), xlabel="pictures", ylabel="client")
+    axes.set(xlim=(0, right.max() * 1.02), ylim=(num_clients - 0.5, -0.5), xlabel="images", ylabel="client")
     axes.yaxis.set_major_locator(MaxNLocator(20, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -157,7 +157,7 @@ def _add_scale(figure: "Figure", axes: "Axes", num_classes: int, kind: str) -> N
 def _counts(
     parts: Sequence[np.ndarray], labels: torch.Tensor | None, classes: Sequence[str]
 ) -> tuple[np.ndarray, list[str]]:
-    """Count pictures of each client and class ``(clients, classes)``, with the classes' names; 0 classes: no labels."""
+    """Count images of each client and class ``(clients, classes)``, with the classes' names; 0 classes: no labels."""
     if labels is None:
         return np.zeros((len(parts), 0), dtype=np.int64), []
     column = labels.numpy()

@@ -29,7 +29,7 @@ RUN_PLOTS: dict[str, Callable[..., Path | None]] = {
     "cka": draw_cka,
 }
 
-# Of the models that a run keeps with keep_models=N, and of its pictures.
+# Of the models that a run keeps with keep_models=N, and of its images.
 MODEL_PLOTS: dict[str, Callable[..., Path]] = {
     "landscape": draw_landscape,
     "cka_layers": draw_layers,

@@ -2,7 +2,7 @@
 
 LW-FedSSL (Tun et al., arXiv 2401.11647, Eq. 3) measures closeness by InfoNCE, FeatARC (Wang et al., ICLR 2023, arXiv
 2210.10947, section 5) by the cosine. LW-FedSSL does not say whether representations are normalised; here they are. The
-code of FeatARC compares the projection of a view with the received encoder's representation of the picture itself,
+code of FeatARC compares the projection of a view with the received encoder's representation of the image itself,
 which needs projections as long as representations; the paper, and this, compare representations with representations.
 """
 

@@ -41,7 +41,7 @@ class Regularizer:
     on : str or None
         Part of the method whose outputs the term needs: "encoder" or "projector".
     repeatable : bool
-        Whether `add_to` does the same to other numbers in every step of as many pictures, in memory that stays where it
+        Whether `add_to` does the same to other numbers in every step of as many images, in memory that stays where it
         is from one `start` to the next, so that a GPU can record it.
     """
 

@@ -26,7 +26,7 @@ def feature_decorrelation(z: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Scalar from 0 to ``(batch - 1)^2 / batch``; 0 for one picture or one dimension, which have no correlations. A
+        Scalar from 0 to ``(batch - 1)^2 / batch``; 0 for one image or one dimension, which have no correlations. A
         dimension that is constant counts as uncorrelated.
     """
     batch, dim = z.shape

@@ -97,7 +97,7 @@ def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tenso
     samples : Tensor
         Points of the sphere, ``(batch, dim)``, each of length 1.
     bases : Tensor
-        Where the tangent spaces touch, ``(bases, dim)``, each of length 1. The code takes as many as there are pictures
+        Where the tangent spaces touch, ``(bases, dim)``, each of length 1. The code takes as many as there are images
         but divides by the 6 that were meant.
     projections : Tensor
         Lines onto which each tangent space is projected, ``(bases, dim, lines)``, standard normal.

@@ -184,7 +184,7 @@ def _differences(settings: Mapping[str, Any], expected: Mapping[str, str]) -> Di
 
 
 def _is_place(key: str) -> bool:
-    """Whether a setting says where pictures lie."""
+    """Whether a setting says where images lie."""
     return key.rpartition(".")[2] in ("path", "cache")
 
 

@@ -55,7 +55,7 @@ def latex(lines: Lines, *, left: int, marked: Positions = ()) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Text of others in Markdown: no link, picture, element or cell of its own."""
+    """Text of others in Markdown: no link, image, element or cell of its own."""
     return re.sub(r"([\\`*\[\]<>|~#!])", r"\\\1", sanitize(text))
 
 

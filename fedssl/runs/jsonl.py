@@ -10,7 +10,7 @@ from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 Validator = Callable[[Any], bool]
 
 _MAX_ABS = 1e150
-MAX_SPECTRUM_SIZE = 10**8  # of pictures times dimensions of a spectrum: its reference is drawn from as many
+MAX_SPECTRUM_SIZE = 10**8  # of images times dimensions of a spectrum: its reference is drawn from as many
 
 
 def read_jsonl(file: Path, *, required: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -84,8 +84,8 @@ def _spectrum(value: Any) -> bool:
         isinstance(value, dict)
         and isinstance(value.get("singular_values"), list)
         and all(map(finite_number, value["singular_values"]))
-        and all(count(1)(value.get(key)) for key in ("pictures", "dim"))
-        and value["pictures"] * value["dim"] <= MAX_SPECTRUM_SIZE
+        and all(count(1)(value.get(key)) for key in ("images", "dim"))
+        and value["images"] * value["dim"] <= MAX_SPECTRUM_SIZE
         and text(value.get("split"))
     )
 

@@ -27,7 +27,7 @@ from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import at_stage
 from fedssl.seeding import torch_generator
 
-# What a run folder may not choose for whoever looks into it: where decoded pictures are written, and an engine.
+# What a run folder may not choose for whoever looks into it: where decoded images are written, and an engine.
 RESUME_OVERRIDES = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
 
 
@@ -65,15 +65,15 @@ class LoadedRun:
         """That of its rule."""
         return line_style(strategy_of(self.folder)).color
 
-    def pictures(self, most: int) -> tuple[Tensor, Tensor | None]:
-        """Some pictures of the clients, or of the test where those are on devices, and their labels if they have any.
+    def images(self, most: int) -> tuple[Tensor, Tensor | None]:
+        """Some images of the clients, or of the test where those are on devices, and their labels if they have any.
 
         uint8 ``(n, channels, height, width)``, and int64 ``(n,)``; always the same ones.
         """
         data = self.settings.data
         found = load_any(data, "federated") or load_any(data, "test")
         if found is None:
-            raise InputError(f"{self.folder}: the data set has no pictures here; choose another figure")
+            raise InputError(f"{self.folder}: the data set has no images here; choose another figure")
         order = torch.randperm(len(found.images), generator=torch_generator(self.settings.seed, "figures"))[:most]
         return found.images[order], None if found.labels is None else found.labels[order]
 

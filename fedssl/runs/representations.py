@@ -1,4 +1,4 @@
-"""Representations of the same pictures by the global models and by the clients' models, as a run folder keeps them."""
+"""Representations of the same images by the global models and by the clients' models, as a run folder keeps them."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +15,7 @@ MAX_BYTES = 2**30  # bytes of the file
 
 @dataclass(frozen=True)
 class Representations:
-    """What models make of the same pictures, every vector divided by its length.
+    """What models make of the same images, every vector divided by its length.
 
     Attributes
     ----------
@@ -28,7 +28,7 @@ class Representations:
     z : ndarray or None
         float16, ``(models, n, 3)``: projections, where the projector's output has 3 numbers.
     labels : ndarray or None
-        int64, ``(n,)``: classes of the pictures, where they are known.
+        int64, ``(n,)``: classes of the images, where they are known.
     """
 
     names: np.ndarray

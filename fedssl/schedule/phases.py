@@ -110,8 +110,8 @@ def divide(rounds: int, stages: int, shares: str | Sequence[int]) -> list[int]:
     ----------
     shares : {"uniform", "left_skewed", "right_skewed"} or sequence of int
         "left_skewed": more rounds for later stages, "right_skewed": for earlier ones (Section 5.10). Every stage has
-        one round; the others are divided equally, or in proportion to 1, 2, ..., S (the paper shows its shares as a
-        picture only). A sequence gives the rounds themselves.
+        one round; the others are divided equally, or in proportion to 1, 2, ..., S (the paper shows its shares as an
+        image only). A sequence gives the rounds themselves.
 
     Raises
     ------

@@ -129,7 +129,7 @@ def check(method: SSLMethod, phases: Sequence[Phase]) -> None:
     """
     if TEACHER in method.constant and len(phases) > 1:
         raise InputError(
-            "a teacher knows what the whole encoder makes of pictures, and the schedule trains parts of it; set "
+            "a teacher knows what the whole encoder makes of images, and the schedule trains parts of it; set "
             "schedule=end_to_end, or leave the teacher out with method.alignment_weight=0"
         )
     if any(phase.dropout for phase in phases) and not method.encoder.even:

@@ -137,7 +137,7 @@ class ClientUpdate:
     gathered : Layers
         What the server half of the method gathers, see `fedssl.methods.base.SSLMethod`.
     num_examples : int, optional
-        Pictures the client trained on.
+        Images the client trained on.
     train_loss : float, optional
         Mean loss of the last local epoch.
     seconds : float, optional

@@ -18,7 +18,7 @@ from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import ALL, IDLE, RULES, SINGLE, SUITES, VARIANTS, Suite
 from fedssl.config.load import compose
 from fedssl.config.overrides import groups
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.partition import divide
 
 # A stand-in for `fedssl`: the first word says what it does; its folder is the last one.
@@ -167,12 +167,12 @@ def test_rows_compose_and_divide_as_on_record(name, keys) -> None:
     assert {rule for rule, method in rows if method == "simclr"} - set(VARIANTS) == {*RULES, SINGLE, ALL, IDLE}
     assert {method for rule, method in rows if rule == "l_dawa"} == {method for _, method in rows}
     assert set(RULES) <= set(groups()["strategy"])
-    pictures = Pictures(torch.zeros(suite.pictures, 3, 1, 1, dtype=torch.uint8), None)
+    image_data = ImageData(torch.zeros(suite.num_images, 3, 1, 1, dtype=torch.uint8), None)
     for key in keys:
         settings = compose(suite.arguments(rows[key], 0, "/no/such"))
         assert settings.num_clients == (suite.clients if rows[key].shared else 1)
-        assert settings.data.limit == suite.pictures
-        assert sum(map(len, divide(settings.partition, pictures).parts)) == suite.pictures
+        assert settings.data.limit == suite.num_images
+        assert sum(map(len, divide(settings.partition, image_data).parts)) == suite.num_images
         assert set(results.PROTOCOLS) <= set(settings.evaluation.final_protocol.values["protocols"])
 
 

@@ -21,4 +21,4 @@ def test_launches_of_a_step_and_nothing_between_steps(overrides, most):
     step, epoch, _ = count("precision=bf16", *overrides)
     assert step.launches <= most
     assert (step.copies, step.waits) == (0, 0)
-    assert (epoch.copies, epoch.waits) == (2, 1)  # places of the pictures and parameters of the views; the loss
+    assert (epoch.copies, epoch.waits) == (2, 1)  # places of the images and parameters of the views; the loss

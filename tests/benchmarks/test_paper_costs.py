@@ -13,7 +13,7 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.schedule.phases import end_to_end, layer_wise, progressive
 
 ROUNDS, BLOCKS = 180, 12
-PICTURE = torch.zeros(1, 3, 32, 32)
+IMAGE = torch.zeros(1, 3, 32, 32)
 SCHEDULES = {
     schedule.__name__: schedule(rounds=ROUNDS, depth=BLOCKS) for schedule in (end_to_end, layer_wise, progressive)
 }
@@ -34,8 +34,8 @@ def simclr():
 
 
 def test_flops_of_the_paper(moco):
-    assert f"{paper_flops(moco, SCHEDULES['end_to_end'], picture=PICTURE) / 1e10:.2f}" == "27.42"
-    assert f"{paper_flops(moco, SCHEDULES['layer_wise'], picture=PICTURE) / 1e10:.2f}" == "9.58"
+    assert f"{paper_flops(moco, SCHEDULES['end_to_end'], image=IMAGE) / 1e10:.2f}" == "27.42"
+    assert f"{paper_flops(moco, SCHEDULES['layer_wise'], image=IMAGE) / 1e10:.2f}" == "9.58"
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_flops_of_the_paper(moco):
     ],
 )
 def test_ratios_of_flops_of_the_paper(moco, schedule, aligned, expected):
-    whole = paper_flops(moco, SCHEDULES["end_to_end"], picture=PICTURE)
-    assert f"{paper_flops(moco, SCHEDULES[schedule], picture=PICTURE, aligned=aligned) / whole:.2f}" == expected
+    whole = paper_flops(moco, SCHEDULES["end_to_end"], image=IMAGE)
+    assert f"{paper_flops(moco, SCHEDULES[schedule], image=IMAGE, aligned=aligned) / whole:.2f}" == expected
 
 
 def test_flops_of_simclr(moco, simclr):
-    whole = paper_flops(moco, SCHEDULES["end_to_end"], picture=PICTURE)
-    assert f"{paper_flops(simclr, SCHEDULES['end_to_end'], picture=PICTURE, views=2) / whole:.2f}" == "1.49"
+    whole = paper_flops(moco, SCHEDULES["end_to_end"], image=IMAGE)
+    assert f"{paper_flops(simclr, SCHEDULES['end_to_end'], image=IMAGE, views=2) / whole:.2f}" == "1.49"
 
 
 def test_flops_by_hand(moco):
@@ -69,10 +69,10 @@ def test_flops_by_hand(moco):
     predictor = 256 * 4096 + 4096 * 256
     heads = 3 * (projector + predictor) + projector  # online forward and backward, target
     whole = 4 * (12 * block + patches) + heads
-    assert paper_flops(moco, SCHEDULES["end_to_end"], picture=PICTURE) == 180 * whole
+    assert paper_flops(moco, SCHEDULES["end_to_end"], image=IMAGE) == 180 * whole
     # Phase s: s - 1 frozen blocks and one that is trained online, s in the target; patches are trained in stage 1.
     stages = [((s - 1) + 3 + s) * block + (4 if s == 1 else 2) * patches + heads for s in range(1, 13)]
-    assert paper_flops(moco, SCHEDULES["layer_wise"], picture=PICTURE) == 15 * sum(stages)
+    assert paper_flops(moco, SCHEDULES["layer_wise"], image=IMAGE) == 15 * sum(stages)
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_ratios_of_communication_of_the_paper(moco):
 
 def test_the_method_is_left_with_all_of_it_trained(moco):
     trained = [name for name, parameter in moco.named_parameters() if parameter.requires_grad]
-    paper_flops(moco, SCHEDULES["layer_wise"], picture=PICTURE)
+    paper_flops(moco, SCHEDULES["layer_wise"], image=IMAGE)
     assert [name for name, parameter in moco.named_parameters() if parameter.requires_grad] == trained == moco.trainable

@@ -21,7 +21,7 @@ from server_app.build import build_run
 from server_app.round import Round
 from simulation.grid import make_context
 from strategies.state import ServerState
-from tests.devices import Devices, ask, context, pictures
+from tests.devices import Devices, ask, context, write_images
 
 WORDS = [
     "rounds=3",
@@ -38,7 +38,7 @@ WORDS += ["dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedbn", "run_id=m
 def plan(tmp_path_factory):
     """The content of a genuine message to a device."""
     folder = tmp_path_factory.mktemp("server")
-    device = context(data_path=pictures(folder / "pictures", 6), state_path=folder / "states", client_name="a")
+    device = context(data_path=write_images(folder / "images", 6), state_path=folder / "states", client_name="a")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
         components = build_run(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
@@ -48,8 +48,8 @@ def plan(tmp_path_factory):
 @pytest.fixture
 def node(tmp_path):
     """What the node of a device is configured with."""
-    pictures(tmp_path / "pictures", 6)
-    return {"data_path": tmp_path / "pictures", "state_path": tmp_path / "states", "client_name": "a"}
+    write_images(tmp_path / "images", 6)
+    return {"data_path": tmp_path / "images", "state_path": tmp_path / "states", "client_name": "a"}
 
 
 def changed(plan, **values):
@@ -121,11 +121,11 @@ ATTEMPTS = {
     "a batch of nothing": (lambda plan: with_task(plan, batch_size=0), "batch_size=0 but it must be at least 2"),
     "a large batch": (lambda plan: with_task(plan, batch_size=2048), "batch_size=2048 but this device allows 1024"),
     "many epochs": (lambda plan: with_task(plan, local_epochs=101), "local_epochs=101 but this device allows 100"),
-    "large pictures": (lambda plan: with_task(plan, dataset__size=10**6), "dataset.size is beyond 65536"),
-    "larger pictures": (lambda plan: with_task(plan, dataset__size=513), "dataset.size=513 but this device allows 512"),
+    "large images": (lambda plan: with_task(plan, dataset__size=10**6), "dataset.size is beyond 65536"),
+    "larger images": (lambda plan: with_task(plan, dataset__size=513), "dataset.size=513 but this device allows 512"),
     "large views": (
         lambda plan: with_task(plan, augmentation__size=60_000),
-        "Augmentation is for size=60000 but the pictures have 8",
+        "Augmentation is for size=60000 but the images have 8",
     ),
     "a large model": (lambda plan: with_task(plan, encoder__width=60_000), "a training step takes about"),
     "large heads": (
@@ -188,12 +188,12 @@ def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
     assert sentence in refusal(with_task(plan, **values), node | {"limits": tmp_path / "limits.yaml"})
 
 
-def test_pictures_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits_module, "step_bytes", lambda settings, pictures: 0)
+def test_images_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits_module, "step_bytes", lambda settings, num_images: 0)
     (tmp_path / "limits.yaml").write_text("memory: 0.001\n")
     bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
     reason = refusal(bigger, node | {"limits": tmp_path / "limits.yaml"})
-    assert reason == "the pictures take 1.6 MB of memory but this device allows 1.0 MB"  # 6 x 512 x 512
+    assert reason == "the images take 1.6 MB of memory but this device allows 1.0 MB"  # 6 x 512 x 512
 
 
 @pytest.mark.parametrize(
@@ -232,15 +232,15 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
     config = context(**node, limits=tmp_path / "limits.yaml", threads=3, device="cpu").node_config
     settings = Device.read(config).settings(task)
     assert (settings.machine.threads, settings.machine.device) == (2, "cpu")
-    assert settings.data.reader.values["path"] == str(tmp_path / "pictures")
+    assert settings.data.reader.values["path"] == str(tmp_path / "images")
     assert settings.data.reader.values["cache"] == str(tmp_path / "states" / ".pictures")
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({}, "this SuperNode does not say where its pictures are; start it with --node-config 'data-path=\"FOLDER\"'"),
-        ({"partition-id": 0, "num-partitions": 2}, "this SuperNode does not say where its pictures are"),
+        ({}, "this SuperNode does not say where its images are; start it with --node-config 'data-path=\"FOLDER\"'"),
+        ({"partition-id": 0, "num-partitions": 2}, "this SuperNode does not say where its images are"),
         ({MARK: True, "partition-id": 0, "num-partitions": 2}, "the node's configuration has simulation; known are"),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; the log of the device says more"),
@@ -280,12 +280,12 @@ def test_what_is_a_simulation():
 
 
 def test_what_is_told_of_an_error():
-    assert told(InputError("no /home/anna/pictures here")) == "InputError; the log of the device says more"
+    assert told(InputError("no /home/anna/images here")) == "InputError; the log of the device says more"
     assert told(ValueError("secret")) == "ValueError; the log of the device says more"
     assert told(RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500)) == "method=fedu/byol [2J " + "x" * 279
 
 
-def test_pictures_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
+def test_images_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
     bad = node | {"data_path": tmp_path / "nowhere"}
     assert refusal(plan, bad) == "InputError; the log of the device says more"
     assert f"data-path={tmp_path / 'nowhere'} is not a folder" in caplog.text

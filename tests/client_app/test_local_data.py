@@ -1,4 +1,4 @@
-"""The pictures by which a client tells models apart: the same at every call, also where stages are frozen."""
+"""The images by which a client tells models apart: the same at every call, also where stages are frozen."""
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
 def sample(*overrides, place=(0, "choose", 1, 2), before_step=lambda: None):
     settings = compose([*WORDS, *overrides])
     method = build(settings.model)
-    pictures = load_federated(settings.data)
-    labels = pictures.labels if method.uses_labels else None
+    images = load_federated(settings.data)
+    labels = images.labels if method.uses_labels else None
     made = Sample(
-        pictures.images,
+        images.images,
         torch.arange(10, 50),
         data=settings.data,
         training=LocalTraining.prepare(settings.training, method),
@@ -34,11 +34,11 @@ def sample(*overrides, place=(0, "choose", 1, 2), before_step=lambda: None):
 @pytest.mark.parametrize("frozen", [0, 2])
 @pytest.mark.parametrize("name", ["simclr", "byol", "supervised"])
 def test_calls_see_the_same(name, frozen):
-    pictures, method = sample(f"method={name}")
+    images, method = sample(f"method={name}")
     with at_stage(method, depth=3, frozen=frozen):
-        losses = {pictures.loss(method, 24) for _ in range(3)}
+        losses = {images.loss(method, 24) for _ in range(3)}
         assert len(losses) == 1
-        one, other = (pictures.represent(method, 24) for _ in range(2))
+        one, other = (images.represent(method, 24) for _ in range(2))
         assert one.shape == (24, method.encoder.feature_dim)
         assert one.equal(other)
         assert method.encoder.span.frozen == frozen
@@ -59,7 +59,7 @@ def test_what_limits_training_limits_choosing():
         if len(calls) > 3:
             raise RequestRefused("the time is up")
 
-    pictures, method = sample(before_step=clock)
-    pictures.loss(method, 40)  # three batches
+    images, method = sample(before_step=clock)
+    images.loss(method, 40)  # three batches
     with pytest.raises(RequestRefused, match="the time is up"):
-        pictures.represent(method, 8)
+        images.represent(method, 8)

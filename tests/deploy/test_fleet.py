@@ -1,4 +1,4 @@
-"""Real fleets on this machine: TLS, node keys and a proxy, SuperNodes with pictures of their own, and what breaks."""
+"""Real fleets on this machine: TLS, node keys and a proxy, SuperNodes with images of their own, and what breaks."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run as simulate
-from tests.devices import pictures
+from tests.devices import write_images
 from tests.fleet import PATIENCE, fleet, until
 
 FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
@@ -33,15 +33,15 @@ def equal(one, other):
 
 @pytest.fixture
 def places(tmp_path):
-    """Folders of pictures of three owners, of whom each has another number."""
+    """Folders of images of three owners, of whom each has another number."""
     return {
-        name: pictures(tmp_path / "pictures" / name, 9 + place, seed=place)
+        name: write_images(tmp_path / "images" / name, 9 + place, seed=place)
         for place, name in enumerate(("a", "b", "c"))
     }
 
 
 def partitions(run):
-    """Which owner has which number in a simulation: owners are told by how many pictures they have."""
+    """Which owner has which number in a simulation: owners are told by how many images they have."""
     table = (run / "partition.csv").read_text().splitlines()[1:]
     sizes = [int(line.split(",")[1]) for line in table]
     return {"abc"[size - 9]: number for number, size in enumerate(sizes)}
@@ -61,7 +61,7 @@ def post(port, path, keys):
 @pytest.mark.heavy
 def test_a_fleet_with_tls_and_keys_has_the_bits_of_the_simulation(places, tmp_path):
     words = [*SMALL, "strategy=fedu", "method=byol", "rounds=2"]
-    own = [f"dataset.path={tmp_path / 'pictures'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
+    own = [f"dataset.path={tmp_path / 'write_images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*words, *own, f"output_dir={tmp_path / 'simulation'}"])
     numbers = partitions(tmp_path / "simulation")
     with fleet(*places) as one:
@@ -185,7 +185,7 @@ def test_a_run_outlives_what_its_devices_do(places, tmp_path):
 def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places, tmp_path):
     run, simulation = tmp_path / "run", tmp_path / "simulation"
     words = [*SMALL, "strategy=fedu", "method=byol", "rounds=5"]
-    own = [f"dataset.path={tmp_path / 'pictures'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
+    own = [f"dataset.path={tmp_path / 'write_images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*words, *own, f"output_dir={simulation}"])
     numbers = partitions(simulation)
     with fleet(*places) as one:

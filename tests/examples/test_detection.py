@@ -14,9 +14,9 @@ def test_boxes_hold_exactly_the_pixels_of_their_shapes() -> None:
     generator = torch_generator(0, "scenes")
     seen = set()
     for _ in range(30):
-        picture, target = detection.scene(generator, channels=3, size=32)
-        assert picture.shape == (3, 32, 32)
-        assert ((picture >= 0) & (picture <= 1)).all()
+        image, target = detection.scene(generator, channels=3, size=32)
+        assert image.shape == (3, 32, 32)
+        assert ((image >= 0) & (image <= 1)).all()
         assert target["masks"].sum(0).max() == 1  # none covers another
         for box, mask in zip(target["boxes"].long().tolist(), target["masks"], strict=True):
             left, top, right, bottom = box
@@ -30,13 +30,13 @@ def test_boxes_hold_exactly_the_pixels_of_their_shapes() -> None:
 
 
 class Answers(nn.Module):
-    """Knows what is on the pictures, and says so but for `mistakes`."""
+    """Knows what is on the images, and says so but for `mistakes`."""
 
     def __init__(self, targets, mistakes):
         super().__init__()
         self.targets, self.mistakes = iter(targets), mistakes
 
-    def forward(self, pictures):
+    def forward(self, images):
         target = next(self.targets)
         labels = target["labels"].clone()
         if self.mistakes:

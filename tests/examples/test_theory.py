@@ -17,8 +17,8 @@ spec.loader.exec_module(theory)
 
 
 def eq_3_1(features, sources):
-    """Eq. 3.1, averaged over sources, picture by picture; augmentations are independent of each other, with mean 0."""
-    aligned = [np.mean([(features @ x) @ (features @ x) for x in pictures]) for pictures in sources]
+    """Eq. 3.1, averaged over sources, image by image; augmentations are independent of each other, with mean 0."""
+    aligned = [np.mean([(features @ x) @ (features @ x) for x in images]) for images in sources]
     return -np.mean(aligned) + 0.5 * np.linalg.norm(features.T @ features) ** 2
 
 
@@ -34,15 +34,15 @@ def test_self_supervised_features_minimise_the_objective():
     slow = min(minimize(objective, generator.normal(size=18)).fun for _ in range(3))
     assert slow == pytest.approx(least, rel=1e-6)
     # By hand: S has eigenvalues l_1 >= l_2 >= ..., and -sum l_i a_i + a_i^2 / 2 is least for a_i = l_i.
-    moment = sum(pictures.T @ pictures for pictures in sources) / 60
+    moment = sum(images.T @ images for images in sources) / 60
     assert least == pytest.approx(-0.5 * np.square(np.linalg.eigvalsh(moment)[-3:]).sum())
 
 
 def test_supervised_features_by_hand():
     # Classes +-e_1, +-e_2 in three dimensions: M has the rows +-a e_k, margins a (from the other axis) and 2 a: a = 1.
     # M' M = 2 (e_1 e_1' + e_2 e_2'), and u' u is its square root.
-    pictures = np.array([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
-    features = theory.supervised(pictures, np.arange(4))
+    images = np.array([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
+    features = theory.supervised(images, np.arange(4))
     np.testing.assert_allclose(features.T @ features, np.diag([2**0.5, 2**0.5, 0]), atol=1e-5)
     np.testing.assert_allclose(theory.representability(features), [1, 1, 0], atol=1e-6)
 
@@ -50,7 +50,7 @@ def test_supervised_features_by_hand():
 def test_supervised_features_are_those_of_the_two_layer_network():
     """The problem of section 4.2 as it stands, over both layers, by a general solver."""
     generator = np.random.default_rng(1)
-    pictures, labels = generator.normal(size=(6, 4)), np.array([0, 0, 1, 1, 2, 2])
+    images, labels = generator.normal(size=(6, 4)), np.array([0, 0, 1, 1, 2, 2])
     classes, width = 3, 3
 
     def layers(flat):
@@ -62,7 +62,7 @@ def test_supervised_features_are_those_of_the_two_layer_network():
 
     def margins(flat):
         u, v = layers(flat)
-        outputs = pictures @ (v @ u).T
+        outputs = images @ (v @ u).T
         return np.array(
             [
                 row[y] - row[other] - 1
@@ -79,14 +79,14 @@ def test_supervised_features_are_those_of_the_two_layer_network():
     ]
     best = min((one for one in found if margins(one.x).min() > -1e-6), key=lambda one: one.fun)
     slow, _ = layers(best.x)
-    features = theory.supervised(pictures, labels)
+    features = theory.supervised(images, labels)
     # ||v' v||_F^2 = ||u' u||_F^2 at the optimum.
     assert 2 * np.linalg.norm(features.T @ features) ** 2 == pytest.approx(best.fun, rel=1e-4)
     np.testing.assert_allclose(features.T @ features, slow.T @ slow, atol=5e-3)
 
 
 def test_classes_that_overlap_are_one_sentence():
-    with pytest.raises(InputError, match=r"the classes of 6 pictures in 1 dimensions overlap; raise --dims"):
+    with pytest.raises(InputError, match=r"the classes of 6 images in 1 dimensions overlap; raise --dims"):
         theory.supervised(np.array([[1.0], [2], [3], [4], [5], [6]]), np.array([0, 1, 2, 0, 1, 2]))
 
 
@@ -95,15 +95,15 @@ def test_representability_by_hand():
     np.testing.assert_allclose(theory.representability(np.array([[1.0, 1, 0], [2, 2, 0]])), [0.5, 0.5, 0])
 
 
-def test_pictures_of_a_source():
+def test_images_of_a_source():
     # Noise of standard deviation 1024^(-1/5) = 1/4; e_2 has +-1, e_1 and e_3 have 0 or 1024^(1/5) = 4, others nothing.
-    pictures, labels = theory.draw_source(1, sources=3, dim=1024, generator=np.random.default_rng(0))
+    images, labels = theory.draw_source(1, sources=3, dim=1024, generator=np.random.default_rng(0))
     assert np.bincount(labels).tolist() == [2, 2, 1024, 1024, 2, 2]
-    plus, minus = (pictures[labels == label].mean(axis=0) for label in (2, 3))
+    plus, minus = (images[labels == label].mean(axis=0) for label in (2, 3))
     np.testing.assert_allclose(plus[:4], [2, 1, 2, 0], atol=0.3)
     np.testing.assert_allclose(minus[:4], [2, -1, 2, 0], atol=0.3)
-    assert pictures[:, 3:].std() == pytest.approx(0.25, rel=0.01)
-    assert set(np.rint(pictures[labels == 2, 0] / 4)) == {0, 1}
+    assert images[:, 3:].std() == pytest.approx(0.25, rel=0.01)
+    assert set(np.rint(images[labels == 2, 0] / 4)) == {0, 1}
 
 
 def test_what_the_paper_proves(tmp_path, capsys):

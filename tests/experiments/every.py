@@ -31,14 +31,14 @@ def some(names: Iterable[str], *, default: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in default else pytest.mark.heavy) for name in names]
 
 
-def pictures(folder: Path, *, splits: Mapping[str, int]) -> None:
-    """Write random pictures of 32x32 as the Hub stores them, with the columns of every data set here.
+def write_images(folder: Path, *, splits: Mapping[str, int]) -> None:
+    """Write random images of 32x32 as the Hub stores them, with the columns of every data set here.
 
     Parameters
     ----------
     folder : Path
     splits : mapping of str to int
-        Number of pictures in each split; labels are those of ten classes in turn, and -1 in ``unlabeled``.
+        Number of images in each split; labels are those of ten classes in turn, and -1 in ``unlabeled``.
     """
     for split, number in splits.items():
         random, files = np.random.default_rng(number), []
@@ -125,7 +125,7 @@ for _group in GROUPS.keys() - {"experiment"}:
 
 
 def small(config: DictConfig, *, data: Path) -> list[str]:
-    """Words that make an experiment of any size a run of a second on the pictures in ``data``."""
+    """Words that make an experiment of any size a run of a second on the images in ``data``."""
     overrides = ["rounds=1", "local_epochs=1", "batch_size=8", "threads=1", "device=cpu", "engine=local"]
     overrides += ["evaluate_every=0", "health_pictures=0", "measure_resources=false"]
     if config.num_clients > 10:

@@ -56,10 +56,10 @@ def test_the_numbers_of_dec_ssl(name):
     [("figure5", 2), ("figure15", 1)],
 )
 def test_the_partitions_of_dec_ssl(name, classes):
-    """Clients have equal numbers of pictures, so that a mean of clients is one of pictures too."""
+    """Clients have equal numbers of images, so that a mean of clients is one of images too."""
     settings = compose([f"experiment=dec_ssl/{name}"]).partition
     labels = torch.arange(1000) % 10
-    parts = settings.rule.make(labels, num_pictures=1000, num_clients=settings.num_clients, seed=0)
+    parts = settings.rule.make(labels, num_images=1000, num_clients=settings.num_clients, seed=0)
     assert {len(part) for part in parts} == {1000 // settings.num_clients}
     assert {len(labels[part].unique()) for part in parts} == {classes}
 

@@ -19,9 +19,9 @@ from tests.experiments.every import (
     commands,
     head,
     jobs,
-    pictures,
     small,
     some,
+    write_images,
     written,
 )
 
@@ -33,7 +33,7 @@ QUICK = {"l_dawa/table2", "fedu2/table1", "lw_fedssl/lw_fedssl", "dec_ssl/table2
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    pictures(folder, splits={"train": 60, "test": 20, "valid": 20, "unlabeled": 60})
+    write_images(folder, splits={"train": 60, "test": 20, "valid": 20, "unlabeled": 60})
     return folder
 
 

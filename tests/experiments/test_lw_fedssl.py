@@ -11,7 +11,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.partition import split
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import make_phases
-from tests.experiments.every import pictures, some
+from tests.experiments.every import some, write_images
 
 LW_FEDSSL = ("fedmoco", "fedbyol", "fedsimclr", "fedmoco_lw", "fll", "lw_fedssl", "prog_fedssl")
 DEFAULT = ("fedmoco", "fll", "lw_fedssl")
@@ -65,8 +65,8 @@ def test_the_schedules_of_lw_fedssl(name):
 
 
 def test_the_calibration_of_lw_fedssl_is_of_cifar10(tmp_path):
-    """All of STL-10 is the clients'; the server has 10% of the training pictures of CIFAR-10, trains as they do."""
-    pictures(tmp_path, splits={"unlabeled": 24, "train": 40})
+    """All of STL-10 is the clients'; the server has 10% of the training images of CIFAR-10, trains as they do."""
+    write_images(tmp_path, splits={"unlabeled": 24, "train": 40})
     data = [f"dataset.path={tmp_path}", f"calibration.dataset.path={tmp_path}"]
     settings = compose(["experiment=lw_fedssl/lw_fedssl", "num_clients=2", *data])
     calibration = settings.calibration

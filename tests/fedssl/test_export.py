@@ -62,23 +62,23 @@ def test_round_trip_is_exact(tmp_path: Path, encoder, settings: dict[str, Any]) 
     assert not loaded.training
     assert list(loaded.state_dict()) == list(encoder.state_dict())
     assert all(torch.equal(value, encoder.state_dict()[name]) for name, value in loaded.state_dict().items())
-    pictures = torch.rand(2, 3, size, size)
-    assert torch.equal(loaded(pictures), encoder.eval()(pictures))
+    images = torch.rand(2, 3, size, size)
+    assert torch.equal(loaded(images), encoder.eval()(images))
     assert loaded.feature_dim == encoder.feature_dim
     assert (loaded.channels, loaded.size, loaded.mean, loaded.std) == (3, size, MEAN, STD)
     assert loaded.metadata == METADATA
 
 
-def test_from_uint8_pictures_to_features(tmp_path: Path) -> None:
+def test_from_uint8_images_to_features(tmp_path: Path) -> None:
     encoder = load_encoder(save(tmp_path / "encoder.pt"))
-    pictures = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
-    standardised = (pictures.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
-    torch.testing.assert_close(encoder.preprocess(pictures), standardised.float())
-    assert encoder(encoder.preprocess(pictures)).shape == (2, encoder.feature_dim)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    standardised = (images.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    torch.testing.assert_close(encoder.preprocess(images), standardised.float())
+    assert encoder(encoder.preprocess(images)).shape == (2, encoder.feature_dim)
 
 
 def test_preprocess_resizes_other_sizes() -> None:
-    """A plain picture stays plain; of stripes, one bright column in four, every old pixel has its share: a quarter."""
+    """A plain image stays plain; of stripes, one bright column in four, every old pixel has its share: a quarter."""
     preprocess = Preprocess(size=4, mean=(0.0,), std=(1.0,))
     plain = torch.full((1, 1, 8, 12), 51, dtype=torch.uint8)
     torch.testing.assert_close(preprocess(plain), torch.full((1, 1, 4, 4), 0.2))
@@ -88,13 +88,13 @@ def test_preprocess_resizes_other_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "pictures",
+    "images",
     [torch.rand(2, 3, 16, 16), torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)],
     ids=["float", "grey", "single"],
 )
-def test_preprocess_refuses_other_pictures(pictures: torch.Tensor) -> None:
+def test_preprocess_refuses_other_images(images: torch.Tensor) -> None:
     with pytest.raises(InputError, match=r"torch.uint8 of shape \(batch, 3, height, width\)"):
-        Preprocess(size=16, mean=MEAN, std=STD)(pictures)
+        Preprocess(size=16, mean=MEAN, std=STD)(images)
 
 
 def test_loaded_encoder_can_be_trained_further(tmp_path: Path) -> None:

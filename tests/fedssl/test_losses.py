@@ -82,15 +82,15 @@ def test_nt_xent_is_its_equation(fast, slow, temperature: float, batch: int) -> 
 
 
 def test_nt_xent_by_hand() -> None:
-    """Two pictures whose views agree, e1 and e2. Every anchor has cosine 1 with its other view and 0 with both views of
-    the other picture, so the loss is -log(e^(1/t) / (e^(1/t) + 2)) = log(1 + 2 e^(-1/t)); with t = 1: 0.551445."""
+    """Two images whose views agree, e1 and e2. Every anchor has cosine 1 with its other view and 0 with both views of
+    the other image, so the loss is -log(e^(1/t) / (e^(1/t) + 2)) = log(1 + 2 e^(-1/t)); with t = 1: 0.551445."""
     z = torch.stack((E1, E2))
     assert nt_xent(z, 3 * z, temperature=1.0).item() == pytest.approx(0.551445, abs=1e-6)
     assert nt_xent(z, z, temperature=0.5).item() == pytest.approx(math.log(1 + 2 * math.exp(-2)), rel=1e-6)
 
 
 def test_nt_xent_of_swapped_views_by_hand() -> None:
-    """The second views belong to the wrong pictures: cosine 0 with the positive, and 0 and 1 with the other two, so the
+    """The second views belong to the wrong images: cosine 0 with the positive, and 0 and 1 with the other two, so the
     loss is -log(1 / (1 + 1 + e)) = log(2 + e) = 1.551445 at t = 1 (1 more than with the right ones)."""
     z = torch.stack((E1, E2))
     assert nt_xent(z, z.flip(0), temperature=1.0).item() == pytest.approx(1.551445, abs=1e-6)
@@ -110,9 +110,9 @@ def test_one_sided_nt_xent_has_one_direction_and_other_candidates() -> None:
 
 
 def test_one_sided_nt_xent_by_hand() -> None:
-    """Two pictures whose views agree, e1 and e2. An anchor has cosine 1 with itself and its other view and 0 with both
-    views of the other picture: -log(e^(1/t) / (2 e^(1/t) + 2)) = log 2 + log(1 + e^(-1/t)); with t = 1: 1.006409.
-    Of eight equal pictures all 16 candidates are alike, the anchor too: log 16."""
+    """Two images whose views agree, e1 and e2. An anchor has cosine 1 with itself and its other view and 0 with both
+    views of the other image: -log(e^(1/t) / (2 e^(1/t) + 2)) = log 2 + log(1 + e^(-1/t)); with t = 1: 1.006409.
+    Of eight equal images all 16 candidates are alike, the anchor too: log 16."""
     z = torch.stack((E1, E2))
     assert nt_xent_one_sided(z, 3 * z, temperature=1.0).item() == pytest.approx(1.006409, abs=1e-6)
     assert nt_xent_one_sided(torch.ones(8, 3), torch.ones(8, 3), temperature=0.07).item() == pytest.approx(math.log(16))
@@ -133,7 +133,7 @@ def test_unbiased_barlow_twins_is_its_equation(batch: int, lambd: float) -> None
 
 
 def test_unbiased_barlow_twins_by_hand() -> None:
-    """Two equal views of n = 4 pictures, features (1, 1, -1, -1) and (1, -1, 1, -1): uncorrelated, of mean 0. Divided
+    """Two equal views of n = 4 images, features (1, 1, -1, -1) and (1, -1, 1, -1): uncorrelated, of mean 0. Divided
     by their standard deviations sqrt(4 / 3) their squares sum to 3, so that C = diag(3/4): 2 (1 - 3/4)^2 = 1/8."""
     z = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]])
     assert barlow_twins_unbiased(5 * z + 1, z, lambd=1).item() == pytest.approx(1 / 8, rel=1e-5)
@@ -163,7 +163,7 @@ def test_nt_xent_gradient_is_right_and_flows_into_both_views() -> None:
     assert torch.autograd.gradcheck(lambda a, b: nt_xent(a, b, temperature=0.5), (z1, z2))
 
 
-def test_one_picture_gives_zero_not_nan() -> None:
+def test_one_image_gives_zero_not_nan() -> None:
     z1, z2 = (z.requires_grad_() for z in draw(1, 4))
     loss = nt_xent(z1, z2, temperature=0.1)
     loss.backward()
@@ -200,7 +200,7 @@ def test_negative_cosine_by_hand() -> None:
 
 
 def test_byol_by_hand() -> None:
-    """cos(p1, z2) = 1 and 0 for the two pictures: mean of 0 and 2 is 1. cos(p2, z1) = -1 and 1 / sqrt 2: mean of 4 and
+    """cos(p1, z2) = 1 and 0 for the two images: mean of 0 and 2 is 1. cos(p2, z1) = -1 and 1 / sqrt 2: mean of 4 and
     2 - sqrt 2 is 3 - sqrt 2 / 2. Sum: 4 - sqrt 2 / 2."""
     p1, z2 = torch.stack((E1, E1)), torch.stack((E1, E2))
     p2, z1 = torch.stack((E2, E1)), torch.stack((-5 * E2, E1 + E2))

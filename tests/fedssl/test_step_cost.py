@@ -28,11 +28,11 @@ BATCH = 8
 # (queries, keys, values), 4 -> 4, 4 -> 16 and 16 -> 4, so 192 per patch; attention multiplies 4 x 4 x 4 twice.
 PATCHES, LINEAR, ATTENTION = 4 * 4 * 4, 4 * 192, 2 * 4 * 4 * 4
 PROJECTOR, PREDICTOR = 4 * 8 + 8 * 4, 4 * 4
-# A trained linear layer costs once more for the gradient of its weights and once for that of its inputs, which pictures
+# A trained linear layer costs once more for the gradient of its weights and once for that of its inputs, which images
 # do not need; attention has five products in the backward pass for two in the forward pass.
 TRAINED_BLOCK = 3 * LINEAR + ATTENTION + ATTENTION * 5 // 2
 HEADS = 3 * (PROJECTOR + PREDICTOR) + PROJECTOR  # the target has no predictor
-SCORES = 2 * BATCH * 4  # a picture's similarities to the batch, and their gradient for one of the two views
+SCORES = 2 * BATCH * 4  # an image's similarities to the batch, and their gradient for one of the two views
 
 
 def moco(*, depth=2, size=4, width=4, heads=2, hidden=8):
@@ -47,7 +47,7 @@ def views(images, generator):
     return images / 255, images / 255 + noise
 
 
-def pictures(number=BATCH, size=4):
+def make_images(number=BATCH, size=4):
     return torch.randint(0, 256, (number, 1, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
@@ -57,7 +57,7 @@ def adam(method):
 
 def cost_of(method, *, images=None, optimizer=None, **options):
     training = local_training(optimizer or adam(method), augment=views, **options)
-    return step_cost(method, images=pictures() if images is None else images, training=training)
+    return step_cost(method, images=make_images() if images is None else images, training=training)
 
 
 def one_step(method, optimizer, regularizer, images, generator):
@@ -78,7 +78,7 @@ def test_flops_end_to_end(precision):
     online = 2 * PATCHES + 2 * TRAINED_BLOCK
     target = PATCHES + 2 * (LINEAR + ATTENTION)
     expected = 2 * 2 * (online + target + HEADS + SCORES)
-    assert cost_of(moco(), precision=precision).flops_per_picture == expected
+    assert cost_of(moco(), precision=precision).flops_per_image == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # without autocast torch takes another kernel in eval mode
@@ -88,17 +88,17 @@ def test_frozen_stages_count_forward_and_once_for_all_networks(precision):
     target = LINEAR + ATTENTION
     expected = 2 * 2 * (frozen + TRAINED_BLOCK + target + HEADS + SCORES)
     with at_stage(method, depth=2, frozen=1):
-        assert cost_of(method, precision=precision).flops_per_picture == expected
+        assert cost_of(method, precision=precision).flops_per_image == expected
         # Alignment: the received block, and scores of representations with those of the other view.
         aligned = cost_of(method, precision=precision, regularizer=Alignment())
-    assert aligned.flops_per_picture == expected + 2 * 2 * (LINEAR + ATTENTION + SCORES)
+    assert aligned.flops_per_image == expected + 2 * 2 * (LINEAR + ATTENTION + SCORES)
 
 
 def test_stages_that_do_not_run_cost_nothing():
     method = moco()
     expected = 2 * 2 * (2 * PATCHES + TRAINED_BLOCK + PATCHES + LINEAR + ATTENTION + HEADS + SCORES)
     with at_stage(method, depth=1):
-        assert cost_of(method).flops_per_picture == expected
+        assert cost_of(method).flops_per_image == expected
 
 
 def test_depth_dropout_counts_as_its_expectation():
@@ -108,7 +108,7 @@ def test_depth_dropout_counts_as_its_expectation():
     with at_stage(method, depth=3, frozen=2, dropout=0.25):
         dropped = cost_of(method)
         assert method.encoder.span.dropout == 0.25
-    assert dropped.flops_per_picture == without.flops_per_picture - 0.25 * 2 * 2 * 2 * (LINEAR + ATTENTION)
+    assert dropped.flops_per_image == without.flops_per_image - 0.25 * 2 * 2 * 2 * (LINEAR + ATTENTION)
     assert dropped.peak_memory == without.peak_memory
 
 
@@ -172,7 +172,7 @@ def test_memory_of_activations_by_hand():
 
 def test_memory_is_what_the_profiler_says(tmp_path):
     method = moco(depth=3, size=16, width=32, hidden=64)
-    images, optimizer, regularizer = pictures(64, size=16), adam(method), Alignment()
+    images, optimizer, regularizer = make_images(64, size=16), adam(method), Alignment()
     with at_stage(method, depth=3, frozen=1):
         measured = cost_of(method, images=images, optimizer=optimizer, regularizer=regularizer).peak_memory
         generator = torch.Generator()
@@ -196,7 +196,7 @@ def test_frozen_stages_keep_no_activations():
 
     def peak(depth, frozen):
         with at_stage(method, depth=depth, frozen=frozen):
-            return cost_of(method, images=pictures(64, size=16)).peak_memory
+            return cost_of(method, images=make_images(64, size=16)).peak_memory
 
     stages = [peak(number, number - 1) for number in range(2, 7)]
     assert max(stages) < 1.01 * min(stages)
@@ -224,7 +224,7 @@ def test_optimiser_state_exists_for_what_is_trained_only():
     method = moco(depth=3)
     optimizer = adam(method)
     with at_stage(method, depth=2, frozen=1):
-        one_step(method, optimizer, Regularizer(), pictures(), torch.Generator())
+        one_step(method, optimizer, Regularizer(), make_images(), torch.Generator())
         trained = cost_of(method).trained_parameters
     names = {id(method.tensors[name]): name for name in method.trainable}
     parts = {names[id(parameter)].removeprefix("encoder.encoder.") for parameter in optimizer.state}
@@ -263,7 +263,7 @@ def test_a_measurement_leaves_every_bit(stage, started):
         regularizer, generator, optimizer = Alignment(), torch.Generator().manual_seed(3), adam(method)
         torch.manual_seed(5)
         if started:
-            one_step(method, optimizer, regularizer, pictures(), generator)
+            one_step(method, optimizer, regularizer, make_images(), generator)
         if measured:
             before = copy.deepcopy((method.state_dict(), optimizer.state_dict())), torch.get_rng_state()
             training = [module.training for module in method.modules()]
@@ -272,7 +272,7 @@ def test_a_measurement_leaves_every_bit(stage, started):
             assert torch.equal(before[1], torch.get_rng_state())
             assert [module.training for module in method.modules()] == training
             assert (regularizer.received is not None) == started
-        one_step(method, optimizer, regularizer, pictures(), generator)
+        one_step(method, optimizer, regularizer, make_images(), generator)
         return method.state_dict(), optimizer.state_dict(), generator.get_state(), torch.get_rng_state()
 
     same(after(False), after(True))
@@ -309,7 +309,7 @@ def same(one, other):
 def test_every_method_and_regularizer_can_be_measured(overrides):
     settings = compose(["dataset=digits", "encoder.width=4", *overrides])
     method = build(settings.model)
-    images, labels = pictures(16, size=8), torch.arange(16) % 10
+    images, labels = make_images(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
     costs = [
         step_cost(
@@ -324,12 +324,12 @@ def test_every_method_and_regularizer_can_be_measured(overrides):
     weights = sum(tensor.nbytes for tensor in before.values())
     assert costs[0].peak_memory > weights + 4 * costs[0].trained_parameters  # and the gradients
     matrices = [parameter for parameter in method.parameters() if parameter.requires_grad and parameter.dim() > 1]
-    # Each meets every picture at least forward and for its gradient.
-    assert costs[0].flops_per_picture >= 2 * 2 * sum(matrix.numel() for matrix in matrices)
+    # Each meets every image at least forward and for its gradient.
+    assert costs[0].flops_per_image >= 2 * 2 * sum(matrix.numel() for matrix in matrices)
     same(before, method.state_dict())
 
 
-def test_the_layout_of_pictures_reaches_the_measurement(monkeypatch):
+def test_the_layout_of_images_reaches_the_measurement(monkeypatch):
     """Memory must be measured for the layout that clients train with."""
     layouts = []
 
@@ -363,7 +363,7 @@ def test_on_a_gpu():
         state = torch.cuda.get_rng_state()
         found[device] = step_cost(
             method,
-            images=pictures(64, size=8).to(device),
+            images=make_images(64, size=8).to(device),
             training=LocalTraining.prepare(settings.training, method),
         )
         assert torch.equal(state, torch.cuda.get_rng_state())

@@ -19,7 +19,7 @@ from tests.local_training import local_training
 
 
 @pytest.mark.parametrize(
-    ("pictures", "batch_size", "sizes"),
+    ("num_images", "batch_size", "sizes"),
     [
         (10, 4, [4, 3, 3]),
         (8, 4, [4, 4]),
@@ -30,18 +30,18 @@ from tests.local_training import local_training
         (5, 2, [3, 2]),
     ],
 )
-def test_an_epoch_sees_every_picture_once_in_nearly_equal_batches(pictures, batch_size, sizes):
-    indices = torch.arange(100, 100 + pictures)
+def test_an_epoch_sees_every_image_once_in_nearly_equal_batches(num_images, batch_size, sizes):
+    indices = torch.arange(100, 100 + num_images)
     epoch = list(batches(indices, batch_size, generator=torch_generator(0, "x")))
     assert [len(batch) for batch in epoch] == sizes
     assert torch.equal(torch.cat(epoch).sort().values, indices)
 
 
 @pytest.mark.parametrize(
-    ("pictures", "batch_size", "sizes"), [(4, 3, [4]), (5, 3, [5]), (7, 3, [4, 3]), (9, 3, [3, 3, 3]), (2, 3, [2])]
+    ("num_images", "batch_size", "sizes"), [(4, 3, [4]), (5, 3, [5]), (7, 3, [4, 3]), (9, 3, [3, 3, 3]), (2, 3, [2])]
 )
-def test_no_batch_is_smaller_than_what_the_method_learns_from(pictures, batch_size, sizes):
-    epoch = batches(torch.arange(pictures), batch_size, generator=torch_generator(0, "x"), smallest=3)
+def test_no_batch_is_smaller_than_what_the_method_learns_from(num_images, batch_size, sizes):
+    epoch = batches(torch.arange(num_images), batch_size, generator=torch_generator(0, "x"), smallest=3)
     assert [len(batch) for batch in epoch] == sizes
 
 
@@ -84,7 +84,7 @@ def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE, clip_nor
 
 
 def test_steps_and_loss_by_hand():
-    # One batch of all four pictures, mean 4: w = 1 -> loss 4, gradient 4, w = 1 - 0.1 * 4 = 0.6 -> loss 2.4, w = 0.2.
+    # One batch of all four images, mean 4: w = 1 -> loss 4, gradient 4, w = 1 - 0.1 * 4 = 0.6 -> loss 2.4, w = 0.2.
     method = Toy()
     result = run(method, epochs=2, batch_size=4)
     assert result.loss == pytest.approx(2.4)
@@ -92,9 +92,9 @@ def test_steps_and_loss_by_hand():
     assert (result.num_examples, method.steps) == (4, 2)
 
 
-def test_loss_is_the_mean_per_picture_whatever_the_batch_sizes():
-    # Without a step (gradient zero at lr 0 is not needed: the loss does not depend on w when pictures are equal) every
-    # batch of pictures of value 2 has loss 2w; with 5 pictures in batches of 3 and 2 the mean per picture is still that
+def test_loss_is_the_mean_per_image_whatever_the_batch_sizes():
+    # Without a step (gradient zero at lr 0 is not needed: the loss does not depend on w when images are equal) every
+    # batch of images of value 2 has loss 2w; with 5 images in batches of 3 and 2 the mean per image is still that
     # of the batches weighted by 3/5 and 2/5: 2 * (3/5 * 1 + 2/5 * 0.8), since w falls by 0.1 * 2 after the first batch.
     method = Toy()
     result = run(method, epochs=1, batch_size=3, images=torch.full((5, 1, 1, 1), 2, dtype=torch.uint8))

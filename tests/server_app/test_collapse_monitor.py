@@ -29,7 +29,7 @@ def monitor(*overrides):
     watch = Monitor(
         method,
         data=settings.data,
-        pictures=settings.evaluation.health_pictures,
+        num_images=settings.evaluation.health_pictures,
         augment=settings.training.augmentation.make(),
         device=torch.device("cpu"),
         seed=settings.seed,
@@ -41,7 +41,7 @@ def collapsed(layers):
     return {name: 0 * array if name.endswith("weight") else array for name, array in layers.items()}
 
 
-def test_models_are_measured_on_the_same_pictures():
+def test_models_are_measured_on_the_same_images():
     watch, layers = monitor("health_pictures=40")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
@@ -54,7 +54,7 @@ def test_models_are_measured_on_the_same_pictures():
     ]  # clients of an earlier round are gone
 
 
-def test_representations_of_test_pictures_are_kept():
+def test_representations_of_test_images_are_kept():
     watch, layers = monitor("health_pictures=40", "method.projector.out=5")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
@@ -66,7 +66,7 @@ def test_representations_of_test_pictures_are_kept():
     assert kept.z is None
     np.testing.assert_array_equal(kept.h[0], kept.h[1])
     np.testing.assert_allclose(np.linalg.norm(kept.h[0].astype(float), axis=1), 1, atol=1e-3)
-    # Among all test pictures, those with these representations have these labels.
+    # Among all test images, those with these representations have these labels.
     settings = compose(TINY)
     data = settings.data
     test, encoder = load(data, "test"), build(settings.model).encoder.eval()
@@ -77,11 +77,11 @@ def test_representations_of_test_pictures_are_kept():
     np.testing.assert_array_equal(test.labels[distance.argmin(dim=1)], kept.labels)
 
 
-def test_a_spectrum_takes_two_test_pictures_for_every_dimension():
-    watch, layers = monitor("health_pictures=10")  # 16 dimensions, 359 test pictures
+def test_a_spectrum_takes_two_test_images_for_every_dimension():
+    watch, layers = monitor("health_pictures=10")  # 16 dimensions, 359 test images
     [row] = watch.finish({GLOBAL: layers}).rows
     found = row["spectrum"]
-    assert (found["split"], found["pictures"], found["dim"]) == ("test", 32, 16)
+    assert (found["split"], found["images"], found["dim"]) == ("test", 32, 16)
     settings = compose(TINY)
     data, generator = settings.data, torch_generator(settings.seed, "shown")
     test = load(data, "test").images[torch.randperm(359, generator=generator)[:32]]
@@ -90,7 +90,7 @@ def test_a_spectrum_takes_two_test_pictures_for_every_dimension():
     expected = torch.linalg.svdvals(torch.cov((h / h.norm(dim=1, keepdim=True)).T, correction=0))
     torch.testing.assert_close(torch.tensor(found["singular_values"]).double(), expected, rtol=1e-4, atol=1e-7)
     watch, layers = monitor("health_pictures=10", "dataset.test_limit=20")
-    assert watch.finish({GLOBAL: layers}).rows[0]["spectrum"]["pictures"] == 20
+    assert watch.finish({GLOBAL: layers}).rows[0]["spectrum"]["images"] == 20
 
 
 def test_projections_are_kept_where_they_have_three_dimensions():
@@ -115,34 +115,34 @@ def test_stages_that_do_not_run_are_not_needed():
     np.testing.assert_array_equal(kept.h[0], kept.h[1])
 
 
-def test_without_test_pictures_those_of_the_clients_are_taken(tmp_path, caplog):
-    grey_pictures(tmp_path, 6)
+def test_without_test_images_those_of_the_clients_are_taken(tmp_path, caplog):
+    gray_images(tmp_path, 6)
     with caplog.at_level(logging.INFO, logger="fedssl"):
-        watch, layers = monitor(*own_pictures(tmp_path))
-    assert "the data set has no test pictures" in caplog.text
+        watch, layers = monitor(*local_images(tmp_path))
+    assert "the data set has no test images" in caplog.text
     found = watch.finish({GLOBAL: layers})
     assert found.representations.h.shape == (1, 6, 16)
     assert found.representations.labels is None
-    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["pictures"]) == ("federated", 6)
+    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["images"]) == ("federated", 6)
 
 
-def test_test_pictures_need_no_labels(tmp_path):
-    grey_pictures(tmp_path / "train", 6)
-    grey_pictures(tmp_path / "test", 4)
-    watch, layers = monitor(*own_pictures(tmp_path))
+def test_test_images_need_no_labels(tmp_path):
+    gray_images(tmp_path / "train", 6)
+    gray_images(tmp_path / "test", 4)
+    watch, layers = monitor(*local_images(tmp_path))
     found = watch.finish({GLOBAL: layers})
     assert found.representations.h.shape == (1, 4, 16)
     assert found.representations.labels is None
-    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["pictures"]) == ("test", 4)
+    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["images"]) == ("test", 4)
 
 
-def grey_pictures(folder, number):
+def gray_images(folder, number):
     folder.mkdir(exist_ok=True)
     for shade in range(number):
         Image.new("L", (8, 8), 40 * shade).save(folder / f"{shade}.png")
 
 
-def own_pictures(folder):
+def local_images(folder):
     overrides = ["dataset=image_folder", f"dataset.path={folder}", "dataset.size=8", "dataset.channels=1"]
     return [*overrides, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid"]
 
@@ -231,7 +231,7 @@ def test_a_run_records_and_draws_it(folder):
     assert [row["model"] for row in rows if row["client"] is None] == [GLOBAL, GLOBAL]
     spectrum = rows[0]["spectrum"]
     assert spectrum["singular_values"] == sorted(spectrum["singular_values"], reverse=True)
-    assert (spectrum["split"], spectrum["pictures"], spectrum["dim"]) == ("test", 256, 16)
+    assert (spectrum["split"], spectrum["images"], spectrum["dim"]) == ("test", 256, 16)
     assert (folder / "figures" / "spectrum.png").stat().st_size > 0
     round, kept = read_representations(folder)
     assert round == 3  # the last one

@@ -1,4 +1,4 @@
-"""Runs with devices: their pictures, their names and numbers, and what a server without pictures does without."""
+"""Runs with devices: their images, their names and numbers, and what a server without images does without."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from server_app.nodes import ClientDirectory, discover_clients
 from simulation.cli import run as simulate
 from simulation.grid import run_server_app
 from simulation.local_grid import LocalGrid
-from tests.devices import Devices, context, pictures
+from tests.devices import Devices, context, write_images
 
 FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 SMALL = [
@@ -41,8 +41,8 @@ def no_waiting(monkeypatch):
 
 @pytest.fixture
 def places(tmp_path):
-    """Folders of pictures of three owners, of whom each has another number."""
-    return [pictures(tmp_path / "pictures" / name, 9 + place, seed=place) for place, name in enumerate("abc")]
+    """Folders of images of three owners, of whom each has another number."""
+    return [write_images(tmp_path / "images" / name, 9 + place, seed=place) for place, name in enumerate("abc")]
 
 
 def devices(places, tmp_path, **others):
@@ -62,9 +62,14 @@ def lines(file):
 @pytest.mark.parametrize(
     "overrides", [["strategy=l_dawa_fedu", "method=byol"], ["strategy=fedbn", "schedule=layer_wise", "rounds=4"]]
 )
-def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(overrides, places, tmp_path):
+def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_images(overrides, places, tmp_path):
     overrides = [*SMALL, "rounds=2", "seed=3", *overrides]
-    simulated = [f"dataset.path={tmp_path / 'pictures'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
+    simulated = [
+        f"dataset.path={tmp_path / 'write_images'}",
+        "dataset.folders=owner",
+        "partition=natural",
+        "num_clients=3",
+    ]
     simulate([*overrides, *simulated, f"output_dir={tmp_path / 'simulation'}"])
     table = (tmp_path / "simulation" / "partition.csv").read_text().splitlines()[1:]
     sizes = [int(line.split(",")[1]) for line in table]  # by which the owner of a partition is known
@@ -86,12 +91,12 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_pictures(ov
     }
 
 
-def test_without_pictures_the_server_says_what_it_does_without(places, tmp_path, capsys):
+def test_without_images_the_server_says_what_it_does_without(places, tmp_path, capsys):
     overrides = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
     run_server_app(Devices(*devices(places, tmp_path)), overrides)
     said = capsys.readouterr().out
-    assert "devices: 0 a, 1 b, 2 c; they train on their own pictures, brought to 8 x 8 pixels in 1 channels" in said
-    assert "nothing will be evaluated: the server has no pictures, so that health and costs are not measured" in said
+    assert "devices: 0 a, 1 b, 2 c; they train on their own images, brought to 8 x 8 pixels in 1 channels" in said
+    assert "nothing will be evaluated: the server has no images, so that health and costs are not measured" in said
     config = OmegaConf.load(tmp_path / "run" / "config.yaml")
     assert (config.num_clients, config.clients_per_round) == (3, 3)
     assert (tmp_path / "run" / "encoder.pt").is_file()
@@ -142,8 +147,8 @@ def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
     del bad.node_config["data-path"]
     found = discover_clients(Devices(good, bad), 2, timeout=60)
     assert found == ClientDirectory(nodes={0: 2}, client_ids={"a": 0})
-    assert "node 3 takes no part: this SuperNode does not say where its pictures are" in caplog.text
-    with pytest.raises(InputError, match="a client cannot start: this SuperNode does not say where its pictures are"):
+    assert "node 3 takes no part: this SuperNode does not say where its images are" in caplog.text
+    with pytest.raises(InputError, match="a client cannot start: this SuperNode does not say where its images are"):
         discover_clients(Devices(bad), 1, timeout=60)
 
 
@@ -217,7 +222,7 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
     ("overrides", "sentence"),
     [
         (["method=supervised", "method.num_classes=2"], "Supervised needs labels, and devices agree on no classes"),
-        (["calibration=auxiliary"], "takes a share of the clients' pictures, which are on the devices"),
+        (["calibration=auxiliary"], "takes a share of the clients' images, which are on the devices"),
         (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
     ],
 )

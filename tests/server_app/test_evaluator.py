@@ -43,7 +43,7 @@ class Norm:
 
 
 class Trains:
-    """Puts pictures through a copy of the encoder; notes how often it was called, and how far it came."""
+    """Puts images through a copy of the encoder; notes how often it was called, and how far it came."""
 
     began, ended = 0, 0
 
@@ -89,7 +89,7 @@ def test_features_and_labels_of_a_rehearsal_fit():
     assert 0.2 < judge(made, method)["nearest"].value <= 1
 
 
-def test_a_rehearsal_ends_where_pictures_come_to_the_encoder(monkeypatch):
+def test_a_rehearsal_ends_where_images_come_to_the_encoder(monkeypatch):
     monkeypatch.setattr(Trains, "began", 0)
     monkeypatch.setattr(Trains, "ended", 0)
     made, method, _ = evaluator(protocol="Trains", final="Trains")
@@ -130,21 +130,21 @@ def test_a_rehearsal_hears_every_protocol_of_several():
 
 
 def test_maps_need_no_memory_before_any_training(monkeypatch):
-    """They are kept for a batch at a time; representations that are computed once are kept for all pictures."""
+    """They are kept for a batch at a time; representations that are computed once are kept for all images."""
     monkeypatch.setattr("server_app.evaluator.available_memory", lambda: 0)
     for name, refused in (("l_dawa", False), ("fedu", True)):
         made, method, _ = evaluator(protocol="Plain")
         made._final_protocol = compose([f"final_evaluation={name}/linear"]).evaluation.final_protocol.make()
-        with pytest.raises(InputError, match="60 training pictures") if refused else nullcontext():
+        with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
             made.check(method.encoder)
 
 
 def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(monkeypatch):
-    # 60 pictures of 64 pixels, 4 bytes each, twice: 30,720 bytes; representations of conv_small of width 4 are shorter.
+    # 60 images of 64 pixels, 4 bytes each, twice: 30,720 bytes; representations of conv_small of width 4 are shorter.
     one, method, _ = evaluator()
     for free, refused in ((30_719, True), (30_720, False)):
         monkeypatch.setattr("server_app.evaluator.available_memory", lambda free=free: free)
-        with pytest.raises(InputError, match="60 training pictures") if refused else nullcontext():
+        with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
             one.check(method.encoder)
 
 
@@ -168,7 +168,7 @@ def test_only_a_method_with_labels_is_asked_for_its_classifier():
     assert set(judge(made, method)) == {"plain"}
 
 
-def test_protocols_of_the_pictures_alone_cost_no_features(monkeypatch):
+def test_protocols_of_the_images_alone_cost_no_features(monkeypatch):
     """An encoder is run only for those who ask for its features."""
     made, method, _ = evaluator(protocol="Plain", final="Plain")
 
@@ -222,8 +222,8 @@ def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
 
 
 @pytest.mark.heavy
-def test_test_pictures_change_nothing_but_what_is_evaluated(tmp_path):
-    """Runs with other test pictures train, calibrate and look at health alike, to the last bit."""
+def test_test_images_change_nothing_but_what_is_evaluated(tmp_path):
+    """Runs with other test images train, calibrate and look at health alike, to the last bit."""
     overrides = [*TINY, "calibration=auxiliary", "calibration.share=0.5", "evaluate_every=1", "evaluation.k=5"]
     overrides += [
         "final_evaluation=dec_ssl/linear",
@@ -237,7 +237,7 @@ def test_test_pictures_change_nothing_but_what_is_evaluated(tmp_path):
     first, second = (torch.load(folder / "encoder.pt", weights_only=True)["weights"] for folder in folders)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
     health = [[json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()] for folder in folders]
-    shown = [[row.pop("spectrum") for row in rows] for rows in health]  # of test pictures
+    shown = [[row.pop("spectrum") for row in rows] for rows in health]  # of test images
     assert health[0] == health[1]
     assert shown[0] != shown[1]
     table = run_table([read_run(folder) for folder in folders])

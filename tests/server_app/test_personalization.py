@@ -15,7 +15,7 @@ from simulation.cli import run
 from strategies import choosing
 from strategies.state import GLOBAL
 from tests.devices import ask as asked_of
-from tests.devices import context, pictures
+from tests.devices import context, write_images
 from tests.federation import Federation
 
 JUDGED = ["evaluate_clients=true", "final_evaluation=knn", "dataset.limit=200"]
@@ -89,9 +89,9 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
     learned = []  # whether the client had an encoder of its own when it chose
     original = choosing.SelectByFeatures.choose
 
-    def choose(half, method, plans, state, pictures):
-        learned.append(any(name.startswith(choosing.OWN) for name in state or {}))
-        return original(half, method, plans, state, pictures)
+    def choose(half, method, plans, state, local_data):
+        learned.append(any(name.startswith(choosing.LAST_ENCODER_PREFIX) for name in state or {}))
+        return original(half, method, plans, state, local_data)
 
     monkeypatch.setattr(choosing.SelectByFeatures, "choose", choose)
     name, layers = encoders(federation, [3], Ask(epochs=1))[3]
@@ -140,7 +140,7 @@ def test_in_the_run_folder(tmp_path):
 def test_a_device_shows_nothing(tmp_path):
     federation = Federation(tmp_path / "run", "strategy=fedavg", *THREE)
     plan = TrainPlan(round=1, layers={}, settings="", metrics=(), keep_from=0, code="x").to_content()
-    device = context(**{"data-path": str(pictures(tmp_path / "own", 4)), "state-path": str(tmp_path / "states")})
+    device = context(**{"data-path": str(write_images(tmp_path / "own", 4)), "state-path": str(tmp_path / "states")})
     reply = asked_of(Ask().beside(plan), device, kind="train.own")
     assert reply.has_error()
     assert "what a device uses itself stays on it" in reply.error.reason

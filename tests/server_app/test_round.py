@@ -329,8 +329,8 @@ def test_a_reply_to_what_another_node_was_sent_is_dropped():
     assert report.dropped == {1: f"node {one} replied to what was sent to node {two}"}
 
 
-def test_more_pictures_than_a_client_may_have():
-    behaviours = [good, good]  # with 10 and 11 pictures
+def test_more_images_than_a_client_may_have():
+    behaviours = [good, good]  # with 10 and 11 images
     assert not run_round(FedAvg(), behaviours, max_examples=11)[1].dropped
     _, report = run_round(FedAvg(), behaviours, max_examples=10)
     assert report.dropped == {1: "num-examples=11 is more than updates.max_examples=10"}

@@ -117,7 +117,7 @@ def test_what_a_client_pays_is_measured_and_changes_nothing(folder, tmp_path):
     assert summary["client"]["flops"] == sum(cost["flops"] for cost in rounds) > 0
     assert summary["client"]["memory"] == max(cost["peak_memory"] for cost in rounds) > 0
     examples = [line["examples"] for line in lines(folder / "clients.jsonl") if line["round"] == 1]
-    assert rounds[0]["flops"] == pytest.approx(rounds[0]["flops_per_picture"] * sum(examples) / len(examples))
+    assert rounds[0]["flops"] == pytest.approx(rounds[0]["flops_per_image"] * sum(examples) / len(examples))
     run([*summary["overrides"], "measure_resources=false", f"output_dir={tmp_path / 'without'}"])
     assert all("cost" not in line for line in lines(tmp_path / "without" / "metrics.jsonl"))
     assert same(weights(folder), weights(tmp_path / "without"))

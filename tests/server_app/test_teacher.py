@@ -49,11 +49,11 @@ def test_a_path_is_that_of_where_the_command_was_given(tmp_path, monkeypatch):
     assert "encoder.pt" not in compose([*WORDS, "teacher=encoder.pt"]).client_text
 
 
-def test_other_pictures_are_told(tmp_path, caplog):
+def test_other_images_are_told(tmp_path, caplog):
     file, _ = save(tmp_path, "dataset.mean=[0.25]")
     with caplog.at_level(logging.WARNING):
         give(f"teacher={file}", "dataset.mean=[0.5]")
-    assert "trained on other pictures than it sees here: dataset.mean=[0.5] (there [0.25])" in caplog.text
+    assert "trained on other images than it sees here: dataset.mean=[0.5] (there [0.25])" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.busy import busy_machine
-from tests.devices import pictures
+from tests.devices import write_images
 from tests.flower import flwr_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,10 +33,10 @@ def test_without_options_the_federation_says_how_many_clients_there_are(tmp_path
 
 
 @pytest.mark.heavy
-def test_supernodes_train_on_their_own_pictures(tmp_path):
+def test_supernodes_train_on_their_own_images(tmp_path):
     nodes = []
     for seed, name in enumerate(("garden", "roof")):
-        folder = pictures(tmp_path / name, 12, seed=seed)
+        folder = write_images(tmp_path / name, 12, seed=seed)
         nodes.append(f'data-path="{folder}" client-name="{name}" state-path="{tmp_path}/states"')
     overrides = "num_clients=2 dataset.size=8 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5]"
     overrides += " encoder.width=4 method=byol"

@@ -18,7 +18,7 @@ WORDS = ["num_clients=4", "clients_per_round=3", "rounds=5", "local_epochs=2", "
 
 
 def test_steps_by_hand():
-    """Each of 4 clients has 100 pictures, i.e. 2 batches; 5 rounds of 3 clients with 2 epochs make 30 epochs."""
+    """Each of 4 clients has 100 images, i.e. 2 batches; 5 rounds of 3 clients with 2 epochs make 30 epochs."""
     assert number_of_steps(compose(WORDS)) == 60
 
 

@@ -1,4 +1,4 @@
-"""The bounds of a federation: all pictures in one place, and every client alone, with the budget of the federation."""
+"""The bounds of a federation: all images in one place, and every client alone, with the budget of the federation."""
 
 import json
 from collections import Counter
@@ -50,8 +50,8 @@ def test_the_experiments_change_who_holds_what_and_the_strategy_alone():
     assert isinstance(compose(["experiment=single_client"]).algorithm.strategy.make(), LocalOnly)
 
 
-def test_every_picture_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
-    """2 rounds of 2 epochs: 4 times; in steps of nearly 10 pictures: 60 * 4 / 10 steps if 10 divides all parts."""
+def test_every_image_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
+    """2 rounds of 2 epochs: 4 times; in steps of nearly 10 images: 60 * 4 / 10 steps if 10 divides all parts."""
     original, seen, steps = fedssl.training.batches, Counter(), Counter()
 
     def counted(*arguments, **options):
@@ -125,7 +125,7 @@ def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
 
 @pytest.mark.parametrize(("schedule", "encoder"), [("end_to_end", []), ("layer_wise", VIT), ("progressive", VIT)])
 @pytest.mark.parametrize("method", ["byol", "orchestra"])
-def test_one_client_alone_is_all_pictures_in_one_place(tmp_path, method, schedule, encoder):
+def test_one_client_alone_is_all_images_in_one_place(tmp_path, method, schedule, encoder):
     """With a single client the two bounds are the same run, bit for bit, and so is the client's model as it is seen."""
     one = [f"method={method}", "num_clients=1", "clients_per_round=1", "rounds=4", f"schedule={schedule}", *encoder]
     weighting = "strategy.weighting=uniform"  # multiplies by 1, so that nothing is rounded

@@ -70,7 +70,7 @@ def test_clients_that_do_not_differ_give_no_reason_to_wait():
     [
         # The average is (2, 4), the clients are (0, -2) and (0, 2) away from it: (4 + 4) / 2.
         ("uniform", 4),
-        # With 1 and 3 pictures the average is (2, 5), the clients are (0, -3) and (0, 1) away: (9 + 3 * 1) / 4.
+        # With 1 and 3 images the average is (2, 5), the clients are (0, -3) and (0, 1) away: (9 + 3 * 1) / 4.
         ("examples", 3),
     ],
 )

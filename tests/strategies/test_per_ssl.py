@@ -202,7 +202,7 @@ def test_two_trainings_cost_twice_as_much(tmp_path):
     costs = [Federation(tmp_path, *overrides, f"strategy={name}").components for name in ("fedavg", "per_ssl")]
     once, twice = (one.costs(one.context.phases[0], [0, 1]) for one in costs)
     assert twice["flops"] == 2 * once["flops"] > 0
-    assert twice["flops_per_picture"] == once["flops_per_picture"]
+    assert twice["flops_per_image"] == once["flops_per_image"]
 
 
 def test_settings():

@@ -1,4 +1,4 @@
-"""A perceptron with two hidden layers, for small pictures. Each layer is a stage, so layer-wise training works too."""
+"""A perceptron with two hidden layers, for small images. Each layer is a stage, so layer-wise training works too."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from fedssl.encoders import Encoder
 
 
 class Perceptron(Encoder):
-    """Maps pictures ``(batch, channels, size, size)`` to representations ``(batch, width)``."""
+    """Maps images ``(batch, channels, size, size)`` to representations ``(batch, width)``."""
 
     def __init__(self, *, channels: int, size: int, width: int) -> None:
         super().__init__()
@@ -15,8 +15,8 @@ class Perceptron(Encoder):
         self.feature_dim = width
         self.divide(stages=("first", "second"), widths=(width, width))
 
-    def stem(self, pictures: Tensor) -> Tensor:
-        return pictures.flatten(1)
+    def stem(self, images: Tensor) -> Tensor:
+        return images.flatten(1)
 
     def readout(self, x: Tensor) -> Tensor:
         return x

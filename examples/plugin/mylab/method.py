@@ -1,4 +1,4 @@
-"""Alignment and uniformity (Wang & Isola, ICML 2020): views of a picture meet, all pictures spread over the sphere."""
+"""Alignment and uniformity (Wang & Isola, ICML 2020): views of an image meet, all images spread over the sphere."""
 
 from collections.abc import Callable
 

@@ -1,24 +1,24 @@
-"""Drawn pictures of stripes, in three classes: horizontal, vertical, checked."""
+"""Drawn images of stripes, in three classes: horizontal, vertical, checked."""
 
 import numpy as np
 import torch
 
-from fedssl.datasets.base import Pictures, choose
+from fedssl.datasets.base import ImageData, choose
 
 CLASSES = ("horizontal", "vertical", "checked")
 COUNTS = {"train": 600, "test": 150}
 
 
-def read(split: str, *, channels: int, size: int, limit: int | None, noise: float) -> Pictures | None:
-    """Pictures of one split, always the same ones; None if there is no such split.
+def read(split: str, *, channels: int, size: int, limit: int | None, noise: float) -> ImageData | None:
+    """Images of one split, always the same ones; None if there is no such split.
 
     Parameters
     ----------
     split : {"train", "test"}
     channels, size : int
-        Form of the pictures.
+        Form of the images.
     limit : int or None
-        Use only so many pictures.
+        Use only so many images.
     noise : float
         Standard deviation of what is added to every pixel, in grey levels of 0 to 255; 0 turns it off.
     """
@@ -35,4 +35,4 @@ def read(split: str, *, channels: int, size: int, limit: int | None, noise: floa
     drawn += generator.normal(0, noise, drawn.shape)
     images = np.repeat(drawn.clip(0, 255).astype(np.uint8)[:, None], channels, axis=1)
     rows = choose(count, limit)
-    return Pictures(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows]), CLASSES)
+    return ImageData(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows]), CLASSES)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from fedssl.augmentation import Augmentation
 from fedssl.machine import devices
-from tests.fedssl.augmentation.made import EVERYTHING, RECIPES, generator, pictures
+from tests.fedssl.augmentation.made import EVERYTHING, RECIPES, generator, random_images
 
 CPU = torch.device("cpu")
 SIZES = [3, 2]  # of two batches, whose jitter has different orders
@@ -25,7 +25,7 @@ def largest_difference(
     usual, by_kernel = (
         Augmentation(size=size, views=views, gpu_views=way, **statistics) for way in ("torch", "triton")
     )
-    images, source, ahead = pictures(sum(SIZES), channels, *form).split(SIZES), generator(), generator()
+    images, source, ahead = random_images(sum(SIZES), channels, *form).split(SIZES), generator(), generator()
     expected = [usual(batch, source) for batch in images]
     with patch.object(devices, "GPU", "cpu"), patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
         drawn = by_kernel.draw(SIZES, form=(channels, *form), device=CPU, generator=ahead)

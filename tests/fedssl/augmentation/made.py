@@ -1,4 +1,4 @@
-"""Pictures, and what makes views of them, for tests."""
+"""Images, and what makes views of them, for tests."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def pictures(*shape, seed=0):
+def random_images(*shape, seed=0):
     return torch.randint(0, 256, shape, generator=generator(seed), dtype=torch.uint8)
 
 

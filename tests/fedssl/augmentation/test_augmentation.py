@@ -20,14 +20,14 @@ from tests.fedssl.augmentation.made import (
     close,
     generator,
     normalized,
-    pictures,
+    random_images,
 )
 
 # Whole batches.
 
 
 def test_views_equal_a_torchvision_pipeline_with_the_same_parameters():
-    images = pictures(40, 3, 20, 20)
+    images = random_images(40, 3, 20, 20)
     actual = augmentation(EVERYTHING, {**EVERYTHING, "blur": 0.0})(images, generator(3))
     source = generator(3)
     orders = [torch.randperm(4, generator=source).tolist() for _ in range(2)]
@@ -49,7 +49,7 @@ def test_views_equal_a_torchvision_pipeline_with_the_same_parameters():
 
 
 def test_neutral_recipe_only_normalises():
-    images = pictures(7, 3, 16, 16)
+    images = random_images(7, 3, 16, 16)
     first, second = augmentation({})(images, generator())
     close(first, normalized(images))
     assert torch.equal(first, second)
@@ -58,7 +58,7 @@ def test_neutral_recipe_only_normalises():
 
 
 def test_same_seed_same_views_and_global_generator_untouched():
-    images, state = pictures(9, 3, 16, 16), torch.get_rng_state()
+    images, state = random_images(9, 3, 16, 16), torch.get_rng_state()
     make = augmentation(EVERYTHING)
     first, again, other = (make(images, generator(seed)) for seed in (5, 5, 6))
     assert torch.equal(first[0], again[0])
@@ -68,20 +68,20 @@ def test_same_seed_same_views_and_global_generator_untouched():
 
 
 def test_views_go_on_with_the_generator():
-    images, source, make = pictures(9, 3, 16, 16), generator(), augmentation(EVERYTHING)
+    images, source, make = random_images(9, 3, 16, 16), generator(), augmentation(EVERYTHING)
     assert not torch.allclose(make(images, source)[0], make(images, source)[0])
 
 
 @pytest.mark.parametrize("setting", [{"crop_scale": [0.2, 0.9]}, {"brightness": 0.5}, {"contrast": 0.5}, {"hue": 0.3}])
-def test_every_picture_and_view_has_its_own_parameters(setting):
-    copies = pictures(1, 3, 16, 16).expand(20, 3, 16, 16)
+def test_every_image_and_view_has_its_own_parameters(setting):
+    copies = random_images(1, 3, 16, 16).expand(20, 3, 16, 16)
     both = torch.cat(augmentation(setting)(copies, generator()))
     distance = torch.cdist(both.flatten(1), both.flatten(1)) + 100 * torch.eye(40)
     assert distance.min() > 1e-3
 
 
-def test_a_picture_gets_the_same_views_in_a_longer_batch():
-    images = pictures(2 * CHUNK + 30, 3, 16, 16)
+def test_a_image_gets_the_same_views_in_a_longer_batch():
+    images = random_images(2 * CHUNK + 30, 3, 16, 16)
     make = augmentation(EVERYTHING)
     whole, short = make(images, generator()), make(images[: CHUNK + 5], generator())
     assert len(whole[0]) == len(images)
@@ -91,7 +91,7 @@ def test_a_picture_gets_the_same_views_in_a_longer_batch():
 
 @pytest.mark.parametrize("channels", [1, 2])
 def test_color_operations_need_three_channels(channels):
-    images = pictures(12, channels, 8, 8)
+    images = random_images(12, channels, 8, 8)
     colorless = {**EVERYTHING, "saturation": 0.0, "hue": 0.0, "gray": 0.0}
     views = augmentation(EVERYTHING, size=8, channels=channels)(images, generator())
     expected = augmentation(colorless, size=8, channels=channels)(images, generator())
@@ -100,8 +100,8 @@ def test_color_operations_need_three_channels(channels):
     assert torch.equal(views[1], expected[1])
 
 
-def test_pictures_are_not_changed():
-    images = pictures(5, 3, 16, 16)
+def test_images_are_not_changed():
+    images = random_images(5, 3, 16, 16)
     before = images.clone()
     augmentation(EVERYTHING)(images, generator())
     assert torch.equal(images, before)
@@ -115,16 +115,16 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
     if recipe != "everything":
         views = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{recipe}.yaml").views)
     sizes = [5, 4, 4, 7]
-    images = pictures(sum(sizes), channels, height, width).split(sizes)
+    images = random_images(sum(sizes), channels, height, width).split(sizes)
     make = augmentation(*views, size=size, channels=channels)
     draws, source = generator(), generator()
     expected = [make(batch, source) for batch in images]
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(module, "MATRICES", 10 * 8 * size * (height + width + size))  # ten pictures
+    monkeypatch.setattr(module, "MATRICES", 10 * 8 * size * (height + width + size))  # ten images
     drawn = list(make.draw(sizes, form=(channels, height, width), device=torch.device("cpu"), generator=draws))
     assert torch.equal(draws.get_state(), source.get_state())
-    assert drawn[0].matrices[0].rows._base is drawn[1].matrices[0].rows._base  # 5 + 4 pictures, then 4, then 7
+    assert drawn[0].matrices[0].rows._base is drawn[1].matrices[0].rows._base  # 5 + 4 images, then 4, then 7
     assert drawn[1].matrices[0].rows._base is not drawn[2].matrices[0].rows._base
     for batch, of_batch, both in zip(images, drawn, expected, strict=True):
         made = make.make(batch, of_batch, layout=torch.channels_last)
@@ -135,7 +135,7 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
 
 def test_drawn_ahead_or_one_after_the_other_views_are_the_same():
     sizes = [5, CHUNK + 3, 4]
-    images = pictures(sum(sizes), 3, 16, 16).split(sizes)
+    images = random_images(sum(sizes), 3, 16, 16).split(sizes)
     make, source, ahead = augmentation(EVERYTHING, {"flip": 0.5}), generator(), generator()
     drawn = make.draw(sizes, form=(3, 16, 16), device=torch.device("cpu"), generator=ahead)
     for batch, of_batch in zip(images, drawn, strict=True):
@@ -145,7 +145,7 @@ def test_drawn_ahead_or_one_after_the_other_views_are_the_same():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_makes_the_same_views_as_the_cpu():
-    images = pictures(2 * CHUNK + 30, 3, 16, 16)
+    images = random_images(2 * CHUNK + 30, 3, 16, 16)
     make = augmentation({**EVERYTHING, "solarize": 0.0})
     on_cpu = make(images, generator())
     for cpu, cuda in zip(on_cpu, make(images.cuda(), generator()), strict=True):
@@ -191,13 +191,13 @@ def test_bad_statistics(mean, std):
 
 
 def test_wrong_number_of_channels():
-    with pytest.raises(InputError, match="the pictures have 3 channels but dataset.mean has 1 numbers"):
-        augmentation({}, channels=1)(pictures(4, 3, 16, 16), generator())
+    with pytest.raises(InputError, match="the images have 3 channels but dataset.mean has 1 numbers"):
+        augmentation({}, channels=1)(random_images(4, 3, 16, 16), generator())
 
 
-def test_a_border_is_narrower_than_the_picture():
-    with pytest.raises(InputError, match="pad=16 but the pictures have 16x20 pixels, which mirror at most 15; set pad"):
-        augmentation({}, {"pad": 16}, channels=3)(pictures(4, 3, 16, 20), generator())
+def test_a_border_is_narrower_than_the_image():
+    with pytest.raises(InputError, match="pad=16 but the images have 16x20 pixels, which mirror at most 15; set pad"):
+        augmentation({}, {"pad": 16}, channels=3)(random_images(4, 3, 16, 20), generator())
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -207,7 +207,7 @@ def test_recipes_make_views(recipe, channels):
     config = OmegaConf.create(
         {"gpu_views": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")}
     )
-    images = pictures(4, channels, 8, 8)
+    images = random_images(4, channels, 8, 8)
     first, second = instantiate(config.augmentation)(images, generator())
     assert first.shape == second.shape == (4, channels, 8, 8)
     assert torch.isfinite(first).all()

@@ -45,13 +45,11 @@ def test_what_the_kernel_does_not_make_is_refused():
             made(**wrong)
 
 
-def test_a_gpu_without_triton_and_pictures_that_are_too_large_are_refused_and_a_cpu_does_not_care(monkeypatch):
+def test_a_gpu_without_triton_and_images_that_are_too_large_are_refused_and_a_cpu_does_not_care(monkeypatch):
     images, generator = torch.zeros(2, 3, 8, 70, dtype=torch.uint8), torch.Generator()
     assert made()(images, generator)[0].shape == (2, 3, 8, 8)
     monkeypatch.setattr(devices, "GPU", "cpu")
-    with pytest.raises(
-        InputError, match="takes pictures of at most 64 pixels and these have 8x70; set gpu_views=torch"
-    ):
+    with pytest.raises(InputError, match="takes images of at most 64 pixels and these have 8x70; set gpu_views=torch"):
         made()(images, generator)
     monkeypatch.setattr("fedssl.augmentation.augmentation.find_spec", lambda name: None)
     with pytest.raises(InputError, match="gpu_views=triton but Triton is not installed; install it, or set gpu_views="):

@@ -1,4 +1,4 @@
-"""Each operation against torchvision, one picture at a time."""
+"""Each operation against torchvision, one image at a time."""
 
 import pytest
 import torch
@@ -8,22 +8,22 @@ from torchvision.transforms.v2 import InterpolationMode
 
 from fedssl.augmentation import operations
 from fedssl.augmentation.recipe import BOX_UNIFORMS, crop_boxes
-from tests.fedssl.augmentation.made import RECIPES, augmentation, close, generator, normalized, pictures
+from tests.fedssl.augmentation.made import RECIPES, augmentation, close, generator, normalized, random_images
 
 
-def tricky_pictures():
-    """Random pictures, and such with equal channels, black, white and the six pure colours."""
-    images = pictures(32, 3, 12, 12)
+def tricky_images():
+    """Random images, and such with equal channels, black, white and the six pure colours."""
+    images = random_images(32, 3, 12, 12)
     images[0] = 77
     images[1, 0] = images[1, 1]
     images[2, 1] = images[2, 2]
     images[3, 0] = images[3, 2]
-    images[4:12] = pictures(8, 3, 12, 12, seed=1) // 128 * 255
+    images[4:12] = random_images(8, 3, 12, 12, seed=1) // 128 * 255
     images[12:16] //= 64  # dark: small chroma
     return images
 
 
-def per_picture(operation, images, values):
+def per_image(operation, images, values):
     return torch.stack([operation(image / 255, float(value)) for image, value in zip(images, values, strict=True)])
 
 
@@ -40,21 +40,21 @@ def planes(images):
     ],
 )
 def test_factor_operations_equal_torchvision(operation, reference):
-    images = tricky_pictures()
+    images = tricky_images()
     factors = torch.linspace(0, 2, len(images))
-    close(operation(planes(images), factors).transpose(0, 1), per_picture(reference, images, factors))
+    close(operation(planes(images), factors).transpose(0, 1), per_image(reference, images, factors))
 
 
 @pytest.mark.parametrize("turns", [-0.5, -1 / 3, -0.07, 0.0, 1 / 6, 0.25, 0.5])
 def test_hue_equals_torchvision(turns):
-    images = tricky_pictures()
+    images = tricky_images()
     actual = operations.hue(planes(images), torch.full((len(images),), turns)).transpose(0, 1)
     close(actual, F.adjust_hue(images / 255, turns))
 
 
-def test_hue_turns_each_picture_by_its_own_angle():
-    images, turns = tricky_pictures(), torch.linspace(-0.5, 0.5, 32)
-    close(operations.hue(planes(images), turns).transpose(0, 1), per_picture(F.adjust_hue, images, turns))
+def test_hue_turns_each_image_by_its_own_angle():
+    images, turns = tricky_images(), torch.linspace(-0.5, 0.5, 32)
+    close(operations.hue(planes(images), turns).transpose(0, 1), per_image(F.adjust_hue, images, turns))
 
 
 def test_hue_by_hand():
@@ -69,21 +69,21 @@ def test_hue_by_hand():
 def test_contrast_of_other_channel_counts():
     # One channel: torchvision's. Two channels (torchvision refuses them): the mean is over both. Means 0.2 and 0.6 give
     # 0.4; a factor of 0.5 takes 0.2 to 0.3 and 0.6 to 0.5.
-    images = pictures(6, 1, 8, 8)
+    images = random_images(6, 1, 8, 8)
     factors = torch.linspace(0, 2, 6)
-    close(operations.contrast(planes(images), factors).transpose(0, 1), per_picture(F.adjust_contrast, images, factors))
+    close(operations.contrast(planes(images), factors).transpose(0, 1), per_image(F.adjust_contrast, images, factors))
     two = torch.tensor([0.2, 0.6])[:, None, None, None].expand(2, 1, 4, 4)
     close(operations.contrast(two, torch.tensor([0.5]))[:, 0, 0, 0], torch.tensor([0.3, 0.5]))
 
 
 def test_gray_equals_torchvision():
-    images = tricky_pictures()
+    images = tricky_images()
     actual = operations.saturation(planes(images), torch.zeros(len(images))).transpose(0, 1)
     close(actual, F.rgb_to_grayscale(images / 255, num_output_channels=3))
 
 
 def test_solarize_equals_torchvision_where_it_is_on():
-    images = tricky_pictures()
+    images = tricky_images()
     amount = torch.arange(len(images)) % 2.0
     expected = torch.where(amount[:, None, None, None] == 1, F.solarize(images / 255, 0.5), images / 255)
     close(operations.solarize(planes(images), amount).transpose(0, 1), expected)
@@ -92,7 +92,7 @@ def test_solarize_equals_torchvision_where_it_is_on():
 @pytest.mark.parametrize("size", [5, 16, 32])
 def test_crop_and_flip_equal_torchvision(size):
     # Boxes of 1 to 20 pixels scaled up and down.
-    images = pictures(40, 3, 20, 24)
+    images = random_images(40, 3, 20, 24)
     random = torch.rand(40, 4, generator=generator())
     height, width = (1 + random[:, 0] * 20).floor(), (1 + random[:, 1] * 24).floor()
     top, left = (random[:, 2] * (21 - height)).floor(), (random[:, 3] * (25 - width)).floor()
@@ -111,7 +111,7 @@ def test_crop_and_flip_equal_torchvision(size):
 
 @pytest.mark.parametrize("pad", [1, 4, 7])
 def test_crops_that_reach_into_the_border_equal_torchvision(pad):
-    images = pictures(40, 3, 8, 12)
+    images = random_images(40, 3, 8, 12)
     random = torch.rand(40, 4, generator=generator())
     height, width = (1 + random[:, 0] * 8).floor(), (1 + random[:, 1] * 12).floor()
     top, left = (random[:, 2] * (9 + 2 * pad - height)).floor(), (random[:, 3] * (13 + 2 * pad - width)).floor()
@@ -126,8 +126,8 @@ def test_crops_that_reach_into_the_border_equal_torchvision(pad):
 
 
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0)])
-def test_with_a_border_a_picture_moves_as_by_a_random_crop(ratio):
-    """Every one of 9 x 9 places with the same probability, as by torchvision's RandomCrop of a padded picture."""
+def test_with_a_border_an_image_moves_as_by_a_random_crop(ratio):
+    """Every one of 9 x 9 places with the same probability, as by torchvision's RandomCrop of a padded image."""
     uniform = torch.rand(8100, BOX_UNIFORMS, generator=generator(), dtype=torch.float64)
     top, left, height, width = crop_boxes(uniform, height=32, width=32, scale=(1.0, 1.0), ratio=ratio, pad=4)
     assert {*height.tolist(), *width.tolist()} == {32}
@@ -137,17 +137,17 @@ def test_with_a_border_a_picture_moves_as_by_a_random_crop(ratio):
     assert counts.max() < 145
 
 
-def test_a_fedx_view_is_the_picture_moved_and_perhaps_flipped():
-    images = pictures(20, 3, 32, 32)
+def test_a_fedx_view_is_the_image_moved_and_perhaps_flipped():
+    images = random_images(20, 3, 32, 32)
     recipe = OmegaConf.to_container(OmegaConf.load(RECIPES / "fedx.yaml").views[0])
     views = augmentation(recipe, size=32)(images, generator())
     padded = F.pad(images.float(), [4], padding_mode="reflect")
     places = set()
     for view in views:
-        for k, picture in enumerate(view):
+        for k, image in enumerate(view):
             moved = [F.crop(padded[k], top, left, 32, 32) for top in range(9) for left in range(9)]
             candidates = normalized(torch.stack([*moved, *map(F.horizontal_flip, moved)]))
-            equal = (candidates - picture).abs().amax((1, 2, 3)) < 1e-4
+            equal = (candidates - image).abs().amax((1, 2, 3)) < 1e-4
             assert equal.sum() == 1
             places.add(int(equal.byte().argmax()))
     assert len(places) > 30
@@ -166,7 +166,7 @@ def test_crop_weights_by_hand():
 
 @pytest.mark.parametrize(("size", "radius"), [(16, 6), (8, 3), (8, 7), (5, 0)])
 def test_blur_equals_torchvision(size, radius):
-    images, sigmas = pictures(12, 3, size, size), torch.linspace(0.1, 3, 12)
+    images, sigmas = random_images(12, 3, size, size), torch.linspace(0.1, 3, 12)
     weights = operations.blur_weights(sigmas, size=size, radius=radius)
     actual = operations.separable(planes(images), rows=weights, columns=weights).transpose(0, 1)
     for k, sigma in enumerate(sigmas.tolist()):

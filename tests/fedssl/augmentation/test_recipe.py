@@ -45,7 +45,7 @@ def test_crop_boxes_have_the_law_of_torchvision(height, width, scale, ratio):
 
 @pytest.mark.parametrize(("height", "width"), [(8, 40), (40, 8), (9, 32)])
 def test_crop_boxes_fall_back_to_the_centre_as_torchvision_does(height, width):
-    # The whole area of so long a picture fits no allowed ratio.
+    # The whole area of so long an image fits no allowed ratio.
     image = torch.zeros(1, height, width)
     box = RandomResizedCrop(8, (1.0, 1.0)).make_params([image])
     uniform = torch.rand(5, BOX_UNIFORMS, generator=generator(), dtype=torch.float64)

@@ -36,7 +36,7 @@ def test_a_task_gives_the_settings_that_the_full_text_gives(overrides):
     assert (tuple(composed.dataset.mean), tuple(composed.dataset.std)) == (full.data.mean, full.data.std)
 
 
-def test_a_task_says_nothing_of_the_machine_or_the_pictures():
+def test_a_task_says_nothing_of_the_machine_or_the_images():
     overrides = ["dataset=cifar10", "dataset.path=/secret", "output_dir=/runs/1", "threads=3", "method=fedca"]
     text = task_of(compose([*overrides, "method.alignment_weight=0.1", "teacher=/secret/encoder.pt"])).text()
     assert not any(word in text for word in ("secret", "/runs", "threads", "_target_", "hub", "cuda", "cache"))

@@ -34,7 +34,7 @@ def choices():
 
 @pytest.mark.parametrize("overrides", choices(), ids=" ".join)
 def test_every_file_composes(overrides):
-    extra = ["dataset.path=/pictures"] if "dataset=image_folder" in overrides else []
+    extra = ["dataset.path=/images"] if "dataset=image_folder" in overrides else []
     recording = compose([*overrides, *extra]).recording
     config = OmegaConf.create(recording.text)
     assert not OmegaConf.missing_keys(config)
@@ -121,7 +121,7 @@ def test_a_whole_number_serves_as_a_fraction():
     assert compose(["partition.alpha=1"]).partition.rule.values["alpha"] == 1
 
 
-@pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\pictures\\", "/tmp/ünï"])
+@pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\images\\", "/tmp/ünï"])
 def test_any_path_survives_the_command_line(text):
     assert resolve([f"output_dir={quote(text)}"])[0].output_dir == text
     assert compose([f"output_dir={quote(text)}"]).recording.folder == Path(text).resolve()
@@ -180,11 +180,11 @@ class TestResume:
             load_run([f"resume={tmp_path / 'nothing'}"])
 
 
-def test_the_folder_of_decoded_pictures_is_absolute_and_not_chosen_by_a_run_of_others(tmp_path):
+def test_the_folder_of_decoded_images_is_absolute_and_not_chosen_by_a_run_of_others(tmp_path):
     def cache_of(settings):
         return settings.data.reader.values["cache"]
 
-    overrides = ["dataset=cifar10", "dataset.path=/pictures"]
+    overrides = ["dataset=cifar10", "dataset.path=/images"]
     assert cache_of(compose(overrides)) == "auto"
     assert cache_of(compose([*overrides, "dataset.cache=null"])) is None
     settings = compose([*overrides, "dataset.cache=here"])

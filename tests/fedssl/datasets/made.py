@@ -27,8 +27,8 @@ def settings_of(name: str, **changes: object) -> DataSettings:
     return read_data(node_of(name, **changes))
 
 
-def picture(value: int, *, size: tuple[int, int] = (4, 4), mode: str = "RGB") -> Image.Image:
-    """A picture whose pixels are ``value``, ``value + 1``, ... in every channel."""
+def make_image(value: int, *, size: tuple[int, int] = (4, 4), mode: str = "RGB") -> Image.Image:
+    """An image whose pixels are ``value``, ``value + 1``, ... in every channel."""
     pixels = np.arange(value, value + size[0] * size[1], dtype=np.uint8).reshape(size[1], size[0])
     return Image.fromarray(pixels).convert(mode)
 
@@ -40,11 +40,11 @@ def png(image: Image.Image) -> bytes:
 
 
 def table(values: list[int], labels: list[int | None], *, image: str = "img", label: str = "label") -> pa.Table:
-    """A table as the Hub stores one: a picture is a struct of bytes and path, the class names are in the metadata."""
-    pictures = [{"bytes": png(picture(value)), "path": None} for value in values]
+    """A table as the Hub stores one: an image is a struct of bytes and path, the class names are in the metadata."""
+    images = [{"bytes": png(make_image(value)), "path": None} for value in values]
     struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     features = {image: {"_type": "Image"}, label: {"names": ["ant", "bee", "cow"], "_type": "ClassLabel"}}
-    columns = {image: pa.array(pictures, struct), label: pa.array(labels, pa.int64())}
+    columns = {image: pa.array(images, struct), label: pa.array(labels, pa.int64())}
     return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
 

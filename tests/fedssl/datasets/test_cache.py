@@ -1,4 +1,4 @@
-"""Decoded pictures in a file: the same bits, made once, whoever asks for them and whatever has ended before."""
+"""Decoded images in a file: the same bits, made once, whoever asks for them and whatever has ended before."""
 
 import fcntl
 import hashlib
@@ -23,7 +23,7 @@ from PIL import Image
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
 from fedssl.datasets import base, cache, decoding, image_folder
-from fedssl.datasets.base import Pictures, load_any
+from fedssl.datasets.base import ImageData, load_any
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
@@ -41,16 +41,16 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Sixty pictures of noise in two classes, three of which cannot be read."""
+def images(tmp_path: Path) -> Path:
+    """Sixty images of noise in two classes, three of which cannot be read."""
     random = np.random.default_rng(0)
     for number in range(60):
-        file = tmp_path / "pictures" / f"class{number % 2}" / f"{number:02d}.png"
+        file = tmp_path / "images" / f"class{number % 2}" / f"{number:02d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(file)
         if number in (0, 17, 40):
-            file.write_bytes(b"no picture")
-    return tmp_path / "pictures"
+            file.write_bytes(b"no image")
+    return tmp_path / "images"
 
 
 def settings(name: str, **changes: object) -> DataSettings:
@@ -58,11 +58,11 @@ def settings(name: str, **changes: object) -> DataSettings:
     return read_data(node)
 
 
-def folder_of(pictures: Path, place: Path | None, **changes: object) -> DataSettings:
-    return settings("image_folder", path=str(pictures), size=8, cache=place and str(place), **changes)
+def folder_of(images: Path, place: Path | None, **changes: object) -> DataSettings:
+    return settings("image_folder", path=str(images), size=8, cache=place and str(place), **changes)
 
 
-def read(data: DataSettings, split: str = "federated") -> Pictures:
+def read(data: DataSettings, split: str = "federated") -> ImageData:
     """As a process that has read nothing before."""
     base._read.cache_clear()
     found = load_any(data, split)
@@ -70,7 +70,7 @@ def read(data: DataSettings, split: str = "federated") -> Pictures:
     return found
 
 
-def same(one: Pictures, other: Pictures) -> bool:
+def same(one: ImageData, other: ImageData) -> bool:
     columns = ((one.images, other.images), (one.labels, other.labels), (one.owners, other.owners))
     names = (one.classes, one.owner_names, one.notices) == (other.classes, other.owner_names, other.notices)
     return names and all(a is b is None or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in columns)
@@ -80,13 +80,13 @@ def same(one: Pictures, other: Pictures) -> bool:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What has been decoded, in any order."""
     seen: list[object] = []
-    original = decoding.read_picture
+    original = decoding.read_image
 
-    def read_picture(source: bytes | Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
+    def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
         seen.append(source)
         return original(source, channels=channels, size=size, max_pixels=max_pixels)
 
-    monkeypatch.setattr(decoding, "read_picture", read_picture)
+    monkeypatch.setattr(decoding, "read_image", read_image)
     return seen
 
 
@@ -95,26 +95,26 @@ def only(place: Path) -> Path:
     return folder
 
 
-def test_a_folder_has_the_same_bits_with_and_without_a_file(pictures, place, decoded):
-    without = read(folder_of(pictures, None))
+def test_a_folder_has_the_same_bits_with_and_without_a_file(images, place, decoded):
+    without = read(folder_of(images, None))
     assert not place.exists()
-    first = read(folder_of(pictures, place))
+    first = read(folder_of(images, place))
     assert len(decoded) == 2 * len(without.images) + 2 * 2  # a fifth of the 60, and one of the bad ones, is held out
-    again = read(folder_of(pictures, place))
+    again = read(folder_of(images, place))
     assert len(decoded) == 2 * len(without.images) + 2 * 2
     assert same(first, without)
     assert same(again, without)
     assert again.classes == ("class0", "class1")
     assert {file.name for file in only(place).iterdir()} == {"lock", "pixels", "about.npz"}
-    assert only(place).name.startswith("pictures-train-8px-")
+    assert only(place).name.startswith("images-train-8px-")
 
 
-def test_what_cannot_be_read_is_said_every_time(pictures, place, caplog):
+def test_what_cannot_be_read_is_said_every_time(images, place, caplog):
     for _ in range(2):
         caplog.clear()
-        read(folder_of(pictures, place, test_fraction=0))
+        read(folder_of(images, place, test_fraction=0))
         (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert record.getMessage().startswith("3 of 60 pictures cannot be read, the rest is used: ")
+        assert record.getMessage().startswith("3 of 60 images cannot be read, the rest is used: ")
 
 
 @pytest.mark.parametrize("limit", [None, 30])
@@ -140,16 +140,16 @@ def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, plac
     assert len(list(place.iterdir())) == 2
 
 
-def test_small_sets_need_no_file(pictures, place, monkeypatch):
+def test_small_sets_need_no_file(images, place, monkeypatch):
     monkeypatch.setattr(cache, "WORTH", 1.0)
-    read(folder_of(pictures, place))
+    read(folder_of(images, place))
     assert not place.exists()
 
 
-def test_what_pixels_depend_on_makes_other_files(pictures, place, decoded, monkeypatch):
+def test_what_pixels_depend_on_makes_other_files(images, place, decoded, monkeypatch):
     def number(**changes: object) -> int:
         before = len(decoded)
-        read(folder_of(pictures, place, **changes))
+        read(folder_of(images, place, **changes))
         return len(decoded) - before
 
     assert number()
@@ -157,12 +157,12 @@ def test_what_pixels_depend_on_makes_other_files(pictures, place, decoded, monke
         assert number(**changes)
         assert not number(**changes)
     assert not number()
-    file = pictures / "class0" / "02.png"
-    os.utime(file, ns=(0, 0))  # written anew, with a picture of the same size
+    file = images / "class0" / "02.png"
+    os.utime(file, ns=(0, 0))  # written anew, with an image of the same size
     assert number()
     assert not number()
-    (pictures / "class2").mkdir()
-    Image.new("RGB", (8, 8)).save(pictures / "class2" / "61.png")
+    (images / "class2").mkdir()
+    Image.new("RGB", (8, 8)).save(images / "class2" / "61.png")
     assert number()
     monkeypatch.setattr(cache, "VERSION", 0)
     assert number()
@@ -184,23 +184,23 @@ def lose(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("damage", [cut, flip, lose])
 @pytest.mark.parametrize("name", ["pixels", "about.npz"])
-def test_a_damaged_file_is_made_again(pictures, place, decoded, caplog, damage, name):
-    whole = read(folder_of(pictures, None))
-    read(folder_of(pictures, place))
+def test_a_damaged_file_is_made_again(images, place, decoded, caplog, damage, name):
+    whole = read(folder_of(images, None))
+    read(folder_of(images, place))
     number = len(decoded) // 2
     damage(only(place), name)
-    assert same(read(folder_of(pictures, place)), whole)
+    assert same(read(folder_of(images, place)), whole)
     assert len(decoded) == 3 * number
     assert ("is damaged" in caplog.text) == (damage is not lose)
-    assert same(read(folder_of(pictures, place)), whole)
+    assert same(read(folder_of(images, place)), whole)
     assert len(decoded) == 3 * number
 
 
-def test_pictures_that_are_in_use_survive_another_making(pictures, place):
-    first = read(folder_of(pictures, place))
+def test_images_that_are_in_use_survive_another_making(images, place):
+    first = read(folder_of(images, place))
     before = first.images.clone()
     flip(only(place), "about.npz")
-    second = read(folder_of(pictures, place))
+    second = read(folder_of(images, place))
     assert torch.equal(first.images, before)
     assert torch.equal(second.images, before)
 
@@ -210,22 +210,22 @@ import sys, time
 from pathlib import Path
 from fedssl.datasets import cache, decoding, image_folder
 cache.WORTH, decoding.NOTED, decoding.THREADS, image_folder._BATCH = 0, 0.01, 2, 2
-original = decoding.read_picture
+original = decoding.read_image
 def slow(source, **form):
     time.sleep({pause})
     with open("{log}", "a") as log:
         log.write(f"{{source}}\\n")
     return original(source, **form)
-decoding.read_picture = slow
+decoding.read_image = slow
 form = dict(channels=3, size=8, limit=None, test_fraction=0)
-pictures = image_folder.read("train", path="{pictures}", cache="{place}", **form)
+images = image_folder.read("train", path="{images}", cache="{place}", **form)
 import hashlib
-print(hashlib.sha256(pictures.images.numpy().tobytes()).hexdigest(), pictures.labels.sum().item(), flush=True)
+print(hashlib.sha256(images.images.numpy().tobytes()).hexdigest(), images.labels.sum().item(), flush=True)
 """
 
 
-def start(pictures: Path, place: Path, log: Path, *, pause: float) -> subprocess.Popen[str]:
-    code = CHILD.format(pictures=pictures, place=place, log=log, pause=pause)
+def start(images: Path, place: Path, log: Path, *, pause: float) -> subprocess.Popen[str]:
+    code = CHILD.format(images=images, place=place, log=log, pause=pause)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
@@ -243,10 +243,10 @@ def done(place: Path) -> int:
 
 
 @pytest.mark.heavy
-def test_after_a_kill_decoding_goes_on_where_it_was(pictures, place, tmp_path):
+def test_after_a_kill_decoding_goes_on_where_it_was(images, place, tmp_path):
     log = tmp_path / "log"
-    expected = read(folder_of(pictures, None, test_fraction=0))
-    killed = start(pictures, place, log, pause=0.02)
+    expected = read(folder_of(images, None, test_fraction=0))
+    killed = start(images, place, log, pause=0.02)
     wait_for(lambda: done(place) >= 30)
     killed.kill()
     killed.wait()
@@ -254,136 +254,134 @@ def test_after_a_kill_decoding_goes_on_where_it_was(pictures, place, tmp_path):
     assert 30 <= noted <= decoded < 60
     assert not (only(place) / "about.npz").exists()
     log.write_text("")
-    found = read_in_child(pictures, place, log)
+    found = read_in_child(images, place, log)
     assert found == digest(expected)
     again = log.read_text().splitlines()
     assert len(again) == 60 - noted
     assert len({*again}) == len(again)
 
 
-def read_in_child(pictures: Path, place: Path, log: Path) -> str:
-    child = start(pictures, place, log, pause=0)
+def read_in_child(images: Path, place: Path, log: Path) -> str:
+    child = start(images, place, log, pause=0)
     return child.communicate(timeout=60)[0].strip()
 
 
-def digest(pictures: Pictures) -> str:
-    return f"{hashlib.sha256(pictures.images.numpy().tobytes()).hexdigest()} {pictures.labels.sum().item()}"
+def digest(images: ImageData) -> str:
+    return f"{hashlib.sha256(images.images.numpy().tobytes()).hexdigest()} {images.labels.sum().item()}"
 
 
-def test_of_two_processes_one_decodes_and_the_other_waits(pictures, place, tmp_path, caplog):
+def test_of_two_processes_one_decodes_and_the_other_waits(images, place, tmp_path, caplog):
     log = tmp_path / "log"
-    other = start(pictures, place, log, pause=0.02)
+    other = start(images, place, log, pause=0.02)
     wait_for(lambda: done(place) >= 10)
     caplog.set_level(logging.INFO)
-    found = read(folder_of(pictures, place, test_fraction=0))
-    assert "another process decodes the pictures of" in caplog.text
+    found = read(folder_of(images, place, test_fraction=0))
+    assert "another process decodes the images of" in caplog.text
     assert other.communicate(timeout=60)[0].strip() == digest(found)
     assert len(log.read_text().splitlines()) == 60
 
 
 @pytest.mark.slow
-def test_who_waits_takes_over_when_the_other_dies(pictures, place, tmp_path, decoded):
+def test_who_waits_takes_over_when_the_other_dies(images, place, tmp_path, decoded):
     log = tmp_path / "log"
-    other = start(pictures, place, log, pause=0.05)
+    other = start(images, place, log, pause=0.05)
     wait_for(lambda: done(place) >= 10)
-    waiting = start(pictures, place, tmp_path / "second", pause=0)
+    waiting = start(images, place, tmp_path / "second", pause=0)
     wait_for(lambda: done(place) >= 30)
     assert not (tmp_path / "second").exists()
     other.send_signal(signal.SIGKILL)
     other.wait()
     noted = done(place)
-    expected = read(folder_of(pictures, None, test_fraction=0))
+    expected = read(folder_of(images, None, test_fraction=0))
     assert waiting.communicate(timeout=60)[0].strip() == digest(expected)
     assert len((tmp_path / "second").read_text().splitlines()) == 60 - noted
 
 
 def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
-    """Ctrl-C when so many pictures more have been begun, as the thread that decodes one of them."""
-    original, end = decoding.read_picture, len(seen) + number
+    """Ctrl-C when so many images more have been begun, as the thread that decodes one of them."""
+    original, end = decoding.read_image, len(seen) + number
 
-    def read_picture(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
+    def read_image(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
         if len(seen) >= end:
             raise KeyboardInterrupt
         return original(source, channels=channels, size=size, max_pixels=max_pixels)
 
-    monkeypatch.setattr(decoding, "read_picture", read_picture)
+    monkeypatch.setattr(decoding, "read_image", read_image)
 
 
 @pytest.mark.parametrize("note", ["whole", "damaged"])
-def test_a_stopped_decoding_goes_on_where_it_was(pictures, place, decoded, note):
-    expected = read(folder_of(pictures, None, test_fraction=0))
+def test_a_stopped_decoding_goes_on_where_it_was(images, place, decoded, note):
+    expected = read(folder_of(images, None, test_fraction=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_folder, "_BATCH", 2)
         patch.setattr(decoding, "THREADS", 1)  # with several, one that sleeps may hold the count back
         stop_after(30, patch, decoded)
         with pytest.raises(KeyboardInterrupt):
-            read(folder_of(pictures, place, test_fraction=0))
+            read(folder_of(images, place, test_fraction=0))
     noted, number = done(place), len(decoded)
     assert 28 <= noted <= 30  # without the batch that was begun
     if note == "damaged":
         (only(place) / "note.json").write_text("{")
         noted = 0
-    assert same(read(folder_of(pictures, place, test_fraction=0)), expected)
+    assert same(read(folder_of(images, place, test_fraction=0)), expected)
     assert len(decoded) - number == 60 - noted
 
 
-def test_a_long_decoding_tells_how_far_it_is(pictures, place, monkeypatch, caplog):
-    original = decoding.read_picture
+def test_a_long_decoding_tells_how_far_it_is(images, place, monkeypatch, caplog):
+    original = decoding.read_image
 
     def slow(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
         time.sleep(0.02)
         return original(source, channels=channels, size=size, max_pixels=max_pixels)
 
-    monkeypatch.setattr(decoding, "read_picture", slow)
+    monkeypatch.setattr(decoding, "read_image", slow)
     monkeypatch.setattr(decoding, "NOTED", 0.05)
     caplog.set_level(logging.INFO)
-    read(folder_of(pictures, place, test_fraction=0))
-    assert "decoding 60 pictures into " in caplog.text
-    assert any(" of 60 pictures, " in line and line.endswith(" s left") for line in caplog.messages)
+    read(folder_of(images, place, test_fraction=0))
+    assert "decoding 60 images into " in caplog.text
+    assert any(" of 60 images, " in line and line.endswith(" s left") for line in caplog.messages)
 
 
-def test_no_room_is_one_sentence(pictures, place, monkeypatch):
+def test_no_room_is_one_sentence(images, place, monkeypatch):
     def full(descriptor: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        InputError, match=r"has no room for the decoded pictures \(No space left on device\): they need"
-    ):
-        read(folder_of(pictures, place))
+    with pytest.raises(InputError, match=r"has no room for the decoded images \(No space left on device\): they need"):
+        read(folder_of(images, place))
     assert not (only(place) / "partial").exists()
     monkeypatch.undo()
     monkeypatch.setattr(cache, "WORTH", 0)
-    read(folder_of(pictures, place))
+    read(folder_of(images, place))
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file"])
-def test_a_folder_that_cannot_be_made(pictures, tmp_path, monkeypatch, caplog, kind):
+def test_a_folder_that_cannot_be_made(images, tmp_path, monkeypatch, caplog, kind):
     (tmp_path / "x").write_text("")
     with pytest.raises(InputError, match=r"cannot be written .*; name another folder with dataset.cache=FOLDER"):
-        read(folder_of(pictures, tmp_path / "x"))
-    # Where nobody has named it, as on a device whose home is read-only, pictures are decoded into memory.
+        read(folder_of(images, tmp_path / "x"))
+    # Where nobody has named it, as on a device whose home is read-only, images are decoded into memory.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    found = read(settings("image_folder", path=str(pictures), size=8))
-    assert "pictures are decoded into memory" in caplog.text
-    assert same(found, read(folder_of(pictures, None)))
+    found = read(settings("image_folder", path=str(images), size=8))
+    assert "images are decoded into memory" in caplog.text
+    assert same(found, read(folder_of(images, None)))
 
 
-def test_the_folder_of_auto_is_that_of_the_user(pictures, tmp_path, monkeypatch):
+def test_the_folder_of_auto_is_that_of_the_user(images, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    read(settings("image_folder", path=str(pictures), size=8))
-    assert only(tmp_path / "mine" / "fedssl").name.startswith("pictures-train")
+    read(settings("image_folder", path=str(images), size=8))
+    assert only(tmp_path / "mine" / "fedssl").name.startswith("images-train")
 
 
-def test_a_whole_file_needs_neither_lock_nor_a_place_to_write(pictures, place):
-    whole = read(folder_of(pictures, place))
+def test_a_whole_file_needs_neither_lock_nor_a_place_to_write(images, place):
+    whole = read(folder_of(images, place))
     with (only(place) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert same(read(folder_of(pictures, place)), whole)
+        assert same(read(folder_of(images, place)), whole)
     only(place).chmod(0o500)
     place.chmod(0o500)
     try:
-        assert same(read(folder_of(pictures, place)), whole)
+        assert same(read(folder_of(images, place)), whole)
     finally:
         place.chmod(0o700)
         only(place).chmod(0o700)

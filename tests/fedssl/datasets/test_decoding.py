@@ -9,7 +9,7 @@ from PIL import Image
 
 from fedssl.datasets import decoding
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, picture, png
+from tests.fedssl.datasets.made import first_pixels, make_image, png
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -19,7 +19,7 @@ def test_channels_are_converted() -> None:
     # ITU-R 601: 0.299 * 200 + 0.587 * 100 + 0.114 * 50 = 124.2
     assert (decoding.to_array(red, channels=1, size=2) == 124).all()
     assert decoding.to_array(red, channels=3, size=2)[:, 0, 0].tolist() == [200, 100, 50]
-    assert decoding.to_array(picture(7, mode="L"), channels=3, size=4)[:, 0, 1].tolist() == [8, 8, 8]
+    assert decoding.to_array(make_image(7, mode="L"), channels=3, size=4)[:, 0, 1].tolist() == [8, 8, 8]
     assert decoding.to_array(red.convert("RGBA"), channels=3, size=2)[:, 1, 1].tolist() == [200, 100, 50]
     assert decoding.to_array(red.convert("P"), channels=3, size=2).shape == (3, 2, 2)
     sixteen = Image.fromarray(np.array([[0, 255], [256, 65535]], dtype=np.uint16))
@@ -44,41 +44,41 @@ def test_another_size_scales_the_shorter_side_and_crops_the_centre() -> None:
 def test_exif_orientation_is_honoured(tmp_path: Path) -> None:
     stored = Image.fromarray(np.array([[1, 2], [3, 4]], dtype=np.uint8))
     exif = Image.Exif()
-    exif[0x0112] = 6  # the stored picture must be turned by 90 degrees clockwise
+    exif[0x0112] = 6  # the stored image must be turned by 90 degrees clockwise
     stored.save(tmp_path / "turned.png", exif=exif)
-    assert decoding.read_picture(tmp_path / "turned.png", channels=1, size=2).tolist() == [[[3, 1], [4, 2]]]
+    assert decoding.read_image(tmp_path / "turned.png", channels=1, size=2).tolist() == [[[3, 1], [4, 2]]]
 
 
 def test_large_jpeg_keeps_its_content() -> None:
     ramp = np.tile(np.linspace(0, 255, 1024).astype(np.uint8), (1024, 1))
     file = io.BytesIO()
     Image.fromarray(ramp).save(file, "JPEG", quality=95)
-    small = decoding.read_picture(file.getvalue(), channels=1, size=16)[0]
+    small = decoding.read_image(file.getvalue(), channels=1, size=16)[0]
     # 16 columns of 64 pixels each: their means rise by 255 / 16 = 16 from 8.
     assert np.abs(small.astype(int) - (8 + 15.94 * np.arange(16))).max() < 3
 
 
 def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
-    batches = [[png(picture(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
-    batches[4][1] = b"not a picture"
+    batches = [[png(make_image(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
+    batches[4][1] = b"not an image"
     canvas = decoding.in_memory((60, 1, 4, 4))
     unreadable = decoding.decode(lambda start: batches, canvas)
     assert canvas.done == 60
     assert list(unreadable) == [13]
-    assert unreadable[13].startswith("it is no picture of JPEG, PNG, ")
+    assert unreadable[13].startswith("it is no image of JPEG, PNG, ")
     rest = [value for value in range(60) if value != 13]
     assert canvas.leave_out(unreadable).tolist() == rest
     assert first_pixels(canvas.images) == rest
 
 
-def test_pictures_that_do_not_fit_into_memory_are_refused_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_do_not_fit_into_memory_are_refused_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "available_memory", lambda: 8 * 10**9)
-    with pytest.raises(InputError, match=r"1,000,000 pictures of 3 x 64 x 64 need 12\.3 GB of memory, and 8\.0 GB are"):
+    with pytest.raises(InputError, match=r"1,000,000 images of 3 x 64 x 64 need 12\.3 GB of memory, and 8\.0 GB are"):
         decoding.in_memory((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
 
 
-def test_a_picture_that_cannot_be_converted_is_left_out_as_a_damaged_one_is(tmp_path: Path) -> None:
-    batches = [[png(picture(1))], [tmp_path / "float.tif"], [png(picture(2))]]
+def test_a_image_that_cannot_be_converted_is_left_out_as_a_damaged_one_is(tmp_path: Path) -> None:
+    batches = [[png(make_image(1))], [tmp_path / "float.tif"], [png(make_image(2))]]
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     unreadable = decoding.decode(lambda start: batches, decoding.in_memory((3, 1, 4, 4)))
     assert list(unreadable) == [1]

@@ -24,10 +24,10 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert train.images.dtype == torch.uint8
     assert train.labels.dtype == torch.int64
     kept, held_out = hold_out(original.target, fraction=0.2)
-    for pictures, rows in ((train, kept), (test, held_out)):
-        assert torch.equal(pictures.images[:, 0], torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte())
-        assert torch.equal(pictures.labels, torch.from_numpy(original.target[rows]))
-        assert pictures.classes == tuple("0123456789")
+    for image_data, rows in ((train, kept), (test, held_out)):
+        assert torch.equal(image_data.images[:, 0], torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte())
+        assert torch.equal(image_data.labels, torch.from_numpy(original.target[rows]))
+        assert image_data.classes == tuple("0123456789")
     # Class sizes 178 182 177 183 181 182 181 179 174 180; a fifth is 35.6 36.4 35.4 36.6 36.2 36.4 36.2 35.8 34.8 36.0:
     # the floors give 355, and the four largest remainders (7, 8, 0, 3) one more each.
     assert torch.bincount(test.labels).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
@@ -37,9 +37,9 @@ def test_digits_without_the_file_come_from_the_public_function(monkeypatch: pyte
     expected = load(settings_of("digits"), "test")
     base._read.cache_clear()
     monkeypatch.setattr(digits, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=["/nowhere"]))
-    pictures = load(settings_of("digits"), "test")
-    assert torch.equal(pictures.images, expected.images)
-    assert torch.equal(pictures.labels, expected.labels)
+    image_data = load(settings_of("digits"), "test")
+    assert torch.equal(image_data.images, expected.images)
+    assert torch.equal(image_data.labels, expected.labels)
 
 
 def test_digits_statistics_are_those_of_the_yaml() -> None:

@@ -1,4 +1,4 @@
-"""Folders of pictures, which the tests write themselves."""
+"""Folders of images, which the tests write themselves."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from fedssl.config.settings import DataSettings
 from fedssl.datasets import base
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, picture, png, settings_of
+from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -25,19 +25,19 @@ def own(path: Path, **changes: object) -> DataSettings:
     return settings_of("image_folder", path=str(path), size=4, **changes)
 
 
-def test_loose_pictures_of_any_kind_have_no_labels(tmp_path: Path) -> None:
-    write(tmp_path / "b.png", picture(20, mode="RGB"))
-    write(tmp_path / "a.png", picture(10, mode="L"))
+def test_loose_images_of_any_kind_have_no_labels(tmp_path: Path) -> None:
+    write(tmp_path / "b.png", make_image(20, mode="RGB"))
+    write(tmp_path / "a.png", make_image(10, mode="L"))
     write(tmp_path / "d.webp", Image.new("RGBA", (9, 7), (40, 0, 0, 255)))
     write(tmp_path / "c.gif", Image.new("P", (4, 4)))
-    write(tmp_path / "E.BMP", picture(50))
-    (tmp_path / "notes.txt").write_text("not a picture")
+    write(tmp_path / "E.BMP", make_image(50))
+    (tmp_path / "notes.txt").write_text("not an image")
     (tmp_path / "._a.png").write_bytes(b"a hidden file of another system")
-    pictures = load(own(tmp_path), "federated")
-    assert first_pixels(pictures.images)[:4] == [50, 10, 20, 0]  # E.BMP, a, b, c, d: sorted paths
-    assert abs(first_pixels(pictures.images)[4] - 40) <= 3  # WebP is lossy
-    assert pictures.images.shape == (5, 3, 4, 4)
-    assert pictures.labels is None
+    image_data = load(own(tmp_path), "federated")
+    assert first_pixels(image_data.images)[:4] == [50, 10, 20, 0]  # E.BMP, a, b, c, d: sorted paths
+    assert abs(first_pixels(image_data.images)[4] - 40) <= 3  # WebP is lossy
+    assert image_data.images.shape == (5, 3, 4, 4)
+    assert image_data.labels is None
     assert load(own(tmp_path), "train") is None
     assert load(own(tmp_path), "test") is None
     grey = load(own(tmp_path, channels=1, mean=[0.5], std=[0.2]), "federated")
@@ -46,15 +46,15 @@ def test_loose_pictures_of_any_kind_have_no_labels(tmp_path: Path) -> None:
 
 def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
     for number in range(10):
-        write(tmp_path / "cat" / f"{number}.png", picture(number))
-        write(tmp_path / "ape" / "deeper" / f"{number}.png", picture(100 + number))
+        write(tmp_path / "cat" / f"{number}.png", make_image(number))
+        write(tmp_path / "ape" / "deeper" / f"{number}.png", make_image(100 + number))
     train, test = load(own(tmp_path), "train"), load(own(tmp_path), "test")
     assert train is load(own(tmp_path), "federated")
     assert train.classes == test.classes == ("ape", "cat")
     assert torch.bincount(train.labels).tolist() == [8, 8]
     assert torch.bincount(test.labels).tolist() == [2, 2]
-    for pictures in (train, test):
-        assert ((pictures.images[:, 0, 0, 0] < 100).long() == pictures.labels).all()
+    for image_data in (train, test):
+        assert ((image_data.images[:, 0, 0, 0] < 100).long() == image_data.labels).all()
     both = first_pixels(train.images) + first_pixels(test.images)
     assert sorted(both) == [*range(10), *range(100, 110)]
     base._read.cache_clear()
@@ -66,31 +66,31 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
 def test_subfolders_may_be_owners(tmp_path: Path) -> None:
     for name, values in {"phone-7": [1, 2, 3], "phone-10": [4, 5], ".trash": [9]}.items():
         for value in values:
-            write(tmp_path / name / f"{value}.png", picture(value))
-    pictures = load(own(tmp_path, folders="owner"), "federated")
-    assert first_pixels(pictures.images) == [4, 5, 1, 2, 3]  # phone-10 before phone-7
-    assert (pictures.owner_names, pictures.owners.tolist()) == (("phone-10", "phone-7"), [0, 0, 1, 1, 1])
-    assert pictures.owners.dtype == torch.int64
-    assert (pictures.labels, pictures.classes) == (None, ())
+            write(tmp_path / name / f"{value}.png", make_image(value))
+    image_data = load(own(tmp_path, folders="owner"), "federated")
+    assert first_pixels(image_data.images) == [4, 5, 1, 2, 3]  # phone-10 before phone-7
+    assert (image_data.owner_names, image_data.owners.tolist()) == (("phone-10", "phone-7"), [0, 0, 1, 1, 1])
+    assert image_data.owners.dtype == torch.int64
+    assert (image_data.labels, image_data.classes) == (None, ())
     assert load(own(tmp_path, folders="owner"), "test") is None
     by_class = load(own(tmp_path, test_fraction=0), "federated")
     assert (by_class.owners, by_class.owner_names, by_class.labels.tolist()) == (None, (), [0, 0, 1, 1, 1])
 
 
 def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second owner has no ant; one picture of the first cannot be read."""
+    """The second owner has no ant; one image of the first cannot be read."""
     for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):
-        write(tmp_path / "train" / name, picture(value))
+        write(tmp_path / "train" / name, make_image(value))
     (tmp_path / "train" / "ann" / "ant" / "0.png").write_bytes(b"")
     for name, value in (("eve/ant/5.png", 5), ("eve/bee/6.png", 6), ("eve/cow/7.png", 7)):
-        write(tmp_path / "test" / name, picture(value))
+        write(tmp_path / "test" / name, make_image(value))
     settings = own(tmp_path, folders="owner/class")
     with caplog.at_level(logging.WARNING):
-        pictures = load(settings, "federated")
-    assert "1 of 5 pictures cannot be read" in caplog.text
-    assert first_pixels(pictures.images) == [2, 1, 3, 4]
-    assert (pictures.classes, pictures.labels.tolist()) == (("ant", "bee", "cow"), [0, 1, 1, 2])
-    assert (pictures.owner_names, pictures.owners.tolist()) == (("ann", "ben"), [0, 0, 1, 1])
+        image_data = load(settings, "federated")
+    assert "1 of 5 images cannot be read" in caplog.text
+    assert first_pixels(image_data.images) == [2, 1, 3, 4]
+    assert (image_data.classes, image_data.labels.tolist()) == (("ant", "bee", "cow"), [0, 1, 1, 2])
+    assert (image_data.owner_names, image_data.owners.tolist()) == (("ann", "ben"), [0, 0, 1, 1])
     test = load(settings, "test")
     assert (test.classes, test.labels.tolist(), test.owner_names) == (("ant", "bee", "cow"), [0, 1, 2], ("eve",))
 
@@ -99,51 +99,51 @@ def test_a_fifth_of_every_class_is_held_out_whoever_made_it(tmp_path: Path) -> N
     for owner in range(5):
         for name in ("ape", "cat"):
             for number in range(2):
-                write(tmp_path / f"phone-{owner}" / name / f"{number}.png", picture(10 * owner + number))
+                write(tmp_path / f"phone-{owner}" / name / f"{number}.png", make_image(10 * owner + number))
     settings = own(tmp_path, folders="owner/class")
     train, test = load(settings, "federated"), load(settings, "test")
     assert torch.bincount(train.labels).tolist() == [8, 8]
     assert torch.bincount(test.labels).tolist() == [2, 2]
-    for pictures in (train, test):
-        assert (pictures.images[:, 0, 0, 0] // 10).tolist() == pictures.owners.tolist()
+    for image_data in (train, test):
+        assert (image_data.images[:, 0, 0, 0] // 10).tolist() == image_data.owners.tolist()
 
 
 @pytest.mark.parametrize(
     ("folders", "files", "message"),
     [
         ("classes", ["a/1.png"], r"dataset\.folders=classes is unknown; choose one of class, owner, owner/class"),
-        ("owner", ["1.png", "2.png"], r"2 loose pictures but dataset\.folders=owner needs.*\(one per owner\)$"),
-        ("owner", ["1.png", "ann/2.png"], r"1 loose pictures beside the subfolders \['ann'\].*\(one per owner\)$"),
+        ("owner", ["1.png", "2.png"], r"2 loose images but dataset\.folders=owner needs.*\(one per owner\)$"),
+        ("owner", ["1.png", "ann/2.png"], r"1 loose images beside the subfolders \['ann'\].*\(one per owner\)$"),
         (
             "owner/class",
             ["ann/1.png"],
             r"ann holds 1 loose .*\(one per class\), or give dataset\.folders=owner for no la",
         ),
-        ("owner/class", ["ann/1.png", "ann/bee/2.png"], r"ann holds 1 loose pictures beside the subfolders \['bee'\]"),
+        ("owner/class", ["ann/1.png", "ann/bee/2.png"], r"ann holds 1 loose images beside the subfolders \['bee'\]"),
         ("owner/class", ["1.png", "ann/bee/2.png"], r"beside the subfolders \['ann'\].*\(one per owner\)$"),
-        ("owner", ["ann/notes.txt"], "holds no picture"),
+        ("owner", ["ann/notes.txt"], "holds no image"),
         ("owner/class", ["train/ann/bee/1.png", "test/eve/cow/1.png"], r"classes \['cow'\] but .* has \['bee'\]"),
     ],
 )
 def test_folders_in_another_form_are_one_sentence(tmp_path: Path, folders: str, files: list[str], message: str) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(png(picture(1)))
+        (tmp_path / name).write_bytes(png(make_image(1)))
     with pytest.raises(InputError, match=message) as caught:
         load(own(tmp_path, folders=folders), "test")
     assert "\n" not in str(caught.value)
 
 
 def test_train_and_test_folders(tmp_path: Path) -> None:
-    write(tmp_path / "train" / "1.png", picture(1))
-    write(tmp_path / "train" / "2.png", picture(2))
+    write(tmp_path / "train" / "1.png", make_image(1))
+    write(tmp_path / "train" / "2.png", make_image(2))
     assert load(own(tmp_path), "test") is None
-    write(tmp_path / "test" / "3.png", picture(3))
+    write(tmp_path / "test" / "3.png", make_image(3))
     base._read.cache_clear()
     assert first_pixels(load(own(tmp_path), "federated").images) == [1, 2]
     assert load(own(tmp_path), "test") is None  # no labels
     for name, value in (("train/x/1.png", 1), ("train/y/2.png", 2), ("test/y/3.png", 3), ("test/x/4.png", 4)):
-        write(tmp_path / "labelled" / name, picture(value))
+        write(tmp_path / "labelled" / name, make_image(value))
     settings = own(tmp_path / "labelled")
     assert load(settings, "train").labels.tolist() == [0, 1]
     assert first_pixels(load(settings, "test").images) == [4, 3]
@@ -151,17 +151,17 @@ def test_train_and_test_folders(tmp_path: Path) -> None:
 
 def test_unreadable_files_are_counted_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(20):
-        write(tmp_path / f"class{number % 2}" / f"{number:02d}.png", picture(number))
+        write(tmp_path / f"class{number % 2}" / f"{number:02d}.png", make_image(number))
     whole = (tmp_path / "class0" / "04.png").read_bytes()
     (tmp_path / "class0" / "04.png").write_bytes(whole[: len(whole) // 2])
     for number in (1, 3, 5, 7, 9, 11):
         (tmp_path / "class1" / f"{number:02d}.png").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
-        pictures = load(own(tmp_path, test_fraction=0), "federated")
-    assert first_pixels(pictures.images) == [0, 2, 6, 8, 10, 12, 14, 16, 18, 13, 15, 17, 19]
-    assert pictures.labels.tolist() == [0] * 9 + [1] * 4
+        image_data = load(own(tmp_path, test_fraction=0), "federated")
+    assert first_pixels(image_data.images) == [0, 2, 6, 8, 10, 12, 14, 16, 18, 13, 15, 17, 19]
+    assert image_data.labels.tolist() == [0] * 9 + [1] * 4
     (record,) = caplog.records
-    assert record.getMessage().startswith("7 of 20 pictures cannot be read, the rest is used: ")
+    assert record.getMessage().startswith("7 of 20 images cannot be read, the rest is used: ")
     assert str(tmp_path / "class0" / "04.png") in record.getMessage()
     assert "and 2 more" in record.getMessage()
 
@@ -172,21 +172,21 @@ def test_unusable_folders_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a folder"):
         load(own(tmp_path / "nowhere"), "federated")
     (tmp_path / "empty" / "class").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"holds no picture; allowed are files ending in \.bmp"):
+    with pytest.raises(InputError, match=r"holds no image; allowed are files ending in \.bmp"):
         load(own(tmp_path / "empty"), "federated")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "1.png").write_bytes(b"x")
-    with pytest.raises(InputError, match="none of the 1 pictures can be read"):
+    with pytest.raises(InputError, match="none of the 1 images can be read"):
         load(own(tmp_path / "broken"), "federated")
-    write(tmp_path / "mixed" / "1.png", picture(1))
-    write(tmp_path / "mixed" / "class" / "2.png", picture(2))
-    with pytest.raises(InputError, match="1 loose pictures beside the subfolders"):
+    write(tmp_path / "mixed" / "1.png", make_image(1))
+    write(tmp_path / "mixed" / "class" / "2.png", make_image(2))
+    with pytest.raises(InputError, match="1 loose images beside the subfolders"):
         load(own(tmp_path / "mixed"), "federated")
     write(tmp_path / "float" / "1.tif", Image.new("F", (4, 4)))
     with pytest.raises(InputError, match=r"1\.tif \(wrong channels"):
         load(own(tmp_path / "float"), "federated")
-    write(tmp_path / "two" / "train" / "x" / "1.png", picture(1))
-    write(tmp_path / "two" / "test" / "z" / "1.png", picture(1))
+    write(tmp_path / "two" / "train" / "x" / "1.png", make_image(1))
+    write(tmp_path / "two" / "test" / "z" / "1.png", make_image(1))
     with pytest.raises(InputError, match=r"has the classes \['z'\] but .* has \['x'\]"):
         load(own(tmp_path / "two"), "test")
     with pytest.raises(InputError, match=r"dataset\.test_fraction=1"):

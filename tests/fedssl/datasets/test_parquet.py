@@ -15,14 +15,14 @@ from fedssl.config.load import compose
 from fedssl.datasets import base, decoding
 from fedssl.datasets.base import choose, load
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, picture, png, settings_of, table
+from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of, table
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two training shards, a test shard and a fold that repeats training pictures, under the Hub's names."""
+    """Two training shards, a test shard and a fold that repeats training images, under the Hub's names."""
     data = tmp_path / "data"
     data.mkdir()
     pq.write_table(table([1, 2, 3], [0, 1, 2]), data / "train-00000-of-00002.parquet")
@@ -45,17 +45,17 @@ def test_parquet_folder(folder: Path) -> None:
     assert (first_pixels(test.images), test.labels.tolist()) == ([9, 8], [2, 1])
 
 
-def test_a_limit_decodes_only_its_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_decodes_only_its_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[object] = []
-    original = decoding.read_picture
+    original = decoding.read_image
     monkeypatch.setattr(
-        decoding, "read_picture", lambda source, **form: decoded.append(source) or original(source, **form)
+        decoding, "read_image", lambda source, **form: decoded.append(source) or original(source, **form)
     )
     settings = settings_of("cifar10", path=str(folder), size=4, limit=3, test_limit=1)
     rows = choose(5, 3)
-    pictures = load(settings, "federated")
-    assert first_pixels(pictures.images) == (rows + 1).tolist()
-    assert pictures.labels.tolist() == (rows % 3).tolist()
+    image_data = load(settings, "federated")
+    assert first_pixels(image_data.images) == (rows + 1).tolist()
+    assert image_data.labels.tolist() == (rows % 3).tolist()
     assert len(load(settings, "test").images) == 1
     load(settings, "train")
     load(settings_of("cifar10", path=str(folder), size=4, limit=3, test_limit=1), "federated")
@@ -70,15 +70,15 @@ def test_single_file_and_pattern(folder: Path) -> None:
     assert first_pixels(load(pattern, "federated").images) == [1, 2, 3, 4, 5]
 
 
-def test_names_that_say_no_split_are_training_pictures(tmp_path: Path) -> None:
+def test_names_that_say_no_split_are_training_images(tmp_path: Path) -> None:
     pq.write_table(table([1, 2, 3], [0, 1, 2]), tmp_path / "mine.parquet")
     settings = settings_of("cifar10", path=str(tmp_path), size=4)
     assert first_pixels(load(settings, "federated").images) == [1, 2, 3]
     assert load(settings, "test") is None
 
 
-def test_splits_as_folders_and_unlabelled_pictures(tmp_path: Path) -> None:
-    """The layout of the Hub's conversion; STL-10 marks unlabelled pictures with -1."""
+def test_splits_as_folders_and_unlabelled_images(tmp_path: Path) -> None:
+    """The layout of the Hub's conversion; STL-10 marks unlabelled images with -1."""
     parts = {"unlabeled": ([1, 2, 3], [-1, -1, -1]), "train": ([4, 5], [0, 1]), "test": ([6], [2])}
     for name, (values, labels) in parts.items():
         (tmp_path / name).mkdir()
@@ -104,7 +104,7 @@ def test_folder_of_save_to_disk(tmp_path: Path) -> None:
 
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee"])})
     splits = {
-        name: datasets.Dataset.from_dict({"img": [picture(v) for v in values], "label": labels}, features=features)
+        name: datasets.Dataset.from_dict({"img": [make_image(v) for v in values], "label": labels}, features=features)
         for name, values, labels in (("train", [1, 2, 3], [0, 1, 0]), ("test", [7], [1]))
     }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
@@ -116,11 +116,11 @@ def test_folder_of_save_to_disk(tmp_path: Path) -> None:
 
 
 def test_arrow_file_format_and_plain_binary_column(tmp_path: Path) -> None:
-    contents = pa.table({"img": pa.array([png(picture(3)), png(picture(4))], pa.binary()), "label": [1, 0]})
+    contents = pa.table({"img": pa.array([png(make_image(3)), png(make_image(4))], pa.binary()), "label": [1, 0]})
     with pa.ipc.new_file(str(tmp_path / "train.arrow"), contents.schema) as writer:
         writer.write_table(contents)
-    pictures = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
-    assert (first_pixels(pictures.images), pictures.labels.tolist(), pictures.classes) == ([3, 4], [1, 0], ())
+    image_data = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
+    assert (first_pixels(image_data.images), image_data.labels.tolist(), image_data.classes) == ([3, 4], [1, 0], ())
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
@@ -130,25 +130,25 @@ def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
         contents = table(values, labels).append_column("writer_id", pa.array(writers[number]).cast(kind))
         pq.write_table(contents, tmp_path / f"train-{number}.parquet")
     settings = settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id")
-    pictures = load(settings, "federated")
-    assert pictures.owner_names == ("w1", "w10", "w9")  # in the order of words
-    assert pictures.owners.tolist() == [2, 1, 2, 0, 1]
-    assert pictures.owners.dtype == torch.int64
-    assert pictures.labels.tolist() == [0, 1, 2, 0, 1]
+    image_data = load(settings, "federated")
+    assert image_data.owner_names == ("w1", "w10", "w9")  # in the order of words
+    assert image_data.owners.tolist() == [2, 1, 2, 0, 1]
+    assert image_data.owners.dtype == torch.int64
+    assert image_data.labels.tolist() == [0, 1, 2, 0, 1]
     limited = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id", limit=3), "federated")
-    assert limited.owners.tolist() == pictures.owners[torch.from_numpy(choose(5, 3))].tolist()
-    assert limited.owner_names == pictures.owner_names
+    assert limited.owners.tolist() == image_data.owners[torch.from_numpy(choose(5, 3))].tolist()
+    assert limited.owner_names == image_data.owner_names
     unknown = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
     assert (unknown.owners, unknown.owner_names) == (None, ())
 
 
-def test_owners_may_be_numbers_and_divide_the_pictures(tmp_path: Path) -> None:
+def test_owners_may_be_numbers_and_divide_the_images(tmp_path: Path) -> None:
     contents = table([1, 2, 3, 4, 5, 6], [0] * 6).append_column("hospital", pa.array([70, 8, 70, 8, 8, 70], pa.int16()))
     pq.write_table(contents, tmp_path / "train.parquet")
-    pictures = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="hospital"), "federated")
-    assert (pictures.owner_names, pictures.owners.tolist()) == (("8", "70"), [1, 0, 1, 0, 0, 1])
+    image_data = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="hospital"), "federated")
+    assert (image_data.owner_names, image_data.owners.tolist()) == (("8", "70"), [1, 0, 1, 0, 0, 1])
     rule = compose(["seed=1", "num_clients=2", "partition=natural"]).partition
-    parts = partition.split(rule, pictures)
+    parts = partition.split(rule, image_data)
     assert sorted(part.tolist() for part in parts) == [[0, 2, 5], [1, 3, 4]]
 
 
@@ -159,7 +159,7 @@ def test_owners_may_be_numbers_and_divide_the_pictures(tmp_path: Path) -> None:
         (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; whole numbers or words are needed"),
         (
             pa.array(["ann", None]),
-            r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every picture",
+            r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every image",
         ),
     ],
 )
@@ -235,18 +235,18 @@ def test_missing_label_column_is_said_and_means_no_labels(tmp_path: Path, caplog
         ("train.parquet", b"rubbish", {}, r"train\.parquet cannot be read"),
         ("train.arrow", b"rubbish", {}, r"train\.arrow cannot be read"),
         ("train.txt", b"", {}, r"holds no \.parquet or \.arrow file"),
-        ("test.parquet", table([1], [0]), {}, r"dataset\.splits\.federated=train names no pictures"),
+        ("test.parquet", table([1], [0]), {}, r"dataset\.splits\.federated=train names no images"),
         ("train.parquet", table([1], [0], image="image"), {}, r"no column 'img' \(it has \['image', 'label'\]\)"),
         ("train.parquet", table([1, 2], [0, 2]), {"num_classes": 2}, r"dataset\.num_classes=2 but a label is 2"),
         (
             "train.parquet",
             pa.table({"img": [b"", b"x"], "label": [0, 1]}),
             {},
-            r"none of the 2 pictures can be read: row 0 of the split 'train' in .* \(it is no picture of JPEG",
+            r"none of the 2 images can be read: row 0 of the split 'train' in .* \(it is no image of JPEG",
         ),
         (
             "train.parquet",
-            pa.table({"img": [png(picture(1))], "label": ["cat"]}),
+            pa.table({"img": [png(make_image(1))], "label": ["cat"]}),
             {},
             r"dataset\.label=label is of type string",
         ),
@@ -279,9 +279,9 @@ def test_hub_is_read_from_the_arrow_files_of_its_cache(tmp_path: Path, monkeypat
 
     monkeypatch.setitem(sys.modules, "flwr_datasets", ModuleType("flwr_datasets"))
     monkeypatch.setattr(sys.modules["flwr_datasets"], "FederatedDataset", FederatedDataset, raising=False)
-    pictures = load(settings_of("cifar10", size=4), "federated")
+    image_data = load(settings_of("cifar10", size=4), "federated")
     assert asked == [("uoft-cs/cifar10", {}, False), "train"]
-    assert (first_pixels(pictures.images), pictures.labels.tolist()) == ([5, 6], [1, 0])
+    assert (first_pixels(image_data.images), image_data.labels.tolist()) == ([5, 6], [1, 0])
 
 
 def test_unreachable_hub_says_how_to_use_local_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,9 +296,9 @@ def test_unreachable_hub_says_how_to_use_local_files(monkeypatch: pytest.MonkeyP
 
 def test_real_cifar10_has_the_statistics_of_the_yaml(cifar10: str) -> None:
     settings = settings_of("cifar10", path=cifar10)
-    pictures = load(settings, "test")
-    assert pictures.images.shape == (10000, 3, 32, 32)
-    assert torch.bincount(pictures.labels).tolist() == [1000] * 10
-    assert pictures.classes[0] == "airplane"
-    mean = pictures.images.float().mean(dim=(0, 2, 3)) / 255
+    image_data = load(settings, "test")
+    assert image_data.images.shape == (10000, 3, 32, 32)
+    assert torch.bincount(image_data.labels).tolist() == [1000] * 10
+    assert image_data.classes[0] == "airplane"
+    mean = image_data.images.float().mean(dim=(0, 2, 3)) / 255
     assert torch.allclose(mean, torch.tensor(list(settings.mean)), atol=0.01)

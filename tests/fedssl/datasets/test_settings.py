@@ -1,4 +1,4 @@
-"""The settings of data sets, and which pictures are taken."""
+"""The settings of data sets, and which images are taken."""
 
 import inspect
 
@@ -30,7 +30,7 @@ def test_yaml_has_the_static_keys_and_the_reader_takes_the_others(name: str) -> 
         ({"channels": 1}, r"dataset\.channels=1; .* dataset\.mean=\[0\.473\] dataset\.std=\[0\.251\]"),
         ({"std": [1.0, 0.0, 1.0]}, r"dataset\.std=.* must be above 0"),
         ({"size": 0}, r"dataset\.size=0"),
-        ({"limit": 0}, r"dataset\.limit=0 must be a whole number of pictures, at least 1"),
+        ({"limit": 0}, r"dataset\.limit=0 must be a whole number of images, at least 1"),
         ({"test_limit": -1}, r"dataset\.test_limit=-1"),
     ],
 )
@@ -49,7 +49,7 @@ def test_choose_is_fixed_sorted_and_without_repetition() -> None:
 
 
 def test_hold_out_by_hand() -> None:
-    # A quarter of 5, 3 and 2 pictures is 1.25, 0.75 and 0.5: the floors are 1, 0, 0, and as round(10 / 4) = 2 the class
+    # A quarter of 5, 3 and 2 images is 1.25, 0.75 and 0.5: the floors are 1, 0, 0, and as round(10 / 4) = 2 the class
     # with the largest remainder, the second, gives one more.
     labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
     train, test = hold_out(labels, fraction=0.25)

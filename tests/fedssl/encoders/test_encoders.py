@@ -22,9 +22,9 @@ CONF = Path(__file__).parents[3] / "conf"
 @pytest.mark.parametrize("channels", [1, 3])
 def test_conv_small_runs_at_every_size(size: int, channels: int) -> None:
     encoder = conv_small(channels=channels, size=size, width=8)
-    pictures = torch.rand(2, channels, size, size)
-    assert encoder.train()(pictures).shape == (2, encoder.feature_dim) == (2, 32)
-    assert encoder.eval()(pictures).shape == (2, 32)
+    images = torch.rand(2, channels, size, size)
+    assert encoder.train()(images).shape == (2, encoder.feature_dim) == (2, 32)
+    assert encoder.eval()(images).shape == (2, 32)
 
 
 @pytest.mark.parametrize(("size", "positions"), [(8, 2), (28, 4), (32, 4), (64, 4), (96, 6)])
@@ -75,8 +75,8 @@ def test_resnet_with_imagenet_stem_equals_torchvision() -> None:
     theirs.fc = torch.nn.Identity()
     encoder = resnet18(channels=3, size=64, stem="imagenet").eval()
     encoder.load_state_dict(theirs.state_dict())
-    pictures = torch.rand(2, 3, 64, 64)
-    torch.testing.assert_close(encoder(pictures), theirs(pictures), rtol=0, atol=0)
+    images = torch.rand(2, 3, 64, 64)
+    torch.testing.assert_close(encoder(images), theirs(images), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("stem", "positions"), [("small", 32), ("imagenet", 8)])
@@ -91,8 +91,8 @@ def test_small_stem_keeps_the_resolution(stem: str, positions: int) -> None:
 def test_resnet_runs_at_every_size(size: int, channels: int) -> None:
     for stem in ("small", "imagenet"):
         encoder = resnet18(channels=channels, size=size, stem=stem)
-        pictures = torch.rand(2, channels, size, size)
-        assert encoder.train()(pictures).shape == encoder.eval()(pictures).shape == (2, 512)
+        images = torch.rand(2, channels, size, size)
+        assert encoder.train()(images).shape == encoder.eval()(images).shape == (2, 512)
 
 
 def test_vit_tiny_has_the_blocks_of_the_paper() -> None:
@@ -137,10 +137,10 @@ def test_fixed_positions_are_added_and_nothing_else(pool: str) -> None:
         name: value.tolist() for name, value in state.items()
     }
     assert not any("pos_embedding" in name for name, _ in fixed.named_parameters())
-    pictures = torch.rand(2, 3, 12, 12)
+    images = torch.rand(2, 3, 12, 12)
     with torch.no_grad():
         learned.encoder.pos_embedding.zero_()
-        added = fixed.stem(pictures) - learned.stem(pictures)
+        added = fixed.stem(images) - learned.stem(images)
     if pool == "token":
         assert not added[:, 0].any()
         added = added[:, 1:]
@@ -150,8 +150,8 @@ def test_fixed_positions_are_added_and_nothing_else(pool: str) -> None:
 @pytest.mark.parametrize(("size", "patch", "channels"), [(8, 2, 1), (32, 4, 3), (64, 8, 5)])
 def test_vit_tiny_runs_at_every_size(size: int, patch: int, channels: int) -> None:
     encoder = vit_tiny(channels=channels, size=size, patch=patch, depth=2)
-    pictures = torch.rand(2, channels, size, size)
-    assert encoder.train()(pictures).shape == encoder.eval()(pictures).shape == (2, 192)
+    images = torch.rand(2, channels, size, size)
+    assert encoder.train()(images).shape == encoder.eval()(images).shape == (2, 192)
 
 
 def test_vit_tiny_draws_the_same_kind_of_patch_weights_for_any_channels() -> None:
@@ -196,37 +196,37 @@ def test_every_yaml_builds(file: str) -> None:
 @pytest.mark.parametrize(
     ("encoder", "shape", "message"),
     [
-        (conv_small(channels=1, size=8), (3, 8, 8), "encoder.channels=1 but the pictures have 3 channels; leave"),
-        (conv_small(channels=3, size=8), (1, 8, 8), "encoder.channels=3 but the pictures have 1 channels; leave"),
-        (resnet18(channels=3, size=8), (1, 8, 8), "follow dataset.channels, or give pictures with 3$"),
+        (conv_small(channels=1, size=8), (3, 8, 8), "encoder.channels=1 but the images have 3 channels; leave"),
+        (conv_small(channels=3, size=8), (1, 8, 8), "encoder.channels=3 but the images have 1 channels; leave"),
+        (resnet18(channels=3, size=8), (1, 8, 8), "follow dataset.channels, or give images with 3$"),
         (resnet18(channels=4, size=8, stem="imagenet"), (3, 8, 8), "encoder.channels=4"),
         (vit_tiny(channels=1, size=8, depth=1), (3, 8, 8), "encoder.channels=1"),
         (
             vit_tiny(channels=3, size=8, depth=1),
             (3, 12, 12),
-            "encoder.size=8 but the pictures have 12x12 pixels; leave",
+            "encoder.size=8 but the images have 12x12 pixels; leave",
         ),
-        (vit_tiny(channels=3, size=8, depth=1), (3, 8, 12), "have 8x12 pixels.*give pictures of 8x8$"),
+        (vit_tiny(channels=3, size=8, depth=1), (3, 8, 12), "have 8x12 pixels.*give images of 8x8$"),
     ],
 )
-def test_pictures_of_another_form_are_one_sentence(encoder: Encoder, shape: tuple[int, ...], message: str) -> None:
-    pictures = torch.rand(2, *shape)
+def test_images_of_another_form_are_one_sentence(encoder: Encoder, shape: tuple[int, ...], message: str) -> None:
+    images = torch.rand(2, *shape)
     for attempt in (
-        lambda: encoder.check_pictures(pictures.shape),
-        lambda: encoder(pictures),
-        lambda: encoder.prefix([pictures], torch.Generator()),
+        lambda: encoder.check_pictures(images.shape),
+        lambda: encoder(images),
+        lambda: encoder.prefix([images], torch.Generator()),
     ):
         with pytest.raises(InputError, match=message) as caught:
             attempt()
         assert "\n" not in str(caught.value)
 
 
-def test_convolutions_take_pictures_of_any_size() -> None:
+def test_convolutions_take_images_of_any_size() -> None:
     for encoder in (conv_small(channels=3, size=8, width=4), resnet18(channels=3, size=8)):
         assert encoder.eval()(torch.rand(1, 3, 20, 16)).shape == (1, encoder.feature_dim)
 
 
-def test_the_output_of_frozen_stages_is_no_picture() -> None:
+def test_the_output_of_frozen_stages_is_no_image() -> None:
     """Its channels and size are its own; a bare encoder that does not say what it takes is not checked."""
     encoder = vit_tiny(channels=3, size=8, depth=2)
     encoder.span.frozen = 1
@@ -236,13 +236,13 @@ def test_the_output_of_frozen_stages_is_no_picture() -> None:
 
 
 @pytest.mark.parametrize("build", [conv_small, resnet18, resnet50])
-def test_group_normalisation_has_no_statistics_and_looks_at_each_picture_alone(build) -> None:
+def test_group_normalisation_has_no_statistics_and_looks_at_each_image_alone(build) -> None:
     encoder = build(channels=1, size=8, norm="group")
     assert not list(encoder.named_buffers())
     assert not any("batch" in type(module).__name__.lower() for module in encoder.modules())
-    pictures = torch.rand(3, 1, 8, 8)
-    together = encoder.train()(pictures)
-    alone = torch.cat([encoder.eval()(picture[None]) for picture in pictures])
+    images = torch.rand(3, 1, 8, 8)
+    together = encoder.train()(images)
+    alone = torch.cat([encoder.eval()(image[None]) for image in images])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="encoder.norm=layer is not valid; choose one of batch, group"):
         build(channels=1, size=8, norm="layer")

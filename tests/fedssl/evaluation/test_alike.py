@@ -1,4 +1,4 @@
-"""Test pictures in which classes are as frequent as among a client's."""
+"""Test images in which classes are as frequent as among a client's."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ def drawn(test, own, seed=0):
 @pytest.mark.parametrize(
     ("test", "own", "expected"),
     [
-        # Shares of 3/4 and 1/4: the 12 pictures of class 0 are 3/4 of 16, so that 4 come from class 1.
+        # Shares of 3/4 and 1/4: the 12 images of class 0 are 3/4 of 16, so that 4 come from class 1.
         ({"c0": 12, "c1": 12, "c2": 12}, {"c0": 30, "c1": 10}, [12, 4, 0, 0]),
         # Class 1 is scarce: 2 are 1/4 of 8.
         ({"c0": 12, "c1": 2}, {"c0": 30, "c1": 10}, [6, 2, 0, 0]),
-        # 7 of class 0 for 1 of class 1 where 3 are there of class 0: 3/7 of a picture is none.
+        # 7 of class 0 for 1 of class 1 where 3 are there of class 0: 3/7 of an image is none.
         ({"c0": 3, "c1": 9}, {"c0": 7, "c1": 1}, [3, 0, 0, 0]),
-        # No test picture has class 3.
+        # No test image has class 3.
         ({"c0": 4, "c1": 4}, {"c0": 1, "c1": 1, "c3": 8}, [4, 4, 0, 0]),
         ({"c0": 4}, {"c3": 8}, [0, 0, 0, 0]),
     ],
@@ -46,12 +46,12 @@ def test_a_part_has_the_features_of_the_whole_without_computing_them_anew():
     calls = []
 
     class Counting(torch.nn.Module):
-        def forward(self, pictures):
-            calls.append(len(pictures))
-            return pictures.flatten(1)
+        def forward(self, images):
+            calls.append(len(images))
+            return images.flatten(1)
 
-    pictures = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
-    some = Labelled(pictures, torch.tensor([0, 1, 2, 0, 1, 2]))
+    images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
+    some = Labelled(images, torch.tensor([0, 1, 2, 0, 1, 2]))
     whole = Subject(encoder=Counting(), train=some, test=some, mean=(0.0,), std=(1.0,), device=torch.device("cpu"))
     rows = torch.tensor([1, 4])
     part = part_of(whole, rows)

@@ -42,7 +42,7 @@ def test_command_evaluates_a_run_on_its_own_data(
 ):
     assert command(monkeypatch, f"run={finished_run}", "evaluation.k=20") == 0
     report = json.loads((finished_run / "evaluation" / "knn-digits.json").read_text())
-    assert report["pictures"]["train"] == 300
+    assert report["images"]["train"] == 300
     assert report["seed"] == 7
     assert report["evaluation"]["k"] == 20
     assert report["units"] == {"knn": "accuracy"}
@@ -56,7 +56,7 @@ def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: P
     overrides = [f"run={finished_run}", "evaluation=probes", "evaluation.protocols.few_labels.draws=2", "seed=1"]
     assert command(monkeypatch, *overrides, "dataset.limit=200", "dataset.test_limit=50") == 0
     report = json.loads((finished_run / "evaluation" / "probes-digits.json").read_text())
-    assert report["pictures"] == {"train": 200, "test": 50}
+    assert report["images"] == {"train": 200, "test": 50}
     assert report["seed"] == 1
     assert {"knn", "linear", "linear_2_per_class", "linear_5_per_class_std"} <= set(report["results"])
 
@@ -88,8 +88,8 @@ def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypa
         (["run={run}", "dataset.pth=x"], "dataset.pth=x does not fit the data set"),
         (["run={run}", "evaluation=kn"], "did you mean knn"),
         (["run={run}", "evaluation.k=0"], "k=0"),
-        (["run={run}", "dataset=digits", "dataset.channels=3"], r"pictures with 1 channel\(s\) but dataset.channels=3"),
-        (["run={run}", "dataset.splits={{federated: train, train: train, test: null}}"], "no labelled test pictures"),
+        (["run={run}", "dataset=digits", "dataset.channels=3"], r"images with 1 channel\(s\) but dataset.channels=3"),
+        (["run={run}", "dataset.splits={{federated: train, train: train, test: null}}"], "no labelled test images"),
         (["run={run}", "evaluation=few_labels", "dataset.limit=12"], "labels_per_class=2 but class"),
     ],
 )

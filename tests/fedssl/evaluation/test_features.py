@@ -1,4 +1,4 @@
-"""What an encoder makes of pictures, and the pictures themselves as features."""
+"""What an encoder makes of images, and the images themselves as features."""
 
 import math
 

@@ -24,7 +24,7 @@ def test_draw_few_takes_the_same_number_of_every_class():
     assert len(set(drawn.tolist())) == 9
 
 
-def test_draw_few_reaches_every_picture():
+def test_draw_few_reaches_every_image():
     labels = torch.tensor([0, 0, 0, 1])
     generator = np.random.default_rng(0)
     drawn = [draw_few(labels, per_class=1, num_classes=2, generator=generator).tolist() for _ in range(100)]
@@ -33,7 +33,7 @@ def test_draw_few_reaches_every_picture():
 
 
 def test_draw_few_names_the_class_that_is_too_small():
-    with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labelled training pictures"):
+    with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labelled training images"):
         draw_few(torch.tensor([0, 0, 1]), per_class=2, num_classes=2, generator=np.random.default_rng(0))
     with pytest.raises(InputError, match=r"class 2 has 0"):
         draw_few(torch.tensor([0, 0, 1]), per_class=1, num_classes=3, generator=np.random.default_rng(0))
@@ -47,9 +47,9 @@ def test_center_and_scale_by_hand():
 
 
 def test_few_labels_by_hand():
-    # One feature; class 0 is at 0 and 10, class 1 at 4. With one picture per class the boundary is half-way:
-    # at 2 if the picture at 0 is drawn (the test pictures 0, 1, 4 are right, 10 is not: 3/4),
-    # at 7 if the picture at 10 is drawn (4 and 10 are right: 2/4).
+    # One feature; class 0 is at 0 and 10, class 1 at 4. With one image per class the boundary is half-way:
+    # at 2 if the image at 0 is drawn (the test images 0, 1, 4 are right, 10 is not: 3/4),
+    # at 7 if the image at 10 is drawn (4 and 10 are right: 2/4).
     train, labels = torch.tensor([[0.0], [10.0], [4.0]]), torch.tensor([0, 0, 1])
     test, test_labels = torch.tensor([[0.0], [1.0], [4.0], [10.0]]), torch.tensor([0, 0, 1, 0])
     data = Features(train, labels, test, test_labels, num_classes=2)
@@ -66,7 +66,7 @@ def test_few_labels_by_hand():
     assert results(FewLabels(labels_per_class=[1], draws=1), data, seed=5) == {"linear_1_per_class": expected[0]}
 
 
-def test_few_labels_draws_the_same_pictures_for_every_representation():
+def test_few_labels_draws_the_same_images_for_every_representation():
     # The probe does not change when features are rotated and scaled, so two representations that differ by that
     # give the same accuracies, in the mean and in the spread, if and only if the draws are the same.
     data = blobs(n=400)

@@ -1,4 +1,4 @@
-"""Fine-tuning on a share of the labels, and which pictures these are."""
+"""Fine-tuning on a share of the labels, and which images these are."""
 
 import copy
 
@@ -23,15 +23,15 @@ class Brightness(nn.Module):
         self.weight = nn.Parameter(torch.tensor(weights))
         self.norm = nn.BatchNorm1d(2)
 
-    def forward(self, pictures):
-        return self.norm(torch.stack([half.mean(dim=(1, 2, 3)) for half in pictures.chunk(2, dim=2)], 1) * self.weight)
+    def forward(self, images):
+        return self.norm(torch.stack([half.mean(dim=(1, 2, 3)) for half in images.chunk(2, dim=2)], 1) * self.weight)
 
 
 class Sum(Brightness):
     """The sum of both, which says nothing as long as both weights are the same."""
 
-    def forward(self, pictures):
-        return super().forward(pictures).sum(dim=1, keepdim=True)
+    def forward(self, images):
+        return super().forward(images).sum(dim=1, keepdim=True)
 
 
 def subject(encoder, *, n=60):
@@ -83,7 +83,7 @@ def test_what_is_learned_and_what_stays():
 
 
 def test_without_training_all_are_of_the_first_class():
-    """The classifier begins with zeros, and the first of equals is class 0: half of the pictures."""
+    """The classifier begins with zeros, and the first of equals is class 0: half of the images."""
     found = evaluate(protocol(epochs=0, draws=1), subject(Brightness(1.0, 1.0)), seed=0)
     assert {score.value for score in found.values()} == {0.5}
     assert {score.spread for score in found.values()} == {None}

@@ -30,12 +30,12 @@ def test_spectrum_is_that_of_the_covariance():
     h = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(1, 8) + 5
     expected = torch.linalg.svdvals(torch.cov(h.T, correction=0))
     torch.testing.assert_close(spectrum(h), expected)
-    assert len(spectrum(h[:3])) == 3  # fewer pictures than dimensions
+    assert len(spectrum(h[:3])) == 3  # fewer images than dimensions
 
 
 @pytest.mark.parametrize(("n", "dim"), [(50, 7), (7, 50), (64, 64)])
 def test_spectrum_against_a_slow_transcription(n, dim):
-    """The covariance entry by entry, as sum over pictures of the products of their deviations."""
+    """The covariance entry by entry, as sum over images of the products of their deviations."""
     h = torch.randn(n, dim, generator=torch.Generator().manual_seed(1)).double() * 3 - 1
     means = [sum(column) / n for column in h.T.tolist()]
     deviations = [[value - mean for value, mean in zip(row, means, strict=True)] for row in h.tolist()]
@@ -43,7 +43,7 @@ def test_spectrum_against_a_slow_transcription(n, dim):
     covariance = [[sum(a * b for a, b in zip(one, other, strict=True)) / n for other in columns] for one in columns]
     expected = torch.linalg.svdvals(torch.tensor(covariance, dtype=torch.float64))
     torch.testing.assert_close(spectrum(h), expected[: min(n, dim)], rtol=1e-9, atol=1e-12)
-    # With n pictures at most n - 1 directions vary, hence two pictures for every dimension.
+    # With n images at most n - 1 directions vary, hence two images for every dimension.
     assert (spectrum(h) > 1e-12).sum() == min(n - 1, dim)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slow_knn(data: Features, *, k: int, temperature: float) -> list[int]:
-    """Wu et al. 2018, section 3.4, one test picture and one neighbour at a time in float64."""
+    """Wu et al. 2018, section 3.4, one test image and one neighbour at a time in float64."""
     train, test = data.train.double().numpy(), data.test.double().numpy()
     predictions = []
     for query in test:

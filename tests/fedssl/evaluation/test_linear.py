@@ -26,7 +26,7 @@ def test_softmax_regression_by_hand():
     torch.testing.assert_close(bias, torch.zeros(2), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("n", [200, 8, 6], ids=["more pictures than features", "as many", "fewer"])
+@pytest.mark.parametrize("n", [200, 8, 6], ids=["more images than features", "as many", "fewer"])
 @pytest.mark.parametrize("l2", [1e-1, 1e-3])
 def test_softmax_regression_equals_scikit_learn(n: int, l2: float):
     data = blobs(n=n)
@@ -47,7 +47,7 @@ def test_linear_probe_equals_scikit_learn():
     reference.fit(scaler.transform(data.train.double().numpy()), data.train_labels.numpy())
     found = linear_probe(data.train, data.train_labels, data.test, num_classes=4, l2=1e-2)
     expected = reference.predict(scaler.transform(data.test.double().numpy()))
-    assert (found.numpy() == expected).mean() >= 0.99  # a test picture on a boundary may fall to either side
+    assert (found.numpy() == expected).mean() >= 0.99  # a test image on a boundary may fall to either side
 
 
 def test_linear_separates_what_can_be_separated():

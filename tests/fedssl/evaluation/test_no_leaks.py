@@ -1,4 +1,4 @@
-"""No protocol learns from test pictures or their labels: they decide what the score is, and nothing else."""
+"""No protocol learns from test images or their labels: they decide what the score is, and nothing else."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ def alone():
 
 @pytest.fixture
 def predictions(monkeypatch):
-    """What protocols predict of test pictures, of each score."""
+    """What protocols predict of test images, of each score."""
     found = []
     for module in MODULES:
 
@@ -64,7 +64,7 @@ def subject():
 
 
 @pytest.mark.parametrize("name", alone())
-def test_predictions_know_neither_labels_nor_other_pictures_of_the_test(name, subject, predictions):
+def test_predictions_know_neither_labels_nor_other_images_of_the_test(name, subject, predictions):
     test, protocol = subject.test, made(name)
 
     def judged(labels, rows=slice(None)):

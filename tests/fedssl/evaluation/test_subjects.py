@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Counting(nn.Flatten):
-    """Counts how often pictures come."""
+    """Counts how often images come."""
 
     seen = 0
 
@@ -28,7 +28,7 @@ class Counting(nn.Flatten):
 
 
 def subject(encoder: nn.Module | None) -> Subject:
-    """Pictures of 1 x 2 pixels: class 0 is bright on the left, class 1 on the right."""
+    """Images of 1 x 2 pixels: class 0 is bright on the left, class 1 on the right."""
     images = torch.tensor([[255, 0], [0, 255], [204, 51], [51, 204]], dtype=torch.uint8).view(4, 1, 1, 2)
     labels = torch.tensor([0, 1, 0, 1])
     some = {"train": Labelled(images, labels), "test": Labelled(images[:3], labels[:3])}
@@ -52,7 +52,7 @@ def test_features_of_an_encoder_and_raw_pixels():
 
 
 class FineTuned:
-    """A protocol that trains a copy of the encoder: no features, the pictures themselves."""
+    """A protocol that trains a copy of the encoder: no features, the images themselves."""
 
     def __call__(self, subject: Subject, *, seed: int) -> Mapping[str, Score | float]:
         if subject.encoder is None:

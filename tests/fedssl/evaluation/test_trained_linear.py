@@ -66,7 +66,7 @@ def protocol(**changes):
 
 
 class Halves(nn.Module):
-    """Mean brightness of both halves, normalised and cut at 0; counts the pictures that it sees."""
+    """Mean brightness of both halves, normalised and cut at 0; counts the images that it sees."""
 
     def __init__(self):
         super().__init__()
@@ -79,13 +79,13 @@ class Halves(nn.Module):
         found.seen = self.seen
         return found
 
-    def forward(self, pictures):
-        self.seen[0] += len(pictures)
-        return self.norm(torch.stack([half.mean(dim=(1, 2, 3)) for half in pictures.chunk(2, dim=2)], 1)).relu()
+    def forward(self, images):
+        self.seen[0] += len(images)
+        return self.norm(torch.stack([half.mean(dim=(1, 2, 3)) for half in images.chunk(2, dim=2)], 1)).relu()
 
 
 def slow_sgd(x, labels, *, classes, rates, momentum, nesterov):
-    """Gradient steps on the mean cross-entropy of all pictures in float64, one for each rate; weight and bias."""
+    """Gradient steps on the mean cross-entropy of all images in float64, one for each rate; weight and bias."""
     x, n = np.hstack([x, np.ones((len(x), 1))]), len(x)
     w, v = np.zeros((classes, x.shape[1])), np.zeros((classes, x.shape[1]))
     for rate in rates:
@@ -134,8 +134,8 @@ def test_warm_up_and_cosine_by_hand():
 
 
 @pytest.mark.parametrize(("epochs", "right"), [(0, 0.5), (1, 1.0), (5, 1.0)])
-def test_batch_norm_in_training_mode_takes_the_statistics_of_the_pictures(epochs, right):
-    """With a running mean that is far too high all features are 0, and all pictures of one class: half of them."""
+def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, right):
+    """With a running mean that is far too high all features are 0, and all images of one class: half of them."""
     encoder = Halves()
     encoder.norm.running_mean.fill_(100.0)
     before, judged = copy.deepcopy(encoder.state_dict()), subject(encoder)
@@ -147,17 +147,17 @@ def test_batch_norm_in_training_mode_takes_the_statistics_of_the_pictures(epochs
 
 
 def test_features_are_computed_once_where_they_are_the_same_in_every_epoch():
-    """60 + 20 pictures at once; else two to learn the length, 60 in each of 5 epochs, 20 at the end."""
+    """60 + 20 images at once; else two to learn the length, 60 in each of 5 epochs, 20 at the end."""
     for changes, seen in ({}, 80), ({"view": {"flip": 0.5}}, 322), ({"batch_norm_epochs": 1}, 322):
         encoder = Halves()
         evaluate(protocol(**changes), subject(encoder), seed=0)
         assert encoder.seen == [seen], changes
 
 
-def test_with_a_share_of_the_labels_only_the_drawn_pictures_teach():
-    """All other pictures are turned upside down: who learned from them too would be wrong of most test pictures.
+def test_with_a_share_of_the_labels_only_the_drawn_images_teach():
+    """All other images are turned upside down: who learned from them too would be wrong of most test images.
 
-    Of the encoder in every epoch 2 pictures to learn the length, 6 in each of 5 epochs, 20 at the end.
+    Of the encoder in every epoch 2 images to learn the length, 6 in each of 5 epochs, 20 at the end.
     """
     for changes, encoder in ({}, None), ({"view": {"flip": 0.5}}, Halves()):
         judged = subject(encoder)
@@ -192,10 +192,10 @@ def test_the_map_of_an_encoder_before_pooling():
     """Its mean over positions is the representation; a probe of it leaves the run's encoder as it is."""
     torch.manual_seed(0)
     encoder = conv_small(channels=1, size=8, width=4).eval()
-    pictures = torch.randn(3, 1, 8, 8)
-    h = encoder(pictures)
+    images = torch.randn(3, 1, 8, 8)
+    h = encoder(images)
     encoder.unpooled = True
-    found = encoder(pictures)
+    found = encoder(images)
     assert found.shape == (3, 16 * 2 * 2)
     torch.testing.assert_close(found.view(3, 16, -1).mean(2), h)
     encoder.unpooled = False
@@ -204,8 +204,8 @@ def test_the_map_of_an_encoder_before_pooling():
     small = compose(["dataset.limit=30", "dataset.test_limit=10"]).data
     evaluate(protocol(features="map", epochs=1), make_subject(encoder, small, device=CPU), seed=0)
     assert {length for _, length in seen} == {64}
-    assert max(count for count, _ in seen) == 15  # of 30 training pictures: maps are those of a batch at a time
-    assert torch.equal(encoder(pictures), h)
+    assert max(count for count, _ in seen) == 15  # of 30 training images: maps are those of a batch at a time
+    assert torch.equal(encoder(images), h)
     with pytest.raises(InputError, match="features=map needs an encoder in stages and Halves is none"):
         evaluate(protocol(features="map"), subject(Halves()), seed=0)
 
@@ -232,17 +232,17 @@ def noisy(n: int, *, dim: int = 8, classes: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged():
-    """2,000 test pictures, of which 0.2 points are 4.
+    """2,000 test images, of which 0.2 points are 4.
 
     Both minimise the same convex function, whose minimum is one point, so predictions can differ only where two classes
     are all but even. Of 100 epochs of SGD with a rate that falls to 0 little is missing.
     """
     (train, labels), (test, test_labels) = noisy(1000), noisy(2000)
     mean, std = train.mean(0), train.std(0, correction=0)
-    pictures = [Labelled(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
+    images = [Labelled(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
 
     def judged(made, x, x_test):
-        given = Subject(encoder=None, train=pictures[0], test=pictures[1], mean=(0.5,), std=(0.5,), device=CPU)
+        given = Subject(encoder=None, train=images[0], test=images[1], mean=(0.5,), std=(0.5,), device=CPU)
         given.__dict__["features"] = Features(x, labels, x_test, test_labels, num_classes=4)
         return next(iter(evaluate(made, given, seed=0).values())).value
 

@@ -14,7 +14,7 @@ OTHER = ["evaluation=transfer", "+dataset@evaluation.datasets.few=digits", "eval
 CPU = torch.device("cpu")
 
 
-def test_the_results_are_those_of_the_protocol_on_the_other_pictures():
+def test_the_results_are_those_of_the_protocol_on_the_other_images():
     settings = compose([*OTHER, "evaluation@evaluation.protocol=knn", "+dataset@evaluation.datasets.all=digits"])
     encoder = build(settings.model).encoder
     subject = make_subject(encoder, settings.data, device=CPU)
@@ -31,12 +31,12 @@ def test_pixels_are_judged_too():
     assert found["linear@few"].value > 0.5
 
 
-def test_a_data_set_without_labelled_test_pictures_is_refused():
+def test_a_data_set_without_labelled_test_images_is_refused():
     values = dict(compose(OTHER).evaluation.protocol.values)
     node = dict(values["datasets"]["few"])
     node["splits"] = {"federated": "train", "train": "train", "test": None}
     transfer = Transfer(protocol=values["protocol"], datasets={"few": node})
-    with pytest.raises(InputError, match="datasets.few: the data set has no labelled test pictures"):
+    with pytest.raises(InputError, match="datasets.few: the data set has no labelled test images"):
         evaluate(transfer, make_subject(None, compose([]).data, device=CPU), seed=0)
 
 
@@ -46,7 +46,7 @@ def test_a_data_set_without_labelled_test_pictures_is_refused():
         (["evaluation=transfer"], "evaluation=transfer needs a data set: add"),
         (
             [*OTHER, "evaluation.datasets.few.channels=3"],
-            "takes pictures with 1 channel.s. but datasets.few.channels=3",
+            "takes images with 1 channel.s. but datasets.few.channels=3",
         ),
     ],
 )

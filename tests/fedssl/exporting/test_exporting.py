@@ -24,7 +24,7 @@ from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder, read_content, save_encoder
 from fedssl.exporting import cli, extras, quantised
 from fedssl.exporting.formats import FORMATS, export
-from fedssl.exporting.quantised import check_pictures, compare, quantise
+from fedssl.exporting.quantised import check_calibration_size, compare, quantise
 from fedssl.exporting.source import Source
 from fedssl.exporting.timm_weights import timm_model
 
@@ -59,15 +59,15 @@ def source_of(folder: Path, settings: dict[str, Any]) -> Source:
     return Source(encoder=load_encoder(file), content=read_content(file))
 
 
-def pictures_like(encoder: Any, count: int = 3) -> Tensor:
+def images_like(encoder: Any, count: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     shape = (count, encoder.channels, encoder.size, encoder.size)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def ours(encoder: Any, pictures: Tensor) -> Tensor:
+def ours(encoder: Any, images: Tensor) -> Tensor:
     with torch.no_grad():
-        h: Tensor = encoder(encoder.preprocess(pictures))
+        h: Tensor = encoder(encoder.preprocess(images))
     return h
 
 
@@ -113,7 +113,7 @@ READERS = {
 
 @pytest.mark.parametrize("form", ["torchscript", "torch_export"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_torch_runs_the_program_on_pictures_as_they_are(form: str, run: Path, monkeypatch, capsys):
+def test_torch_runs_the_program_on_images_as_they_are(form: str, run: Path, monkeypatch, capsys):
     assert command(monkeypatch, f"run={run}", f"format={form}") == 0
     file = run / f"encoder{FORMATS[form].ending}"
     told = re.search(r"largest difference of representations: (\S+) ", capsys.readouterr().out)
@@ -121,8 +121,8 @@ def test_torch_runs_the_program_on_pictures_as_they_are(form: str, run: Path, mo
     assert float(told[1]) <= 1e-5
     encoder, program = load_encoder(run / "encoder.pt"), READERS[form](file)
     for count in (1, 3):
-        pictures = pictures_like(encoder, count)
-        torch.testing.assert_close(program(pictures), ours(encoder, pictures), rtol=0, atol=1e-5)
+        images = images_like(encoder, count)
+        torch.testing.assert_close(program(images), ours(encoder, images), rtol=0, atol=1e-5)
 
 
 def test_safetensors_has_the_weights_under_their_names_and_all_else_as_json(run: Path, tmp_path: Path, monkeypatch):
@@ -136,8 +136,8 @@ def test_safetensors_has_the_weights_under_their_names_and_all_else_as_json(run:
         described = json.loads(stored.metadata()["fedssl"])
     assert (described["encoder"], described["metadata"]) == (SMALL, METADATA)
     assert (described["mean"], described["std"]) == ([0.25, 0.5, 0.75], [0.5, 0.25, 0.125])
-    pictures = pictures_like(encoder)
-    assert torch.equal(again(again.preprocess(pictures)), ours(encoder, pictures))
+    images = images_like(encoder)
+    assert torch.equal(again(again.preprocess(images)), ours(encoder, images))
 
 
 @pytest.fixture(scope="module")
@@ -147,15 +147,15 @@ def graph(run: Path) -> Path:
     return run / "encoder.onnx"
 
 
-def test_onnx_takes_pictures_as_they_are_in_any_number(graph: Path):
+def test_onnx_takes_images_as_they_are_in_any_number(graph: Path):
     encoder, session = load_encoder(graph.with_name("encoder.pt")), onnxruntime.InferenceSession(graph)
     (taken,), (given,) = session.get_inputs(), session.get_outputs()
-    assert (taken.name, taken.type, taken.shape[1:]) == ("pictures", "tensor(uint8)", [3, 8, 8])
+    assert (taken.name, taken.type, taken.shape[1:]) == ("images", "tensor(uint8)", [3, 8, 8])
     assert (given.name, given.shape[1:]) == ("representations", [16])
     for count in (1, 3):
-        pictures = pictures_like(encoder, count)
-        (found,) = session.run(None, {"pictures": pictures.numpy()})
-        torch.testing.assert_close(torch.from_numpy(found), ours(encoder, pictures), rtol=0, atol=1e-5)
+        images = images_like(encoder, count)
+        (found,) = session.run(None, {"images": images.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), ours(encoder, images), rtol=0, atol=1e-5)
 
 
 def test_onnx_says_its_opset_and_what_it_is(graph: Path):
@@ -195,10 +195,10 @@ def assert_code_loads(source: Source, file: Path) -> None:
     """The lines of code give a model of timm's alone with our representations."""
     names: dict[str, Any] = {}
     exec(timm_model(source).code(file), names)
-    pictures = pictures_like(source.encoder)
+    images = images_like(source.encoder)
     with torch.no_grad():
-        found = names["encoder"](source.encoder.preprocess(pictures))
-    torch.testing.assert_close(found, ours(source.encoder, pictures), rtol=0, atol=1e-5)
+        found = names["encoder"](source.encoder.preprocess(images))
+    torch.testing.assert_close(found, ours(source.encoder, images), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -214,11 +214,11 @@ def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(settings: di
     form = timm.data.resolve_model_data_config(model)
     size = settings["size"]
     assert (form["input_size"], form["interpolation"], form["crop_pct"]) == ((3, size, size), "bilinear", 1.0)
-    pictures = pictures_like(source.encoder)
+    images = images_like(source.encoder)
     mean, std = (torch.tensor(form[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
-        found = model((pictures / 255 - mean) / std)
-    torch.testing.assert_close(found, ours(source.encoder, pictures), rtol=0, atol=1e-5)
+        found = model((images / 255 - mean) / std)
+    torch.testing.assert_close(found, ours(source.encoder, images), rtol=0, atol=1e-5)
     assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in (folder / "README.md").read_text()
 
 
@@ -236,7 +236,7 @@ def test_card_of_a_run_without_an_end_says_so(status: str | None, run: Path, tmp
     assert "| aggregation rule | eua |" in card
 
 
-def test_hub_folder_of_a_resnet_for_small_pictures_is_none_of_timms(tmp_path: Path):
+def test_hub_folder_of_a_resnet_for_small_images_is_none_of_timms(tmp_path: Path):
     source, folder = source_of(tmp_path, RESNET), tmp_path / "folder"
     assert export(source, "huggingface", folder) <= 1e-5
     assert list(json.loads((folder / "config.json").read_text())) == ["fedssl"]
@@ -250,8 +250,8 @@ def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_tel
         *("config.json", "model.safetensors", "preprocessor_config.json", "README.md")
     }
     encoder, again = load_encoder(run / "encoder.pt"), load_encoder(folder / "model.safetensors")
-    pictures = pictures_like(encoder)
-    assert torch.equal(again(again.preprocess(pictures)), ours(encoder, pictures))
+    images = images_like(encoder)
+    assert torch.equal(again(again.preprocess(images)), ours(encoder, images))
     assert json.loads((folder / "config.json").read_text())["fedssl"]["encoder"] == SMALL
     form = json.loads((folder / "preprocessor_config.json").read_text())
     assert (form["size"], form["image_mean"]) == ({"height": 8, "width": 8}, [0.25, 0.5, 0.75])
@@ -276,7 +276,7 @@ def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run:
     assert command(monkeypatch, f"run={tmp_path}", "format=huggingface") == 0
     card = (tmp_path / "encoder-huggingface" / "README.md").read_text()
     assert "| rounds | 3 of 7 rounds, ended by stop_when |" in card
-    assert "| pictures of all clients | 42 |" in card
+    assert "| images of all clients | 42 |" in card
     damaged = f"{tmp_path / 'summary.json'} is missing or damaged: nothing tells of the run's results"
     assert damaged not in capsys.readouterr().out
     (tmp_path / "summary.json").write_text(text[:25])
@@ -297,21 +297,19 @@ def test_every_format_has_every_architecture(form: str, settings: dict[str, Any]
 
 def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_path: Path):
     small, encoder = tmp_path / "int8.onnx", load_encoder(graph.with_name("encoder.pt"))
-    quantise(graph, small, pictures_like(encoder, 64), dynamic=False)
+    quantise(graph, small, images_like(encoder, 64), dynamic=False)
     weights = [one for one in onnx.load(small).graph.initializer if len(one.dims) == 4]
     assert len(weights) == 4
     assert {one.data_type for one in weights} == {onnx.TensorProto.INT8}
-    found = compare(graph, small, pictures_like(encoder, 32), difference=0.0)
+    found = compare(graph, small, images_like(encoder, 32), difference=0.0)
     assert found.megabytes == (graph.stat().st_size / 1e6, small.stat().st_size / 1e6)
     assert min(found.seconds) > 0
     h, approximate = (
-        torch.from_numpy(
-            onnxruntime.InferenceSession(file).run(None, {"pictures": pictures_like(encoder, 32).numpy()})[0]
-        )
+        torch.from_numpy(onnxruntime.InferenceSession(file).run(None, {"images": images_like(encoder, 32).numpy()})[0])
         for file in (graph, small)
     )
     h, approximate = h.double(), approximate.double()
-    cosines = [  # slowly: of each picture, both less the mean of fp32
+    cosines = [  # slowly: of each image, both less the mean of fp32
         float((a - h.mean(0)) @ (b - h.mean(0)) / (a - h.mean(0)).norm() / (b - h.mean(0)).norm())
         for a, b in zip(h, approximate, strict=True)
     ]
@@ -324,12 +322,10 @@ def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_pat
 def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path: Path):
     source = source_of(tmp_path, VIT)
     export(source, "onnx", tmp_path / "encoder.onnx")
-    quantise(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", pictures_like(source.encoder), dynamic=True)
+    quantise(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder), dynamic=True)
     kinds = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
     assert kinds.count("MatMulInteger") >= 8  # four per block
-    found = compare(
-        tmp_path / "encoder.onnx", tmp_path / "int8.onnx", pictures_like(source.encoder, 32), difference=0.0
-    )
+    found = compare(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder, 32), difference=0.0)
     assert found.least_cosine > 0.95
 
 
@@ -343,15 +339,15 @@ def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeyp
     told = capsys.readouterr().out
     assert "in fp32: 2.0e-06 (allowed: 1e-05)" in told
     assert re.search(r"size: .* MB, in fp32 .* MB \(.* times as large\)", told)
-    assert re.search(r"time of 32 pictures on one thread: .* \(.* times that of int8\)", told)
+    assert re.search(r"time of 32 images on one thread: .* \(.* times that of int8\)", told)
     assert re.search(r"mean 0\.9\d+, least 0\.\d+", told)
     assert (run / "encoder-int8.onnx").is_file()
 
 
-def test_int8_needs_pictures():
-    check_pictures(384)
-    with pytest.raises(InputError, match="needs 128 pictures .* and 256 others .* has 383"):
-        check_pictures(383)
+def test_int8_needs_images():
+    check_calibration_size(384)
+    with pytest.raises(InputError, match="needs 128 images .* and 256 others .* has 383"):
+        check_calibration_size(383)
 
 
 # --- what is refused ---
@@ -364,8 +360,8 @@ def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypat
     file.write_text("what was there before")
     sound = FORMATS["torchscript"].run
 
-    def wrong(source: Source, made: Path, pictures: Tensor) -> Tensor:
-        return sound(source, made, pictures) + (error if len(pictures) == 1 else 0)
+    def wrong(source: Source, made: Path, images: Tensor) -> Tensor:
+        return sound(source, made, images) + (error if len(images) == 1 else 0)
 
     monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(FORMATS["torchscript"], run=wrong))
     with pytest.raises(RunError, match="differ by"):

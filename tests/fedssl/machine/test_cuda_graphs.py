@@ -28,7 +28,7 @@ SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
 
 
 class Client:
-    """A method, and how it is trained, in several rounds on the same pictures."""
+    """A method, and how it is trained, in several rounds on the same images."""
 
     def __init__(self, *overrides, record=None):
         settings = compose([*SMALL, *overrides])
@@ -38,15 +38,15 @@ class Client:
             self.training = replace(self.training, graphs=Graphs(self.training.optimizer, record))
         self.rounds, self.losses = 0, []
 
-    def round(self, pictures=24, *, depth=None, frozen=0):
-        images = torch.randint(256, (pictures, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
-        labels = torch.arange(pictures) % 10 if self.method.uses_labels else None
+    def round(self, num_images=24, *, depth=None, frozen=0):
+        images = torch.randint(256, (num_images, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
+        labels = torch.arange(num_images) % 10 if self.method.uses_labels else None
         place = (0, "round", self.rounds)
         seed_torch(self.rounds, torch.device("cpu"))
         with at_stage(self.method, depth=depth, frozen=frozen):
             self.method.start_round(first=self.rounds == 0 or depth is not None)
             self.training.restart(lr_factor=0.5**self.rounds)
-            rows, generator = torch.arange(pictures), torch_generator(*place)
+            rows, generator = torch.arange(num_images), torch_generator(*place)
             self.losses.append(
                 train(self.method, images, rows, training=self.training, generator=generator, labels=labels).loss
             )
@@ -112,12 +112,12 @@ def test_fur_as_a_gpu_computes_it_can_be_recorded(monkeypatch, variant):
 
 
 def test_batches_of_another_size_are_recorded_by_themselves(monkeypatch):
-    """25 pictures are batches of 7, 6, 6 and 6: in 4 epochs 4 steps of the one kind and 12 of the other."""
-    recorded, recorder, plain = both_ways(pictures=25, rounds=2)
+    """25 images are batches of 7, 6, 6 and 6: in 4 epochs 4 steps of the one kind and 12 of the other."""
+    recorded, recorder, plain = both_ways(num_images=25, rounds=2)
     assert (recorder.recorded, recorder.replayed) == (2, 8)
     assert recorded.is_like(plain)
     monkeypatch.setattr(cuda_graphs, "KEPT", 1)
-    recorded, recorder, plain = both_ways(pictures=25, rounds=2)
+    recorded, recorder, plain = both_ways(num_images=25, rounds=2)
     assert recorder.recorded == 3  # the 6, which made room for the 7 of the last epoch, and the 6 again
     assert recorded.is_like(plain)
 
@@ -185,7 +185,7 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2"]
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr("client_app.worker.settled", lambda pictures, device: pictures)
+    monkeypatch.setattr("client_app.worker.settled", lambda images, device: images)
     monkeypatch.setattr("strategies.base.take_layers", copied_layers)  # a CPU gives its memory away
     expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()

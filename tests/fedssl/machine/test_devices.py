@@ -19,15 +19,15 @@ def test_only_a_gpu_takes_from_pinned_memory():
 
 
 @pytest.mark.parametrize(("free", "moves"), [(199, False), (200, True)])
-def test_pictures_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, free, moves):
+def test_images_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, free, moves):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
-    pictures = Mock(spec=torch.Tensor, nbytes=100)
-    assert settled(pictures, torch.device("cuda")) is (pictures.to.return_value if moves else pictures)
+    images = Mock(spec=torch.Tensor, nbytes=100)
+    assert settled(images, torch.device("cuda")) is (images.to.return_value if moves else images)
 
 
-def test_on_a_cpu_pictures_stay():
-    pictures = torch.arange(12).view(6, 2)
-    assert settled(pictures, torch.device("cpu")) is pictures
+def test_on_a_cpu_images_stay():
+    images = torch.arange(12).view(6, 2)
+    assert settled(images, torch.device("cpu")) is images
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

@@ -38,7 +38,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def pictures(batch: int = 6) -> tuple[Tensor, Tensor]:
+def images(batch: int = 6) -> tuple[Tensor, Tensor]:
     return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
 
 
@@ -85,7 +85,7 @@ def test_further_negatives_against_the_equation(batch, entries):
 
 
 def test_further_negatives_by_hand():
-    """One picture with both views e1, temperature 1, negatives e2 (twice as long) and e1.
+    """One image with both views e1, temperature 1, negatives e2 (twice as long) and e1.
 
     The other view has cosine 1, so e; the negatives e^0 and e^1. The loss of either view is -log(e / (e + 1 + e)).
     """
@@ -117,7 +117,7 @@ def test_the_loss_has_both_terms():
         for parameter in method.teacher.parameters():
             parameter.mul_(1.5)  # another encoder than the one that learns
     method.train()
-    view1, view2 = pictures()
+    view1, view2 = images()
     both = torch.cat((view1, view2))
     found = method.loss(view1, view2)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_the_teacher_stays_as_it_is_in_training():
     before = copied_layers(method, layers_of(method, ["teacher"]))
     optimizer = torch.optim.SGD([method.tensors[name] for name in method.trainable], lr=0.1)
     method.train()
-    method.loss(*pictures()).backward()
+    method.loss(*images()).backward()
     optimizer.step()
     assert not method.teacher.training
     assert method.encoder.training
@@ -146,9 +146,9 @@ def test_the_teacher_stays_as_it_is_in_training():
 def test_bf16_passes_end_in_a_loss_of_full_precision():
     method = with_entries(make_method(alignment_weight=0.5), draw(2, 4, seed=5))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(*pictures())
+        loss = method.loss(*images())
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, method.loss(*pictures()), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(loss, method.loss(*images()), rtol=0.05, atol=0.05)
 
 
 # --- the dictionary ---
@@ -183,7 +183,7 @@ def test_a_client_sends_its_first_projections():
     assert method.tensors["local_dictionary"] is method.local_dictionary
     method.start_round(first=False)
     assert not method.local_dictionary.any()
-    view1, view2 = pictures()
+    view1, view2 = images()
     method.loss(view1, view2)
     z1, _ = method.projector(method.encoder(torch.cat((view1, view2)))).chunk(2)
     torch.testing.assert_close(method.local_dictionary, torch.nn.functional.normalize(z1[:5], dim=1))
@@ -216,7 +216,7 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
     assert isinstance(simclr, SimCLR)
     for method in (ours, simclr):
         method.start_round(first=True)
-        loss = method.loss(*pictures(16))
+        loss = method.loss(*images(16))
         loss.backward()
     for name, parameter in simclr.named_parameters():
         assert torch.equal(parameter, ours.get_parameter(name))
@@ -375,7 +375,7 @@ def test_local_and_ray_agree_to_the_last_bit(tmp_path, teacher):
 
 @pytest.mark.heavy
 def test_it_learns_near_a_teacher_of_its_own_making(tmp_path):
-    """The two commands of docs/strategies.md, on the digits: a teacher of 300 pictures, then the federation."""
+    """The two commands of docs/strategies.md, on the digits: a teacher of 300 images, then the federation."""
     first = [
         "experiment=centralised",
         "method=simclr",

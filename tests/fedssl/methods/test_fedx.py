@@ -29,7 +29,7 @@ def draw(*shape: int, seed: int = 0, count: int = 3) -> list[Tensor]:
 
 
 def relation(z: Tensor, anchors: Tensor, i: int, temperature: float) -> list[float]:
-    """How similar picture i is to each other one: a softmax of cosines."""
+    """How similar image i is to each other one: a softmax of cosines."""
     others = [j for j in range(len(anchors)) if j != i]
     cosines = [float(z[i] @ anchors[j] / (z[i].norm() * anchors[j].norm())) for j in others]
     total = sum(math.exp(cosine / temperature) for cosine in cosines)
@@ -54,9 +54,9 @@ def test_relational_is_its_equation(batch: int, temperature: float) -> None:
 
 
 def test_relational_by_hand() -> None:
-    # Anchors e1, e1, e2. Only picture 0 has views that differ, e1 and e2. Its relations with the others (e1, e2), at
+    # Anchors e1, e1, e2. Only image 0 has views that differ, e1 and e2. Its relations with the others (e1, e2), at
     # temperature t = 1 / log 3, are softmax(log 3, 0) = (3/4, 1/4) and (1/4, 3/4), with the mean (1/2, 1/2). Their
-    # divergence is 3/4 log(3/2) + 1/4 log(1/2), both KLs being equal; the mean over three pictures has a third of it.
+    # divergence is 3/4 log(3/2) + 1/4 log(1/2), both KLs being equal; the mean over three images has a third of it.
     anchors = torch.stack((E1, E1, E2))
     z1, z2 = torch.stack((E1, E1, E2)), torch.stack((E2, E1, E2))
     expected = (0.75 * math.log(1.5) + 0.25 * math.log(0.5)) / 3
@@ -66,13 +66,13 @@ def test_relational_by_hand() -> None:
 def test_relational_limits() -> None:
     z1, z2, anchors = draw(5, 4)
     assert relational(z1, z1, anchors, temperature=0.1).item() == pytest.approx(0, abs=1e-12)
-    # At a temperature near 0 a view sees one picture only: e1 and e2 are as far apart as two relations can be.
+    # At a temperature near 0 a view sees one image only: e1 and e2 are as far apart as two relations can be.
     far = relational(torch.stack([E1] * 4), torch.stack([E2] * 4), torch.stack((E1, E2, E1, E2)), temperature=1e-3)
     assert far.item() == pytest.approx(math.log(2), rel=1e-5)
     scaled = relational(2 * z1, 0.1 * z2, 7 * anchors, temperature=0.3)
     assert scaled.item() == pytest.approx(relational(z1, z2, anchors, temperature=0.3).item(), rel=1e-12)
     assert scaled.item() == pytest.approx(relational(z2, z1, anchors, temperature=0.3).item(), rel=1e-12)
-    # A picture's own anchor does not count.
+    # An image's own anchor does not count.
     own = anchors.clone()
     own[2] = -own[2]
     one, other = (relational(z1[[2] * 5], z2[[2] * 5], a, temperature=0.3) for a in (anchors, own))
@@ -88,7 +88,7 @@ def test_relations_that_round_to_nothing_leave_the_gradient_finite() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_pictures_without_a_choice_of_others_add_nothing(batch: int) -> None:
+def test_images_without_a_choice_of_others_add_nothing(batch: int) -> None:
     z1, z2, anchors = draw(batch, 4)
     z1.requires_grad_()
     loss = relational(z1, z2, anchors, temperature=0.1)

@@ -232,7 +232,7 @@ def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() 
 
 
 def slow_info_nce(q: torch.Tensor, k: torch.Tensor, temperature: float) -> float:
-    """Eq. 2 of LW-FedSSL, picture by picture in float64."""
+    """Eq. 2 of LW-FedSSL, image by image in float64."""
     q, k = q.double(), k.double()
     total = 0.0
     for i in range(len(q)):

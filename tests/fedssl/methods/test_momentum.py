@@ -50,7 +50,7 @@ def test_what_stays_and_what_travels(method, kept, more):
 
 @pytest.mark.parametrize("method", ["byol", "moco_v3", "orchestra"])
 def test_the_server_averages_the_targets(tmp_path, method):
-    """By hand: the mean of what two clients sent, by their 50 and 100 pictures."""
+    """By hand: the mean of what two clients sent, by their 50 and 100 images."""
     overrides = ["num_clients=2", "strategy=fedavg", "strategy.weighting=examples", "dataset.limit=150"]
     overrides += ["partition=dirichlet", "partition.alpha=0.5", f"method={method}", "method.target=average"]
     federation = Federation(tmp_path, *SMALL, *overrides)

@@ -30,7 +30,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def pictures(batch: int = 6) -> tuple[Tensor, Tensor]:
+def images(batch: int = 6) -> tuple[Tensor, Tensor]:
     return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
 
 
@@ -54,7 +54,7 @@ def with_centroids(method: Orchestra) -> Orchestra:
 
 def step(method: Orchestra, *, lr: float = 0.05) -> None:
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
-    method.loss(*pictures()).backward()
+    method.loss(*images()).backward()
     optimizer.step()
     method.after_step()
 
@@ -200,17 +200,17 @@ def test_centroids_of_zeros_have_no_say():
     assert not z.grad.any()
 
 
-def test_turned_pictures_by_hand():
+def test_turned_images_by_hand():
     """Counter-clockwise: a quarter moves the right column to the top."""
-    picture = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
-    turned = quarter_turns(picture.expand(6, 1, 2, 2))
+    image = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    turned = quarter_turns(image.expand(6, 1, 2, 2))
     by_hand = {0: [[1, 2], [3, 4]], 1: [[2, 4], [1, 3]], 2: [[4, 3], [2, 1]], 3: [[3, 1], [4, 2]]}
     assert turned[:, 0].tolist() == [by_hand[quarter] for quarter in (0, 1, 2, 3, 0, 1)]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_turns_of_a_batch_smaller_than_their_number(batch):
-    view, _ = pictures(batch)
+    view, _ = images(batch)
     turned = quarter_turns(view)
     assert turned.shape == view.shape
     assert torch.equal(turned[0], view[0])
@@ -219,7 +219,7 @@ def test_turns_of_a_batch_smaller_than_their_number(batch):
 def test_loss_is_consistency_plus_turns():
     method = with_centroids(make_method())
     step(method)  # so that target and online differ
-    view1, view2 = pictures()
+    view1, view2 = images()
     turned, quarters = quarter_turns(view1), torch.arange(len(view1)) % 4
     logits = method.rotation(method.projector(method.encoder(turned)))
     z2 = method.projector(method.encoder(view2))
@@ -235,25 +235,25 @@ def test_parts_and_who_has_them():
     assert parts == {"encoder", "projector", "rotation"}
     assert (method.gathered, method.shared) == (("local_centroids",), ("centroids",))
     assert {name.partition(".")[0] for name in kept_names(method)} == {"target_encoder", "target_projector", "memory"}
-    method.loss(*pictures()).backward()
+    method.loss(*images()).backward()
     for name, parameter in method.named_parameters():
         assert (parameter.grad is None) == name.startswith("target_"), name
 
 
 def test_training_lowers_the_loss():
     method = with_centroids(make_method())
-    start = method.loss(*pictures()).item()
+    start = method.loss(*images()).item()
     for _ in range(10):
         step(method, lr=0.01)
-    assert method.loss(*pictures()).item() < 0.8 * start
+    assert method.loss(*images()).item() < 0.8 * start
 
 
 def test_bf16_passes_end_in_a_loss_of_full_precision():
     method = with_centroids(make_method())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(*pictures())
+        loss = method.loss(*images())
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, method.loss(*pictures()), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(loss, method.loss(*images()), rtol=0.05, atol=0.05)
 
 
 # --- memory and local centroids ---
@@ -274,7 +274,7 @@ def test_the_memory_is_first_in_first_out():
 def test_the_memory_holds_what_the_target_made_of_the_first_view():
     method = with_centroids(make_method(memory_size=16))
     step(method)
-    view1, view2 = pictures()
+    view1, view2 = images()
     method.loss(view1, view2)
     expected = F.normalize(method.target_projector(method.target_encoder(view1)), dim=1)
     torch.testing.assert_close(method.memory[:6], expected)
@@ -299,7 +299,7 @@ def test_local_centroids_are_those_of_the_memory():
     torch.testing.assert_close(by_axis(method.local_centroids), torch.eye(8)[:3], rtol=0, atol=0.1)
 
 
-def test_a_client_with_fewer_pictures_than_clusters():
+def test_a_client_with_fewer_images_than_clusters():
     method = make_method(local_clusters=6)
     method.after_aggregation(torch.eye(8)[:2])
     method.end_round()
@@ -401,7 +401,7 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["dataset.limit=15", "method.local_clusters=4"],  # three pictures each: fewer than clusters
+        ["dataset.limit=15", "method.local_clusters=4"],  # three images each: fewer than clusters
         ["server_optimizer=fedadam"],
         ["method.target=copy"],
         ["precision=bf16"],

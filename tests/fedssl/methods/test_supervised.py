@@ -1,4 +1,4 @@
-"""Supervised training: the loss, labels that go with their pictures, refusals, and the classifier's own accuracy."""
+"""Supervised training: the loss, labels that go with their images, refusals, and the classifier's own accuracy."""
 
 import json
 import math
@@ -28,12 +28,12 @@ QUICK = ["method=supervised", "num_clients=3", "rounds=2", "local_epochs=1", "da
 
 
 class Flat(nn.Flatten):
-    """Pictures as they are."""
+    """Images as they are."""
 
     feature_dim = 2
 
 
-def pictures(*rows):
+def images(*rows):
     return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), 1, 1, 2)
 
 
@@ -52,12 +52,12 @@ def test_the_loss_is_the_mean_cross_entropy_of_both_views():
 
 
 def test_the_loss_by_hand():
-    # Logits are the pictures. View 1 of class 0 is (log 3, 0): 3 / (3 + 1) of the softmax; view 2 is (0, 0): 1 / 2.
+    # Logits are the images. View 1 of class 0 is (log 3, 0): 3 / (3 + 1) of the softmax; view 2 is (0, 0): 1 / 2.
     method = Supervised(Flat(), num_classes=2)
     with torch.no_grad():
         method.classifier.weight.copy_(torch.eye(2))
         method.classifier.bias.zero_()
-    loss = method.loss(pictures([math.log(3), 0]), pictures([0, 0]), torch.tensor([0]))
+    loss = method.loss(images([math.log(3), 0]), images([0, 0]), torch.tensor([0]))
     assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2, rel=1e-6)
 
 
@@ -78,7 +78,7 @@ def test_an_unknown_number_of_classes_is_refused(num_classes, found):
 
 
 class Recorded(SSLMethod):
-    """Notes the value of each picture with the label that came with it."""
+    """Notes the value of each image with the label that came with it."""
 
     uses_labels = True
 
@@ -92,8 +92,8 @@ class Recorded(SSLMethod):
         return self.encoder.weight.sum()
 
 
-def test_every_picture_comes_with_its_own_label():
-    # Picture v has label 3v; the client holds 1, 4, 5 and 8 of the ten.
+def test_every_image_comes_with_its_own_label():
+    # Image v has label 3v; the client holds 1, 4, 5 and 8 of the ten.
     method = Recorded()
     train(
         method,
@@ -115,8 +115,8 @@ def test_clients_learn_their_labels(tmp_path):
     assert max(row.loss for row in federation.report.clients) < 0.6 * math.log(10)
 
 
-def test_pictures_without_labels_are_refused_before_anything_is_written(tmp_path):
-    folder = tmp_path / "pictures"
+def test_images_without_labels_are_refused_before_anything_is_written(tmp_path):
+    folder = tmp_path / "images"
     folder.mkdir()
     for shade in range(6):
         Image.new("L", (8, 8), color=40 * shade).save(folder / f"{shade}.png")

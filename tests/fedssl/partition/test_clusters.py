@@ -1,4 +1,4 @@
-"""Pictures that look alike are together, whatever their labels, and the same ones in every process."""
+"""Images that look alike are together, whatever their labels, and the same ones in every process."""
 
 import csv
 from pathlib import Path
@@ -10,35 +10,35 @@ from sklearn.decomposition import PCA
 from threadpoolctl import threadpool_limits
 
 from fedssl.config.load import compose
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
-from fedssl.partition import Images, auxiliary, clusters, dirichlet, divide, feature_clusters
+from fedssl.partition import ImageSubset, auxiliary, clusters, dirichlet, divide, feature_clusters
 from fedssl.partition.clusters import cluster, encoder_features, k_means, pixel_features, whitened
 from fedssl.plots.partition import partition_table
 
-KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 pictures of each of three kinds
+KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 images of each of three kinds
 
 
 def blobs(kind: torch.Tensor, *, channels: int = 1) -> torch.Tensor:
-    """Pictures ``(n, channels, 8, 8)`` of a kind: some of its rows are bright, with noise of 10 grey levels."""
+    """Images ``(n, channels, 8, 8)`` of a kind: some of its rows are bright, with noise of 10 grey levels."""
     noise = torch.randint(10, (len(kind), channels, 8, 8), generator=torch.Generator().manual_seed(1))
     bright = torch.arange(8).view(1, 1, 8, 1) % 3 == kind.view(-1, 1, 1, 1)
     return (noise + 200 * bright).to(torch.uint8)
 
 
-def images_of(kind: torch.Tensor = KIND, *, cache: str | None = None, channels: int = 1) -> Images:
-    return Images(blobs(kind, channels=channels), torch.arange(len(kind)), cache)
+def images_of(kind: torch.Tensor = KIND, *, cache: str | None = None, channels: int = 1) -> ImageSubset:
+    return ImageSubset(blobs(kind, channels=channels), torch.arange(len(kind)), cache)
 
 
-def found(images: Images, **settings) -> np.ndarray:
+def found(images: ImageSubset, **settings) -> np.ndarray:
     return cluster(images, **{"clusters": 3, "encoder": None, "components": 2, "seed": 0} | settings)
 
 
-def divided(images: Images, num_clients: int = 3, **settings):
+def divided(images: ImageSubset, num_clients: int = 3, **settings):
     settings = {"clusters": None, "alpha": 0.5, "min_size": 2, "seed": 0, "components": 2} | settings
-    return feature_clusters(None, images=images, num_pictures=len(images), num_clients=num_clients, **settings)
+    return feature_clusters(None, images=images, num_images=len(images), num_clients=num_clients, **settings)
 
 
 def same_groups(a, b) -> bool:
@@ -48,7 +48,7 @@ def same_groups(a, b) -> bool:
 
 @pytest.fixture
 def encoder(tmp_path: Path) -> str:
-    """The file of an encoder for grey pictures of 16 x 16."""
+    """The file of an encoder for grey images of 16 x 16."""
     settings = {"channels": 1, "size": 16, "width": 4}
     torch.manual_seed(0)
     target = {"_target_": "fedssl.encoders.conv_small"}
@@ -58,11 +58,11 @@ def encoder(tmp_path: Path) -> str:
     return str(tmp_path / "encoder.pt")
 
 
-def test_pictures_that_look_alike_are_one_cluster() -> None:
+def test_images_that_look_alike_are_one_cluster() -> None:
     assert same_groups(found(images_of()), KIND)
 
 
-def test_every_picture_has_one_holder_and_groups_are_the_clusters() -> None:
+def test_every_image_has_one_holder_and_groups_are_the_clusters() -> None:
     division = divided(images_of())
     assert sorted(np.concatenate(division.parts).tolist()) == list(range(90))
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() and len(part) >= 2 for part in division.parts)
@@ -76,7 +76,7 @@ def test_small_alpha_gives_whole_clusters_and_large_alpha_all_alike() -> None:
         parts = divided(images_of(KIND.repeat(10)), alpha=alpha).parts
         return np.array([[int((KIND.repeat(10)[part] == kind).sum()) for kind in range(3)] for part in parts])
 
-    # A share has standard deviation sqrt(1/3 * 2/3 / 3e5) = 0.0009: 100 of the 300 pictures of each, give or take 3.
+    # A share has standard deviation sqrt(1/3 * 2/3 / 3e5) = 0.0009: 100 of the 300 images of each, give or take 3.
     assert np.abs(counts(1e5) - 100).max() <= 4
     # With alpha -> 0 one client takes all of a cluster; a draw in which a client gets nothing is repeated.
     assert (counts(0.01).max(axis=0) > 290).all()
@@ -84,7 +84,7 @@ def test_small_alpha_gives_whole_clusters_and_large_alpha_all_alike() -> None:
 
 def test_shares_are_those_of_dirichlet_over_the_clusters() -> None:
     images = images_of()
-    settings = {"num_pictures": 90, "num_clients": 4, "seed": 5, "alpha": 1.0, "min_size": 3, "self_balancing": True}
+    settings = {"num_images": 90, "num_clients": 4, "seed": 5, "alpha": 1.0, "min_size": 3, "self_balancing": True}
     expected = dirichlet(torch.from_numpy(found(images, seed=5)), **settings)
     parts = divided(images, 4, clusters=3, **{k: settings[k] for k in list(settings)[2:]}).parts
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
@@ -103,10 +103,10 @@ def test_components_are_those_of_scikit_learn() -> None:
     assert whitened(np.ones((5, 3)), components=2).tolist() == [[0.0]] * 5
 
 
-def test_pixels_of_large_pictures_are_averaged() -> None:
+def test_pixels_of_large_images_are_averaged() -> None:
     # 3 x 32 x 32 = 3072 numbers are more than 1024; over squares of 2 x 2 they are 768.
     source = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    features = pixel_features(Images(source, torch.tensor([1, 4])))
+    features = pixel_features(ImageSubset(source, torch.tensor([1, 4])))
     assert features.shape == (2, 768)
     expected = source[4].double().view(3, 16, 2, 16, 2).mean(dim=(2, 4)).flatten() / 255
     assert np.abs(features[1] - expected.numpy()).max() < 1e-6
@@ -115,7 +115,9 @@ def test_pixels_of_large_pictures_are_averaged() -> None:
 @pytest.mark.parametrize("with_encoder", [False, True])
 def test_clusters_do_not_depend_on_threads(with_encoder: bool, encoder: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    images = Images(torch.randint(256, (700, 1, 16, 16), dtype=torch.uint8, generator=generator), torch.arange(700))
+    images = ImageSubset(
+        torch.randint(256, (700, 1, 16, 16), dtype=torch.uint8, generator=generator), torch.arange(700)
+    )
     threads = torch.get_num_threads()
     results = []
     for number in (1, 3):
@@ -149,15 +151,15 @@ def test_what_takes_long_is_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.M
         for other in ({"seed": 1}, {"components": 1}, {"clusters": 2}):
             with pytest.raises(TypeError):
                 found(images, **other)
-        with pytest.raises(TypeError):  # pictures that are others, or fewer
+        with pytest.raises(TypeError):  # images that are others, or fewer
             found(images_of(KIND.flip(0), cache=str(tmp_path)))
         with pytest.raises(TypeError):
-            found(Images(images.source, torch.arange(80), str(tmp_path)))
+            found(ImageSubset(images.source, torch.arange(80), str(tmp_path)))
     np.save(file, expected[:50])
     assert np.array_equal(found(images), expected)
     file.write_bytes(b"damaged")
     assert np.array_equal(found(images), expected)
-    assert caplog.text.count("the pictures are clustered again") == 2
+    assert caplog.text.count("the images are clustered again") == 2
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -167,13 +169,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: P
         found(images_of(cache=str(tmp_path / "fedssl")))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert same_groups(found(images_of(cache="auto")), KIND)
-    assert "every process clusters the pictures" in caplog.text
+    assert "every process clusters the images" in caplog.text
 
 
-def test_in_a_run_without_labels_and_with_pictures_set_aside() -> None:
+def test_in_a_run_without_labels_and_with_images_set_aside() -> None:
     overrides = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
     settings = compose([*overrides, "partition=feature_clusters", "partition.components=2"]).partition
-    division = divide(settings, Pictures(blobs(KIND), None))
+    division = divide(settings, ImageData(blobs(KIND), None))
     kept = auxiliary(90, share=0.2, seed=4)
     assert sorted([*kept, *np.concatenate(division.parts)]) == list(range(90))
     assert division.groups is not None
@@ -193,13 +195,13 @@ def test_the_encoders_file_is_named_from_everywhere() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clusters": 0}, "partition.clusters=0 must be from 1 to the number of pictures, 90"),
-        ({"clusters": 91}, "partition.clusters=91 must be from 1 to the number of pictures, 90"),
+        ({"clusters": 0}, "partition.clusters=0 must be from 1 to the number of images, 90"),
+        ({"clusters": 91}, "partition.clusters=91 must be from 1 to the number of images, 90"),
         ({"components": 0}, "partition.components=0 must be at least 1"),
         ({"alpha": 0}, "partition.alpha=0 must be above 0"),
         ({"min_size": 1}, "partition.min_size=1 must be at least 2"),
-        ({"min_size": 31}, "partition.min_size=31 of 90 pictures"),
-        ({"num_clients": 50}, "num_clients=50 is too many for 90 pictures"),
+        ({"min_size": 31}, "partition.min_size=31 of 90 images"),
+        ({"num_clients": 50}, "num_clients=50 is too many for 90 images"),
         ({"encoder": "/no/such/file"}, "partition.encoder=/no/such/file cannot be read .*encoder.pt of a run"),
     ],
 )
@@ -209,8 +211,8 @@ def test_bad_settings_are_one_sentence(settings: dict, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_pictures_that_are_too_alike_and_an_encoder_for_others(encoder: str) -> None:
-    with pytest.raises(InputError, match="partition.clusters=3 but the pictures fall into 2, .* or fewer"):
+def test_images_that_are_too_alike_and_an_encoder_for_others(encoder: str) -> None:
+    with pytest.raises(InputError, match="partition.clusters=3 but the images fall into 2, .* or fewer"):
         k_means(np.repeat([[0.0], [1.0]], 20, axis=0), clusters=3, seed=0)
-    with pytest.raises(InputError, match="was trained on pictures with 1 channels but these have 3; .*null"):
+    with pytest.raises(InputError, match="was trained on images with 1 channels but these have 3; .*null"):
         divided(images_of(channels=3), encoder=encoder)

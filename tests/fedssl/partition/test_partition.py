@@ -1,4 +1,4 @@
-"""Every picture has exactly one holder, and the settings do what they say."""
+"""Every image has exactly one holder, and the settings do what they say."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ from PIL import Image
 
 from fedssl import partition
 from fedssl.config.load import compose
-from fedssl.datasets.base import Pictures
+from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
 from fedssl.partition import flower
 from fedssl.plots.partition import partition_table, save_partition_plot
@@ -31,24 +31,24 @@ KINDS = {
 
 
 def labels_of(*counts: int) -> torch.Tensor:
-    """Class-sorted labels: ``counts[c]`` pictures of class c."""
+    """Class-sorted labels: ``counts[c]`` images of class c."""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
 
 
 def split(kind: str, labels: torch.Tensor | None, num_clients: int, *, seed: int = 0, **settings) -> list[np.ndarray]:
-    num_pictures = settings.pop("num_pictures", None) or len(labels)
+    num_images = settings.pop("num_images", None) or len(labels)
     function = getattr(partition, kind)
-    return function(labels, num_pictures=num_pictures, num_clients=num_clients, seed=seed, **settings)
+    return function(labels, num_images=num_images, num_clients=num_clients, seed=seed, **settings)
 
 
 def counts_of(parts: list[np.ndarray], labels: torch.Tensor) -> np.ndarray:
-    """Pictures of each client and class ``(clients, classes)``, the slow way."""
+    """Images of each client and class ``(clients, classes)``, the slow way."""
     return np.array([[int((labels[part] == c).sum()) for c in range(int(labels.max()) + 1)] for part in parts])
 
 
 @pytest.mark.parametrize("num_clients", [1, 7, 40])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_picture_has_exactly_one_holder(kind: str, num_clients: int) -> None:
+def test_every_image_has_exactly_one_holder(kind: str, num_clients: int) -> None:
     labels = labels_of(61, 97, 83, 120, 39)[torch.randperm(400, generator=torch.Generator().manual_seed(1))]
     settings = (
         KINDS[kind] if num_clients > 1 else KINDS[kind] | ({"classes_per_client": 5} if kind == "classes" else {})
@@ -75,13 +75,13 @@ def test_same_seed_same_parts_other_seed_others(kind: str) -> None:
 def test_yaml_names_the_function_and_its_settings(kind: str) -> None:
     settings = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[3] / f"conf/partition/{kind}.yaml"))
     function = get_method(settings.pop("_target_"))
-    parts = function(labels_of(*[30] * 4), num_pictures=120, num_clients=4, seed=0, **settings)
+    parts = function(labels_of(*[30] * 4), num_images=120, num_clients=4, seed=0, **settings)
     assert sum(map(len, parts)) == 120
 
 
 def test_iid_sizes_and_labels_do_not_matter() -> None:
     # 103 = 4 * 25 + 3: three clients get 26.
-    parts = split("iid", None, 4, num_pictures=103)
+    parts = split("iid", None, 4, num_images=103)
     assert [len(part) for part in parts] == [26, 26, 26, 25]
     same = split("iid", labels_of(103), 4)
     assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
@@ -97,7 +97,7 @@ def test_iid_mixes_sorted_classes() -> None:
 def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
     """Per class: shares from Dir(alpha 1), cut points at the floor of cumulative shares times the class's size.
 
-    With self-balancing, clients with more than 100 / 4 pictures have the share 0, and the others theirs over their sum.
+    With self-balancing, clients with more than 100 / 4 images have the share 0, and the others theirs over their sum.
     """
     labels = labels_of(33, 50, 17)
     settings = {"self_balancing": True} if self_balancing else {}
@@ -131,7 +131,7 @@ def test_self_balancing_makes_sizes_more_alike() -> None:
 
 
 def test_self_balancing_with_a_class_for_nobody_is_one_sentence() -> None:
-    """Shares of (1, 0) or (0, 1): whoever has the 60 pictures of class 0 is full, and may have the whole of class 1."""
+    """Shares of (1, 0) or (0, 1): whoever has the 60 images of class 0 is full, and may have the whole of class 1."""
     labels, settings = labels_of(60, 40), {"alpha": 1e-5, "min_size": 2, "self_balancing": True}
     with pytest.raises(InputError, match=r"partition\.alpha=1e-05 leaves .* raise partition\.alpha"):
         split("dirichlet", labels, 2, seed=2, **settings)
@@ -176,7 +176,7 @@ def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
 def test_dirichlet_large_alpha_is_uniform_small_alpha_is_skewed() -> None:
     labels = labels_of(*[1000] * 5)
     uniform = counts_of(split("dirichlet", labels, 4, alpha=1e5, min_size=2), labels)
-    # A share has standard deviation sqrt(1/4 * 3/4 / 4e5) = 0.0007: 250 pictures of each class, give or take 3.
+    # A share has standard deviation sqrt(1/4 * 3/4 / 4e5) = 0.0007: 250 images of each class, give or take 3.
     assert np.abs(uniform - 250).max() <= 5
     skewed = counts_of(split("dirichlet", labels, 4, alpha=0.02, min_size=2), labels)
     # With alpha -> 0 one client takes all of a class.
@@ -196,7 +196,7 @@ def test_classes_gives_exactly_n_classes_and_shares_each_equally(num_clients: in
     holders = (counts > 0).sum(axis=0)
     assert holders.min() >= 1
     assert holders.max() - holders.min() <= 1
-    # 60 pictures of a class divide into equal parts for 1, 2 or 3 holders.
+    # 60 images of a class divide into equal parts for 1, 2 or 3 holders.
     assert all(set(column[column > 0]) == {60 // n} for column, n in zip(counts.T, holders, strict=True))
 
 
@@ -208,7 +208,7 @@ def test_classes_that_number_with_gaps() -> None:
 
 def test_skew_extremes_and_middle() -> None:
     labels = labels_of(4, 4, 4)
-    # beta=0: blocks of 12/3 = 4 of the class-sorted pictures are exactly the classes.
+    # beta=0: blocks of 12/3 = 4 of the class-sorted images are exactly the classes.
     assert counts_of(split("skew", labels, 3, beta=0), labels).tolist() == [[4, 0, 0], [0, 4, 0], [0, 0, 4]]
     # beta=0.5: 2 of each class are sorted, in blocks of 2: client c has 2 of class c; the other 6 are dealt out.
     middle = counts_of(split("skew", labels, 3, beta=0.5), labels)
@@ -217,36 +217,36 @@ def test_skew_extremes_and_middle() -> None:
     # Two clients, classes of 3 and 5, beta=0: blocks of 4 are [3, 1] and [0, 4].
     uneven = labels_of(3, 5)
     assert counts_of(split("skew", uneven, 2, beta=0), uneven).tolist() == [[3, 1], [0, 4]]
-    # beta=1: IID, sizes equal, no client of one class in 1,000 pictures.
+    # beta=1: IID, sizes equal, no client of one class in 1,000 images.
     many = labels_of(500, 500)
     counts = counts_of(split("skew", many, 5, beta=1), many)
     assert counts.sum(axis=1).tolist() == [200] * 5
     assert np.abs(counts[:, 0] - 100).max() < 26
 
 
-# 7 owners with 3, 4, ... 9 pictures; numbers with gaps, as a limited set has them.
+# 7 owners with 3, 4, ... 9 images; numbers with gaps, as a limited set has them.
 OWNERS = torch.repeat_interleave(torch.tensor([2, 3, 5, 7, 11, 13, 17]), torch.arange(3, 10))
 OWNERS = OWNERS[torch.randperm(42, generator=torch.Generator().manual_seed(2))]
 
 
 def natural(owners: torch.Tensor, num_clients: int, *, seed: int = 0, labels: torch.Tensor | None = None) -> list:
-    return partition.natural(labels, owners=owners, num_pictures=len(owners), num_clients=num_clients, seed=seed)
+    return partition.natural(labels, owners=owners, num_images=len(owners), num_clients=num_clients, seed=seed)
 
 
 def test_natural_deals_owners_in_turn_by_hand() -> None:
     # The seed draws a place in the order for each owner; the client is that place modulo the number of clients.
     place = numpy_generator(5, "partition", "owners").permutation(4).tolist()
     owners = torch.tensor([30, 10, 20, 10, 40, 30, 30, 20, 40])  # sorted: 10, 20, 30, 40
-    pictures = {10: [1, 3], 20: [2, 7], 30: [0, 5, 6], 40: [4, 8]}
+    images = {10: [1, 3], 20: [2, 7], 30: [0, 5, 6], 40: [4, 8]}
     expected: list[list[int]] = [[], []]
     for owner, turn in zip((10, 20, 30, 40), place, strict=True):
-        expected[turn % 2] += pictures[owner]
+        expected[turn % 2] += images[owner]
     parts = natural(owners, 2, seed=5)
     assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
 
 
 @pytest.mark.parametrize("num_clients", [1, 2, 3, 7])
-def test_natural_keeps_the_pictures_of_an_owner_together(num_clients: int) -> None:
+def test_natural_keeps_the_images_of_an_owner_together(num_clients: int) -> None:
     for seed in range(5):
         parts = natural(OWNERS, num_clients, seed=seed)
         assert len(parts) == num_clients
@@ -262,19 +262,19 @@ def test_natural_depends_on_owners_and_seed_alone() -> None:
     for same in (natural(OWNERS, 3, labels=labels_of(21, 21)), natural(OWNERS * 10 - 4, 3)):
         assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
     shuffled = torch.randperm(42, generator=torch.Generator().manual_seed(3))
-    moved = natural(OWNERS[shuffled], 3)  # picture i is at another place but with the same client
+    moved = natural(OWNERS[shuffled], 3)  # image i is at another place but with the same client
     assert all(np.array_equal(np.sort(shuffled[b]), a) for a, b in zip(parts, moved, strict=True))
     others = [natural(OWNERS, 3, seed=seed) for seed in range(1, 4)]
     assert any(not np.array_equal(a, b) for other in others for a, b in zip(parts, other, strict=True))
 
 
 def test_natural_yaml_and_calibration() -> None:
-    pictures = Pictures(torch.zeros(42, 1, 1, 1, dtype=torch.uint8), None, owners=OWNERS)
+    images = ImageData(torch.zeros(42, 1, 1, 1, dtype=torch.uint8), None, owners=OWNERS)
     overrides = ["num_clients=3", "partition=natural"]
-    parts = partition.split(compose(overrides).partition, pictures)
+    parts = partition.split(compose(overrides).partition, images)
     assert all(np.array_equal(a, b) for a, b in zip(parts, natural(OWNERS, 3), strict=True))
     calibrated = compose([*overrides, "calibration=auxiliary", "calibration.share=0.2"])
-    parts = partition.split(calibrated.partition, pictures)
+    parts = partition.split(calibrated.partition, images)
     kept = partition.auxiliary(42, share=0.2, seed=0)
     assert sorted([*kept, *np.concatenate(parts)]) == list(range(42))
     held = [set(OWNERS[part].tolist()) for part in parts]
@@ -284,17 +284,17 @@ def test_natural_yaml_and_calibration() -> None:
 @pytest.mark.parametrize(
     ("owners", "num_clients", "message"),
     [
-        (None, 2, r"the pictures have none; .*dataset\.owner=COLUMN.*dataset\.folders=owner.*partition=iid$"),
-        (OWNERS, 8, "num_clients=8 is more than the 7 owners of the pictures; give num_clients=7 or fewer"),
-        (OWNERS, 40, "num_clients=40 is too many for 42 pictures.*num_clients=21"),
-        (torch.tensor([1] * 41 + [2]), 2, r"a client with 1 of 42 pictures.*lower num_clients=2"),
+        (None, 2, r"the images have none; .*dataset\.owner=COLUMN.*dataset\.folders=owner.*partition=iid$"),
+        (OWNERS, 8, "num_clients=8 is more than the 7 owners of the images; give num_clients=7 or fewer"),
+        (OWNERS, 40, "num_clients=40 is too many for 42 images.*num_clients=21"),
+        (torch.tensor([1] * 41 + [2]), 2, r"a client with 1 of 42 images.*lower num_clients=2"),
     ],
 )
 def test_natural_that_is_impossible_is_one_sentence(
     owners: torch.Tensor | None, num_clients: int, message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        partition.natural(None, owners=owners, num_pictures=42, num_clients=num_clients, seed=0)
+        partition.natural(None, owners=owners, num_images=42, num_clients=num_clients, seed=0)
     assert "\n" not in str(caught.value)
 
 
@@ -308,8 +308,8 @@ def test_skew_sizes_differ_by_one_at_most() -> None:
     ("kind", "settings", "message"),
     [
         ("iid", {"num_clients": 0}, "num_clients=0"),
-        ("iid", {"num_clients": 200}, "num_clients=200 is too many for 100 pictures.*num_clients=50"),
-        ("iid", {"num_clients": 51}, "num_clients=51 is too many for 100 pictures.*num_clients=50"),
+        ("iid", {"num_clients": 200}, "num_clients=200 is too many for 100 images.*num_clients=50"),
+        ("iid", {"num_clients": 51}, "num_clients=51 is too many for 100 images.*num_clients=50"),
         ("dirichlet", {"alpha": 0, "min_size": 2}, r"partition\.alpha=0 must be above 0"),
         ("dirichlet", {"alpha": -1.0, "min_size": 2}, r"partition\.alpha=-1\.0"),
         ("dirichlet", {"alpha": float("nan"), "min_size": 2}, r"partition\.alpha=nan"),
@@ -317,9 +317,9 @@ def test_skew_sizes_differ_by_one_at_most() -> None:
         (
             "dirichlet",
             {"alpha": 0.01, "min_size": 5, "num_clients": 20},
-            r"partition\.alpha=0\.01 .*num_clients=20 .*partition\.min_size=5 of 100 pictures.*raise partition\.alpha",
+            r"partition\.alpha=0\.01 .*num_clients=20 .*partition\.min_size=5 of 100 images.*raise partition\.alpha",
         ),
-        ("dirichlet", {"alpha": 5.0, "min_size": 30}, r"partition\.min_size=30 of 100 pictures"),
+        ("dirichlet", {"alpha": 5.0, "min_size": 30}, r"partition\.min_size=30 of 100 images"),
         ("classes", {"classes_per_client": 0}, r"partition\.classes_per_client=0 must be from 1 to the 5 classes"),
         ("classes", {"classes_per_client": 6}, r"partition\.classes_per_client=6 must be from 1 to the 5 classes"),
         (
@@ -330,10 +330,10 @@ def test_skew_sizes_differ_by_one_at_most() -> None:
         (
             "classes",
             {"classes_per_client": 5, "num_clients": 40},
-            "divides each class among 40 of them but the smallest class has 20 pictures",
+            "divides each class among 40 of them but the smallest class has 20 images",
         ),
         ("classes", {"classes_per_client": 1, "num_clients": 50, "counts": (4, 96)}, "among 25 of them .* has 4"),
-        ("classes", {"classes_per_client": 1, "num_clients": 6, "counts": (3, 97)}, "a client with 1 of 100 pictures"),
+        ("classes", {"classes_per_client": 1, "num_clients": 6, "counts": (3, 97)}, "a client with 1 of 100 images"),
         ("skew", {"beta": -0.1}, r"partition\.beta=-0\.1 must be from 0"),
         ("skew", {"beta": 1.1}, r"partition\.beta=1\.1 must be from 0"),
     ],
@@ -349,10 +349,10 @@ def test_bad_settings_are_one_sentence(kind: str, settings: dict, message: str) 
 @pytest.mark.parametrize("kind", ["dirichlet", "classes", "skew"])
 def test_division_by_class_needs_labels(kind: str) -> None:
     with pytest.raises(InputError, match=f"partition={kind} .*no labels; give partition=iid"):
-        split(kind, None, 4, num_pictures=100, **KINDS[kind])
+        split(kind, None, 4, num_images=100, **KINDS[kind])
 
 
-def test_the_last_check_catches_lost_and_doubled_pictures() -> None:
+def test_the_last_check_catches_lost_and_doubled_images() -> None:
     for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
         with pytest.raises(InputError, match="exactly one client"):
             partition.rules._checked([np.array(part) for part in parts], 5)
@@ -362,7 +362,7 @@ def test_a_partition_imports_nothing_that_takes_seconds() -> None:
     script = (
         "import sys\n"
         "from fedssl import partition\n"
-        "partition.iid(None, num_pictures=20, num_clients=2, seed=0)\n"
+        "partition.iid(None, num_images=20, num_clients=2, seed=0)\n"
         "slow = {'datasets', 'flwr_datasets', 'matplotlib', 'pandas', 'sklearn', 'torchvision'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
@@ -392,8 +392,8 @@ def test_table_counts_by_hand() -> None:
     assert partition_table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
 
 
-def test_picture_shows_counts_as_areas(tmp_path: Path) -> None:
-    # Class 0: 40 pictures (blue in matplotlib's tab10), class 1: 80 (orange) of them 60 with client 1.
+def test_image_shows_counts_as_areas(tmp_path: Path) -> None:
+    # Class 0: 40 images (blue in matplotlib's tab10), class 1: 80 (orange) of them 60 with client 1.
     labels = labels_of(40, 80)
     save_partition_plot(tmp_path / "held.png", [np.arange(60), np.arange(60, 120)], labels, ("a", "b"))
     pixels = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).reshape(-1, 3)
@@ -402,7 +402,7 @@ def test_picture_shows_counts_as_areas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_clients", "num_classes"), [(100, 10), (100, 200), (10, 0)])
-def test_picture_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
+def test_image_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
     labels = torch.arange(2000) % num_classes if num_classes else None
     save_partition_plot(tmp_path / "held.png", np.array_split(np.arange(2000), num_clients), labels)
     width, height = Image.open(tmp_path / "held.png").size

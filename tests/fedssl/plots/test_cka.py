@@ -62,8 +62,8 @@ def test_matrix_and_pairs_of_clients():
     np.testing.assert_array_equal(pairs, expected)
 
 
-def test_no_more_pictures_than_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A file of a run may hold pictures by the million, and a model takes as many numbers squared."""
+def test_no_more_images_than_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file of a run may hold images by the million, and a model takes as many numbers squared."""
     h = np.random.default_rng(5).normal(size=(2, 9, 3)).astype(np.float16)
     Representations(names=np.array(["global model", "client 0"]), globals=np.array(1), h=h).save(tmp_path, round=1)
     monkeypatch.setattr("fedssl.plots.cka.MAX_IMAGES", 4)

@@ -119,8 +119,8 @@ def test_draw_cosines_without_cosines(tmp_path: Path):
     assert draw_cosines(tmp_path) is None
 
 
-def spectrum_of(values: list[float], *, split: str = "test", pictures: int = 8, dim: int = 4) -> dict[str, Any]:
-    return {"spectrum": {"singular_values": values, "split": split, "pictures": pictures, "dim": dim}}
+def spectrum_of(values: list[float], *, split: str = "test", images: int = 8, dim: int = 4) -> dict[str, Any]:
+    return {"spectrum": {"singular_values": values, "split": split, "images": images, "dim": dim}}
 
 
 def test_draw_spectra(tmp_path: Path, drawn: dict[str, Any]):
@@ -141,9 +141,9 @@ def test_draw_spectra(tmp_path: Path, drawn: dict[str, Any]):
 @pytest.mark.parametrize(
     ("found", "title"),
     [
-        ({"pictures": 8}, "8 test pictures in 4 dimensions"),
-        ({"pictures": 7}, "7 test pictures in 4 dimensions, fewer than two for each"),
-        ({"split": "federated"}, "8 pictures of the clients (there are none for the test) in 4 dimensions"),
+        ({"images": 8}, "8 test images in 4 dimensions"),
+        ({"images": 7}, "7 test images in 4 dimensions, fewer than two for each"),
+        ({"split": "federated"}, "8 images of the clients (there are none for the test) in 4 dimensions"),
     ],
 )
 def test_a_spectrum_says_what_it_is_of(

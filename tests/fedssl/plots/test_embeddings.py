@@ -68,7 +68,7 @@ def test_principal_directions_by_hand():
     h = np.concatenate([h, h * [1, 1, 1, -1]])  # no two columns have anything in common
     points, share = on_sphere(h)
     assert share == pytest.approx((1.44 + 1.28 + 0.72) / 4)
-    assert (points[:, 0] > 0).all()  # what all pictures have in common comes forward
+    assert (points[:, 0] > 0).all()  # what all images have in common comes forward
     expected = [[0.6, 0.8, 0], [0.6, 0.8, 0], [s, 0, s], [s, 0, s]] * 2
     np.testing.assert_allclose(np.abs(points), expected, atol=1e-9)
     assert points[0, 1] == pytest.approx(-points[1, 1])
@@ -95,7 +95,7 @@ def test_a_collapse_leaves_the_sphere_blank():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_fewer_pictures_than_directions(n: int):
+def test_fewer_images_than_directions(n: int):
     points, share = on_sphere(unit(n, 8))
     assert points.shape == (n, 3)
     np.testing.assert_allclose(np.linalg.norm(points, axis=1), 1, atol=1e-3)
@@ -143,14 +143,14 @@ def test_a_seed_counts_where_all_points_coincide():
 # --- figures ---
 
 
-def test_tsne_figure_has_circles_and_crosses_of_the_same_pictures():
+def test_tsne_figure_has_circles_and_crosses_of_the_same_images():
     labels = np.arange(30) % 10
     (axes,) = tsne_figure(some(labels=labels), round=7).axes
-    assert axes.get_xlabel() == "t-SNE of the representations of 30 pictures, round 7; colours: classes"
+    assert axes.get_xlabel() == "t-SNE of the representations of 30 images, round 7; colours: classes"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["global model", "clients' models"]
     clouds = axes.collections
     assert [len(cloud.get_offsets()) for cloud in clouds] == [30, 30, 30]
-    for cloud in clouds:  # a picture has the colour of its class in every model
+    for cloud in clouds:  # an image has the colour of its class in every model
         colors = cloud.get_facecolors() if len(cloud.get_facecolors()) > 1 else cloud.get_edgecolors()
         assert len(np.unique(colors, axis=0)) == 10
         np.testing.assert_array_equal(colors[:10], colors[10:20])
@@ -186,7 +186,7 @@ def test_a_few_global_models_have_marks_of_their_own(monkeypatch: pytest.MonkeyP
     assert len(MARKERS) == len(set(MARKERS)) == 6
 
 
-def test_many_models_show_fewer_pictures_each(monkeypatch: pytest.MonkeyPatch):
+def test_many_models_show_fewer_images_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fedssl.plots.embeddings.tsne", lambda h, seed: np.zeros((*h.shape[:2], 2)))
     (axes,) = tsne_figure(some(models=100, n=40), round=1).axes
     assert sum(len(cloud.get_offsets()) for cloud in axes.collections) == MAX_POINTS == 100 * 15

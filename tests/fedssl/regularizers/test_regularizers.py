@@ -91,7 +91,7 @@ def test_degenerate_batches_have_finite_gradients(batch, dtype):
         uot_uniformity(same, samples=s),
         uot_uniformity(same, samples=-s, cost_scale=0.1, tolerance=0),
         tangent_swd(same, samples=-s, bases=s, projections=lines),
-        feature_decorrelation(same) + same.sum() * 0,  # one picture: a constant
+        feature_decorrelation(same) + same.sum() * 0,  # one image: a constant
     ):
         (gradient,) = torch.autograd.grad(value, same)
         assert value.dtype == torch.float32
@@ -169,7 +169,7 @@ def test_the_encoders_outputs_are_an_option():
 
 
 def test_decorrelation_by_hand():
-    # Three pictures, one dimension twice the other: the correlation is 1, so (3 - 1)^2 / 3. With a third dimension that
+    # Three images, one dimension twice the other: the correlation is 1, so (3 - 1)^2 / 3. With a third dimension that
     # is constant one pair of three is correlated: a third of it. All four corners of a square: no correlation.
     z = torch.tensor([[1.0, 2.0], [2.0, 4.0], [4.0, 8.0]])
     assert feature_decorrelation(z).item() == pytest.approx(4 / 3)
@@ -201,7 +201,7 @@ def test_decorrelation_is_on_the_chosen_part():
 
 
 def test_alignment_by_hand():
-    # Two pictures that the local encoder puts where the received one puts their other views, at 90 degrees: either
+    # Two images that the local encoder puts where the received one puts their other views, at 90 degrees: either
     # term is log(1 + e^0 / e^1).
     e = torch.eye(2)
     value = alignment(e, 2 * e, 3 * e, 4 * e, temperature=1.0)

@@ -23,7 +23,7 @@ VOID = {"meta", "br"}
 
 
 def job(folder: Path, *words: str, status: str = "finished", reason: str | None = None, knn: float = 0.5) -> Path:
-    """A run of two rounds with four pictures at two clients."""
+    """A run of two rounds with four images at two clients."""
     folder.mkdir(parents=True)
     summary = {"status": status, "reason": reason, "overrides": list(words), "final": {"federated": {"knn": knn}}}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -170,7 +170,7 @@ def test_settings_are_shown_as_they_stand(tmp_path: Path, monkeypatch):
 
 
 def test_the_command_is_made_of_the_words_alone(tmp_path: Path):
-    words = ("+experiment=mine", "dataset.path=/my pictures; rm -rf x", "output_dir=/elsewhere")
+    words = ("+experiment=mine", "dataset.path=/my images; rm -rf x", "output_dir=/elsewhere")
     folder = job(tmp_path / "0", *words)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "command": "rm -rf /"}))

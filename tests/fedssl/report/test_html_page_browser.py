@@ -1,6 +1,6 @@
 """The page in a real browser, on a phone and on a desk, light and dark; skipped where there is no browser.
 
-Pictures of it are left in ``build/``, for whoever wants to see it.
+Images of it are left in ``build/``, for whoever wants to see it.
 """
 
 from pathlib import Path
@@ -49,10 +49,10 @@ def test_the_page_opens_without_a_complaint_and_fits(browser: Browser, file: Pat
     assert (light[0] < light[1]) == dark
     assert browser.evaluate("document.querySelectorAll('svg text').length") > 10
     assert browser.evaluate("document.querySelector('svg').getBoundingClientRect().height") > 100
-    picture = browser.picture()
-    assert picture.startswith(b"\x89PNG")
+    image = browser.image()
+    assert image.startswith(b"\x89PNG")
     (ROOT / "build").mkdir(exist_ok=True)
-    (ROOT / "build" / f"report-{width}-{'dark' if dark else 'light'}.png").write_bytes(picture)
+    (ROOT / "build" / f"report-{width}-{'dark' if dark else 'light'}.png").write_bytes(image)
 
 
 def test_a_click_on_a_header_sorts_and_a_second_one_the_other_way_round(browser: Browser, file: Path):
@@ -77,7 +77,7 @@ def test_no_script_but_the_page_s_own_runs(browser: Browser, file: Path, tmp_pat
     browser.complaints.clear()
     browser.open(changed, width=1280, dark=False)
     assert browser.evaluate("document.title") == "Report of federated runs"
-    assert len(browser.complaints) >= 2  # the script and the picture were refused
+    assert len(browser.complaints) >= 2  # the script and the image were refused
     assert all("Content Security Policy" in one for one in browser.complaints)
 
 

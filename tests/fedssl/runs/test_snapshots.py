@@ -72,7 +72,7 @@ def test_kept_models_are_those_of_the_round(folder: Path, opened: LoadedRun):
     expected = state.models["global"].layers
     assert list(model) == list(expected)
     assert all((model[name] == expected[name]).all() for name in model)
-    # FedAvg: the model after the round is the mean of what clients sent, by their pictures.
+    # FedAvg: the model after the round is the mean of what clients sent, by their images.
     lines = map(json.loads, (folder / "clients.jsonl").read_text().splitlines())
     shares = {line["client"]: line["examples"] / 120 for line in lines if line["round"] == 2}
     sent = {client: opened.layers(file) for client, file in last.clients.items()}
@@ -94,10 +94,10 @@ def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
     assert [float(cell) for cell in trajectory[-1][3:5]] == [0, 0]  # the last model is the origin
     kinds = [row[0] for row in rows_of(folder, "landscape")]
     assert (kinds.count("client"), kinds.count("grid")) == (2, 9)
-    # The loss of the last model, by the method itself, on the same views: one whole batch of 64 of the 120 pictures.
+    # The loss of the last model, by the method itself, on the same views: one whole batch of 64 of the 120 images.
     method = build(opened.settings.model)
     load_layers(method, opened.layers(opened.kept[-1].models["global"]))
-    images, _ = opened.pictures(landscape.MAX_IMAGES)
+    images, _ = opened.images(landscape.MAX_IMAGES)
     views = opened.settings.training.augmentation.make()(
         images[:64], torch_generator(opened.settings.seed, "landscape views")
     )
@@ -118,7 +118,7 @@ def test_cka_is_that_of_the_representations(folder: Path):
 
 def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: LoadedRun):
     kept = opened.kept[-1]
-    images, _ = opened.pictures(256)
+    images, _ = opened.images(256)
     outputs = []
     for client in (0, 1):
         with opened.loaded(kept.clients[client], round=2) as method:
@@ -139,7 +139,7 @@ def test_forgetting_is_that_of_the_models(folder: Path, opened: LoadedRun):
     assert [(one.round, one.client) for one in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     expected = [[one.local_matched, one.global_matched, one.local_all, one.global_all, one.forgetting] for one in found]
     np.testing.assert_array_equal([list(map(float, row[2:])) for row in rows_of(folder, "forgetting")], expected)
-    # The evaluation of the run itself: all test pictures of the digits, by the same protocol.
+    # The evaluation of the run itself: all test images of the digits, by the same protocol.
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     assert [line["evaluation"]["knn"] for line in lines] == pytest.approx([found[0].global_all, found[2].global_all])
 

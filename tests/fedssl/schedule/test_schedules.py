@@ -101,17 +101,17 @@ def test_frozen_and_trained_stages_together_are_the_whole(kind, depth, frozen):
     torch.manual_seed(0)
     encoder = ENCODERS[kind]()
     encoder.add_bridges()
-    pictures = torch.rand(5, 3, 16, 16)
+    images = torch.rand(5, 3, 16, 16)
     encoder.eval()
     with torch.no_grad():
-        x = encoder.stem(pictures)
+        x = encoder.stem(images)
         for stage in encoder.stages()[:depth]:
             x = stage(x)
         expected = encoder.readout(x)
         if str(depth) in encoder.bridges:
             expected = encoder.bridges[str(depth)](expected)
         encoder.span.depth, encoder.span.frozen = depth, frozen
-        inputs = encoder.prefix([pictures], torch_generator(0, "x"))[0] if frozen else pictures
+        inputs = encoder.prefix([images], torch_generator(0, "x"))[0] if frozen else images
         found = encoder(inputs)
     assert found.shape == (5, encoder.feature_dim)
     assert torch.equal(found, expected)
@@ -153,11 +153,11 @@ def test_depth_dropout_leaves_frozen_blocks_out_at_its_rate():
     for number, name in enumerate(encoder.stage_names):
         setattr(encoder.encoder.layers, name.rpartition(".")[2], Add(10.0**number))
     encoder.span.frozen, encoder.span.dropout = 3, 0.5
-    pictures, generator = torch.zeros(1, 3, 8, 8), torch_generator(0, "dropout")
-    before = encoder.stem(pictures)
+    images, generator = torch.zeros(1, 3, 8, 8), torch_generator(0, "dropout")
+    before = encoder.stem(images)
     seen = []
     for _ in range(400):
-        first, second = encoder.prefix([pictures, pictures], generator)
+        first, second = encoder.prefix([images, images], generator)
         assert torch.equal(first, second)
         seen.append(round((first - before).mean().item()))
     kept = [np.mean([value // 10**number % 10 for value in seen]) for number in range(3)]
@@ -404,7 +404,7 @@ def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
 
 
 def test_calibration_alone_is_local_training(tmp_path):
-    """Clients that do not train return what they got: all that changes comes from the server's pictures."""
+    """Clients that do not train return what they got: all that changes comes from the server's images."""
     overrides = ["strategy=fedavg", "calibration=auxiliary", "calibration.epochs=1", "rounds=1"]
     still = Federation(tmp_path, *overrides, "local_epochs=0")
     start = dict(still.layers)
@@ -414,18 +414,18 @@ def test_calibration_alone_is_local_training(tmp_path):
     np.testing.assert_allclose(none["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"], rtol=1e-6)
 
 
-def test_pictures_of_the_server_are_no_clients():
+def test_images_of_the_server_are_no_clients():
     from fedssl.datasets.base import load
     from fedssl.partition import auxiliary, split
 
     given = compose(["calibration=auxiliary", "calibration.share=0.25", "num_clients=5"])
-    pictures = load(given.data, "federated")
-    rows = auxiliary(len(pictures.images), share=0.25, seed=given.seed)
-    held = np.concatenate(split(given.partition, pictures))
-    assert len(rows) == round(0.25 * len(pictures.images))
-    assert sorted([*rows, *held]) == list(range(len(pictures.images)))
+    images = load(given.data, "federated")
+    rows = auxiliary(len(images.images), share=0.25, seed=given.seed)
+    held = np.concatenate(split(given.partition, images))
+    assert len(rows) == round(0.25 * len(images.images))
+    assert sorted([*rows, *held]) == list(range(len(images.images)))
     other = compose(["calibration=auxiliary", "+dataset@calibration.dataset=digits", "num_clients=5"])
-    assert sum(map(len, split(other.partition, pictures))) == len(pictures.images)
+    assert sum(map(len, split(other.partition, images))) == len(images.images)
 
 
 # --- whole runs ---

@@ -169,7 +169,7 @@ def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, place)
     ("name", "record", "reason"),
     [
         ("extra", ConfigRecord({"a": 1}), "record extra was not asked for"),
-        ("metrics", MetricRecord({"pictures": 3}), "metric pictures was not asked for"),
+        ("metrics", MetricRecord({"images": 3}), "metric images was not asked for"),
         ("answers", ConfigRecord({"round": "one", "code": "x"}), "one instead of a number"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs on one's own pictures: what is found out, chosen or refused before the first round."""
+"""Runs on one's own images: what is found out, chosen or refused before the first round."""
 
 import json
 
@@ -20,7 +20,7 @@ SMALL = ["dataset=image_folder", "dataset.size=16", "num_clients=3", "rounds=1",
 SMALL += ["threads=1", "measure_resources=false", "health_pictures=0", "final_evaluation=knn"]
 
 
-def pictures(folder, number=12):
+def write_images(folder, number=12):
     folder.mkdir(parents=True)
     for seed in range(number):
         pixels = np.random.default_rng(seed).integers(256, size=(16, 16, 3), dtype=np.uint8)
@@ -30,7 +30,7 @@ def pictures(folder, number=12):
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flat") / "mine"
-    pictures(folder)
+    write_images(folder)
     return folder
 
 
@@ -38,15 +38,15 @@ def flat(tmp_path_factory):
 def classes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classes")
     for name in ("cat", "dog"):
-        pictures(folder / name)
+        write_images(folder / name)
     return folder
 
 
-def test_pictures_without_labels_are_divided_evenly(flat, tmp_path, capsys):
+def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     run([*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"])
     said = capsys.readouterr().out
-    assert "the pictures have no labels, which partition=dirichlet needs: partition=iid is taken" in said
-    assert "nothing will be evaluated: the data set has no labelled training pictures" in said
+    assert "the images have no labels, which partition=dirichlet needs: partition=iid is taken" in said
+    assert "nothing will be evaluated: the data set has no labelled training images" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert "partition=iid" in summary["overrides"]
@@ -59,7 +59,7 @@ def test_pictures_without_labels_are_divided_evenly(flat, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("overrides", [(), ("calibration=auxiliary", "calibration.share=0.3")])
-def test_a_run_on_a_file_of_decoded_pictures_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
+def test_a_run_on_a_file_of_decoded_images_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
     monkeypatch.setattr(cache, "WORTH", 0)
     found = {}
     for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
@@ -78,7 +78,7 @@ def test_a_run_on_a_file_of_decoded_pictures_has_the_same_bits(classes, tmp_path
         assert all(np.array_equal(layers[name], value) for name, value in found["memory"].items())
 
 
-def test_where_decoded_pictures_are_kept_may_change_when_a_run_goes_on(flat, tmp_path):
+def test_where_decoded_images_are_kept_may_change_when_a_run_goes_on(flat, tmp_path):
     overrides = [*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"]
     run(overrides)
     run([f"resume={tmp_path / 'run'}", "rounds=2", "dataset.cache=null"])
@@ -88,11 +88,11 @@ def test_where_decoded_pictures_are_kept_may_change_when_a_run_goes_on(flat, tmp
 
 @pytest.mark.parametrize("word", ["partition=dirichlet", "partition.alpha=1", "partition=skew"])
 def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
-    with pytest.raises(InputError, match="divides by class but the pictures have no labels; give partition=iid"):
+    with pytest.raises(InputError, match="divides by class but the images have no labels; give partition=iid"):
         run([*SMALL, f"dataset.path={flat}", word, f"output_dir={tmp_path}"])
 
 
-def test_pictures_with_labels_are_divided_as_ever(classes, tmp_path):
+def test_images_with_labels_are_divided_as_ever(classes, tmp_path):
     federation = Federation(tmp_path, *SMALL, f"dataset.path={classes}", "partition=dirichlet")
     assert federation.components.settings is federation.settings
 
@@ -100,7 +100,7 @@ def test_pictures_with_labels_are_divided_as_ever(classes, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["encoder.channels=1"], "encoder.channels=1 but the pictures have 3 channels; leave encoder.channels"),
+        (["encoder.channels=1"], "encoder.channels=1 but the images have 3 channels; leave encoder.channels"),
         (
             ["encoder=vit_tiny", "encoder.patch=5", "encoder.width=8", "encoder.heads=2"],
             "encoder.patch=5 does not divide",
@@ -108,7 +108,7 @@ def test_pictures_with_labels_are_divided_as_ever(classes, tmp_path):
         (["dataset.channels=1"], "dataset.mean has 3 and dataset.std 3 values but dataset.channels=1"),
     ],
 )
-def test_an_encoder_that_does_not_fit_the_pictures_is_refused(classes, tmp_path, overrides, message):
+def test_an_encoder_that_does_not_fit_the_images_is_refused(classes, tmp_path, overrides, message):
     with pytest.raises(InputError, match=message):
         run([*SMALL, f"dataset.path={classes}", *overrides, f"output_dir={tmp_path}"])
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -120,18 +120,18 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     for overrides, message in (
         (
             [*own, "dataset.test_fraction=0"],
-            "the data set has no labelled test pictures (dataset.splits.test=test names no pictures); give "
-            "dataset.splits.test=NAME of a split that has them, or hold out a share of the training pictures with "
+            "the data set has no labelled test images (dataset.splits.test=test names no images); give "
+            "dataset.splits.test=NAME of a split that has them, or hold out a share of the training images with "
             "dataset.test_fraction=0.2",
         ),
         (
             [*own, f"dataset.path={flat}"],
-            "the data set has no labelled training pictures (dataset.splits.train=train names pictures without "
+            "the data set has no labelled training images (dataset.splits.train=train names images without "
             "labels); give dataset.splits.train=NAME of a split that has them, or give every class a subfolder",
         ),
         (
             ["dataset=digits", "dataset.splits.train=null"],
-            "the data set has no labelled training pictures (dataset.splits.train=null names no pictures); give "
+            "the data set has no labelled training images (dataset.splits.train=null names no images); give "
             "dataset.splits.train=NAME of a split that has them",
         ),
     ):
@@ -152,19 +152,19 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     ],
 )
 def test_batches_of_which_a_method_learns_nothing_are_refused(tmp_path, method, name):
-    message = f"batch_size=2 but {name} learns nothing from batches of fewer than 3 pictures; set batch_size=3 or more"
+    message = f"batch_size=2 but {name} learns nothing from batches of fewer than 3 images; set batch_size=3 or more"
     with pytest.raises(InputError, match=message):
         Federation(tmp_path, f"method={method}", "batch_size=2")
 
 
-def test_contrastive_losses_take_two_pictures(tmp_path):
+def test_contrastive_losses_take_two_images(tmp_path):
     Federation(tmp_path, "batch_size=2").run(1)
     with pytest.raises(InputError, match="batch_size=1 but it must be at least 2"):
         compose(["batch_size=1"])
 
 
-def test_two_pictures_tell_barlow_twins_nothing():
-    # Standardised over two pictures a feature is (1, -1) or (-1, 1), so a correlation is 1 or -1. With all four
+def test_two_images_tell_barlow_twins_nothing():
+    # Standardised over two images a feature is (1, -1) or (-1, 1), so a correlation is 1 or -1. With all four
     # features in the same order every correlation is 1: the loss is lambda times the number of pairs, 4 * 3.
     steep = torch.tensor([[0.0, 1, 2, 3], [100, 2, 2.5, 9]], dtype=torch.float64)
     flat = torch.tensor([[5.0, 5, 5, 5], [6, 7, 8, 9]], dtype=torch.float64)
@@ -174,23 +174,23 @@ def test_two_pictures_tell_barlow_twins_nothing():
 
 @pytest.fixture
 def owners(tmp_path):
-    """Three owners, of whom one has two pictures only."""
+    """Three owners, of whom one has two images only."""
     for name, number in (("few", 2), ("one", 4), ("two", 5)):
-        pictures(tmp_path / "owners" / name, number)
+        write_images(tmp_path / "owners" / name, number)
     return [*SMALL, f"dataset.path={tmp_path / 'owners'}", "dataset.folders=owner", "partition=natural"]
 
 
-def test_a_client_with_too_few_pictures_is_dropped_and_told(owners, tmp_path, capsys):
+def test_a_client_with_too_few_images_is_dropped_and_told(owners, tmp_path, capsys):
     run([*owners, "method=byol", f"output_dir={tmp_path / 'run'}"])
     table = [row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:]]
     [few] = [client for client, number in table if number == "2"]
-    assert f"BYOL learns nothing from fewer than 3 pictures: client {few} will be dropped" in capsys.readouterr().out
+    assert f"BYOL learns nothing from fewer than 3 images: client {few} will be dropped" in capsys.readouterr().out
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert line["clients"] == 2
     assert list(line["dropped"]) == [few]
-    assert "BYOL learns nothing from fewer than 3 pictures, and the client has 2" in line["dropped"][few]
+    assert "BYOL learns nothing from fewer than 3 images, and the client has 2" in line["dropped"][few]
 
 
-def test_a_federation_of_clients_with_too_few_pictures_is_refused(owners, tmp_path):
-    with pytest.raises(InputError, match="no client has the 3 pictures that BYOL needs at least; lower num_clients=3"):
+def test_a_federation_of_clients_with_too_few_images_is_refused(owners, tmp_path):
+    with pytest.raises(InputError, match="no client has the 3 images that BYOL needs at least; lower num_clients=3"):
         run([*owners, "dataset.limit=6", "partition=iid", "method=byol", f"output_dir={tmp_path / 'run'}"])

@@ -1,13 +1,13 @@
-"""Decoded pictures: the time until several processes have them, and the memory of training on very many.
+"""Decoded images: the time until several processes have them, and the memory of training on very many.
 
-    uv run python benchmarks/pictures.py                    # two to three minutes
-    uv run python benchmarks/pictures.py memory 1000000     # ten minutes, 13 GB on the disk
+    uv run python benchmarks/images.py                    # two to three minutes
+    uv run python benchmarks/images.py memory 1000000     # ten minutes, 13 GB on the disk
 
-Pictures are made up: JPEGs of 64 x 64, about as many bytes each as those of Tiny ImageNet, in parquet files.
-1. ready: four processes at once, as Ray's actors or the jobs of a sweep, ask for the same pictures; the time from the
+Images are made up: JPEGs of 64 x 64, about as many bytes each as those of Tiny ImageNet, in parquet files.
+1. ready: four processes at once, as Ray's actors or the jobs of a sweep, ask for the same images; the time from the
    word "go" until the last one has them, and the memory of their own (RssAnon: no files) that all of them take for it.
    Into memory (``dataset.cache=null``), into a file that is not there yet, and from a file that is there.
-2. memory: a round of two clients, each with a hundredth of the pictures; the most memory of its own that the process
+2. memory: a round of two clients, each with a hundredth of the images; the most memory of its own that the process
    has at any moment from the settings to the summary, decoding included, above that before it.
 """
 
@@ -27,9 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-PICTURES, PROCESSES = 20_000, 4
-KINDS = 500  # different pictures, which repeat
-SHARD = 100_000  # pictures in a file
+IMAGES, PROCESSES = 20_000, 4
+KINDS = 500  # different images, which repeat
+SHARD = 100_000  # images in a file
 
 LOAD = """
 import sys
@@ -40,14 +40,14 @@ def own_memory():
 settings, before = compose(sys.argv[1:]).data, own_memory()
 print("here", flush=True)
 sys.stdin.readline()
-pictures = load_federated(settings)
+images = load_federated(settings)
 print(own_memory() - before, flush=True)
 sys.stdin.readline()
 """
 
 
 def make(folder: Path, count: int) -> Path:
-    """Write parquet files with so many pictures; returns their folder."""
+    """Write parquet files with so many images; returns their folder."""
     random, kinds = np.random.default_rng(0), []
     for _ in range(KINDS):
         small = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8))
@@ -57,8 +57,8 @@ def make(folder: Path, count: int) -> Path:
     folder.mkdir()
     for shard, start in enumerate(range(0, count, SHARD)):
         chosen = random.integers(KINDS, size=min(SHARD, count - start))
-        pictures = pa.DictionaryArray.from_arrays(pa.array(chosen), pa.array(kinds, pa.binary())).cast(pa.binary())
-        table = pa.table({"image": pictures, "label": chosen % 200})
+        images = pa.DictionaryArray.from_arrays(pa.array(chosen), pa.array(kinds, pa.binary())).cast(pa.binary())
+        table = pa.table({"image": images, "label": chosen % 200})
         pq.write_table(table, folder / f"train-{shard:05d}.parquet", row_group_size=5000, use_dictionary=False)
     return folder
 
@@ -68,7 +68,7 @@ def words_for(data: Path, cache: str) -> list[str]:
 
 
 def ready(data: Path, cache: str) -> tuple[float, float]:
-    """Seconds until all processes have the pictures, and GiB that they take together."""
+    """Seconds until all processes have the images, and GiB that they take together."""
     command = [sys.executable, "-c", LOAD, *words_for(data, cache)]
     children = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -89,10 +89,10 @@ def ready(data: Path, cache: str) -> tuple[float, float]:
 def print_ready() -> None:
     """Part 1."""
     with tempfile.TemporaryDirectory() as folder:
-        data = make(Path(folder, "data"), PICTURES)
+        data = make(Path(folder, "data"), IMAGES)
         rows = {"into memory": "null", "into a file": f"{folder}/cache", "from the file": f"{folder}/cache"}
         found = {name: ready(data, cache) for name, cache in rows.items()}
-    print(f"{PICTURES:,} pictures, {PROCESSES} processes{'':12}seconds  GiB in memory")
+    print(f"{IMAGES:,} images, {PROCESSES} processes{'':12}seconds  GiB in memory")
     for name, (seconds, memory) in found.items():
         print(f"{name:40}{seconds:8.2f}{memory:14.2f}")
     before = found["into memory"][0]
@@ -123,7 +123,7 @@ def most_memory() -> Iterator[list[int]]:
 
 
 def measure(folder: Path) -> None:
-    """Print the bytes of part 2 for the pictures in ``folder/data``, in a process that has done nothing else."""
+    """Print the bytes of part 2 for the images in ``folder/data``, in a process that has done nothing else."""
     from simulation.cli import run
 
     overrides = [*words_for(folder / "data", str(folder / "cache")), f"output_dir={folder / 'run'}"]
@@ -135,7 +135,7 @@ def measure(folder: Path) -> None:
 
 
 def memory(count: int, folder: Path) -> int:
-    """Part 2, for so many pictures; bytes."""
+    """Part 2, for so many images; bytes."""
     make(folder / "data", count)
     measured = subprocess.run([sys.executable, __file__, "measure", folder], stdout=subprocess.PIPE, text=True)
     assert measured.returncode == 0
@@ -148,7 +148,7 @@ def print_memory(count: int) -> None:
         start = time.perf_counter()
         most = memory(count, Path(folder))
     pixels = count * 3 * 64 * 64
-    print(f"{count:,} pictures, {pixels / 2**30:.2f} GiB decoded: {most / 2**30:.2f} GiB of memory, ", end="")
+    print(f"{count:,} images, {pixels / 2**30:.2f} GiB decoded: {most / 2**30:.2f} GiB of memory, ", end="")
     print(f"{time.perf_counter() - start:.0f} s")
 
 

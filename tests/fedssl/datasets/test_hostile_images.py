@@ -1,4 +1,4 @@
-"""Pictures that somebody made to do harm: left out by name, without waiting, memory or programs."""
+"""Images that somebody made to do harm: left out by name, without waiting, memory or programs."""
 
 import io
 import os
@@ -21,7 +21,7 @@ from fedssl.errors import InputError
 from fedssl.machine import room
 
 
-def picture(value: int = 7, *, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Image.Image:
+def make_image(value: int = 7, *, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Image.Image:
     return Image.new("L", size, value).convert(mode)
 
 
@@ -45,33 +45,33 @@ def with_text(megabytes: int) -> bytes:
     """A PNG whose compressed comment becomes so large."""
     info = PngImagePlugin.PngInfo()
     info.add_text("comment", "x" * 2**20 * megabytes, zip=True)
-    return encoded(picture(), "PNG", pnginfo=info)
+    return encoded(make_image(), "PNG", pnginfo=info)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) print\n"
 HARMFUL = {
-    "eps.jpg": (EPS, "it is no picture of JPEG"),
-    "pdf.png": (b"%PDF-1.4\n", "it is no picture of JPEG"),
-    "svg.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is no picture of JPEG"),
-    "j2k.jpg": (encoded(picture(), "JPEG2000"), "it is no picture of JPEG"),
-    "ico.png": (encoded(picture(), "ICO"), "it is no picture of JPEG"),
+    "eps.jpg": (EPS, "it is no image of JPEG"),
+    "pdf.png": (b"%PDF-1.4\n", "it is no image of JPEG"),
+    "svg.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is no image of JPEG"),
+    "j2k.jpg": (encoded(make_image(), "JPEG2000"), "it is no image of JPEG"),
+    "ico.png": (encoded(make_image(), "ICO"), "it is no image of JPEG"),
     "large.png": (declared(13_300, 13_300), "13,300 x 13,300 pixels, more than dataset.max_pixels=50000000"),
     "long.png": (declared(2**31 - 1, 2**31 - 1), ""),
-    "cut.png": (encoded(picture(size=(64, 64)), "PNG")[:-30], ""),
+    "cut.png": (encoded(make_image(size=(64, 64)), "PNG")[:-30], ""),
     "text.png": (with_text(80), "Decompressed data too large"),
-    "float.tif": (encoded(picture(mode="F"), "TIFF"), "wrong channels: 32-bit"),
-    "integer.tif": (encoded(picture(mode="I"), "TIFF"), "wrong channels: 32-bit"),
-    "empty.png": (b"", "it is no picture of JPEG"),
+    "float.tif": (encoded(make_image(mode="F"), "TIFF"), "wrong channels: 32-bit"),
+    "integer.tif": (encoded(make_image(mode="I"), "TIFF"), "wrong channels: 32-bit"),
+    "empty.png": (b"", "it is no image of JPEG"),
 }
 HARMLESS = {
-    "wrong_suffix.png": encoded(picture(), "JPEG", quality=100),
-    "animated.gif": encoded(picture(), "GIF", save_all=True, append_images=[picture(90), picture(200)]),
-    "animated.webp": encoded(picture(), "WEBP", save_all=True, append_images=[picture(90)], lossless=True),
-    "cmyk.jpg": encoded(picture(mode="CMYK"), "JPEG", quality=100),
+    "wrong_suffix.png": encoded(make_image(), "JPEG", quality=100),
+    "animated.gif": encoded(make_image(), "GIF", save_all=True, append_images=[make_image(90), make_image(200)]),
+    "animated.webp": encoded(make_image(), "WEBP", save_all=True, append_images=[make_image(90)], lossless=True),
+    "cmyk.jpg": encoded(make_image(mode="CMYK"), "JPEG", quality=100),
     "sixteen.png": encoded(Image.fromarray(np.full((8, 8), 7 * 256 + 9, dtype=np.uint16)), "PNG"),
-    "palette.bmp": encoded(picture(mode="P"), "BMP"),
-    "plain.ppm": encoded(picture(), "PPM"),
-    "progressive.jpg": encoded(picture(), "JPEG", quality=100, progressive=True),
+    "palette.bmp": encoded(make_image(mode="P"), "BMP"),
+    "plain.ppm": encoded(make_image(), "PPM"),
+    "progressive.jpg": encoded(make_image(), "JPEG", quality=100, progressive=True),
 }
 
 
@@ -96,7 +96,7 @@ def test_the_harmful_are_left_out_and_the_harmless_are_used(folder, monkeypatch)
     assert len(found.images) == len(HARMLESS)
     assert (found.images.int() - 7).abs().max() <= 2
     (notice,) = found.notices
-    assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} pictures cannot be read, the rest is ")
+    assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} images cannot be read, the rest is ")
     assert f"and {len(HARMFUL) - 5} more" in notice
 
 
@@ -115,12 +115,12 @@ def test_the_bytes_of_a_parquet_file_are_treated_alike(tmp_path, caplog):
     found = hub.read("train", channels=3, size=8, limit=None, **settings)
     kept = range(len(harmful), len(rows) - 1)
     assert found.labels.tolist() == list(kept)
-    assert found.notices[0].startswith(f"{len(harmful) + 1} of {len(rows)} pictures cannot be read, the rest is used: ")
+    assert found.notices[0].startswith(f"{len(harmful) + 1} of {len(rows)} images cannot be read, the rest is used: ")
     assert "row 0 of the split 'train' in" in found.notices[0]
 
 
 def test_what_is_no_regular_file_is_never_opened(tmp_path):
-    """Also where it takes the place of a picture after the folder has been listed: opening does not wait."""
+    """Also where it takes the place of an image after the folder has been listed: opening does not wait."""
     places = [tmp_path / name for name in ("pipe.png", "socket.png", "folder.png", "loop.png", "zero.png")]
     os.mkfifo(places[0])
     with socket.socket(socket.AF_UNIX) as server:
@@ -128,7 +128,7 @@ def test_what_is_no_regular_file_is_never_opened(tmp_path):
     places[2].mkdir()
     places[3].symlink_to(places[3])
     places[4].symlink_to("/dev/zero")
-    (tmp_path / "one.png").write_bytes(encoded(picture(), "PNG"))
+    (tmp_path / "one.png").write_bytes(encoded(make_image(), "PNG"))
     start = time.monotonic()
     assert len(read(tmp_path).images) == 1
     unreadable = decoding.decode(lambda start: [places], decoding.in_memory((len(places), 3, 8, 8)))
@@ -138,7 +138,7 @@ def test_what_is_no_regular_file_is_never_opened(tmp_path):
 
 def test_the_limit_is_a_setting(tmp_path):
     for side in (8, 9):
-        (tmp_path / f"{side}.png").write_bytes(encoded(picture(size=(side, side)), "PNG"))
+        (tmp_path / f"{side}.png").write_bytes(encoded(make_image(size=(side, side)), "PNG"))
     assert len(read(tmp_path, max_pixels=64).images) == 1
     assert len(read(tmp_path, max_pixels=81).images) == 2
     for wrong in (0, 2 * 10**8):
@@ -148,7 +148,7 @@ def test_the_limit_is_a_setting(tmp_path):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
-def test_pictures_are_upright_whatever_their_orientation(orientation, kind):
+def test_images_are_upright_whatever_their_orientation(orientation, kind):
     upright = np.array([[10, 20], [30, 40]], dtype=np.uint8)
     # What a camera stores that is held so: the inverse of the turn that the orientation asks for.
     stored = {
@@ -164,10 +164,10 @@ def test_pictures_are_upright_whatever_their_orientation(orientation, kind):
     exif = Image.Exif()
     exif[0x0112] = orientation
     content = encoded(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, lossless=True)
-    assert decoding.read_picture(content, channels=1, size=2).tolist() == [upright.tolist()]
+    assert decoding.read_image(content, channels=1, size=2).tolist() == [upright.tolist()]
 
 
-def test_large_pictures_wait_for_room_in_all_threads(tmp_path, monkeypatch):
+def test_large_images_wait_for_room_in_all_threads(tmp_path, monkeypatch):
     """Two have room where the memory is for two; the others wait, small ones do not."""
     monkeypatch.setattr(room.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(room, "available_memory", lambda: 2 * room._SHARE * 2**30)
@@ -193,9 +193,9 @@ def test_large_pictures_wait_for_room_in_all_threads(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_turned_pictures_and_plain_ones_are_as_pillow_gives_them():
+def test_turned_images_and_plain_ones_are_as_pillow_gives_them():
     torch.manual_seed(0)
     pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8).numpy()
     for kind in ("PNG", "BMP", "PPM", "TIFF"):
-        found = decoding.read_picture(encoded(Image.fromarray(pixels), kind), channels=3, size=8)
+        found = decoding.read_image(encoded(Image.fromarray(pixels), kind), channels=3, size=8)
         assert np.array_equal(found, pixels.transpose(2, 0, 1))
