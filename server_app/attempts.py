@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 
 from server_app.messaging import MessageExchange
-from server_app.report import RoundReport
-from server_app.round import Observe, Round, TooFewUpdatesError
+from server_app.report import RoundResult
+from server_app.round import Round, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
 from strategies.state import ServerState
 
@@ -18,8 +18,8 @@ def run_round(
     state: ServerState,
     *,
     keep_from: int = 0,
-    observe: Observe | None = None,
-) -> tuple[ServerState, RoundReport]:
+    observe: UpdateObserver | None = None,
+) -> tuple[ServerState, RoundResult]:
     """The round after ``state``, from sampling to the new state.
 
     Parameters
@@ -50,8 +50,8 @@ def run_round(
         )
         try:
             if context.secure:
-                return one.end_with_sum(exchange, context.secure)
-            return one.end(replies, late_replies=exchange.late_replies, observe=observe)
+                return one.finish_secure(exchange, context.secure)
+            return one.finish(replies, late_replies=exchange.late_replies, observe=observe)
         except TooFewUpdatesError as reason:
             if attempt == updates.repeats:
                 raise

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.wire.records import to_record
-from server_app.report import RoundReport
+from server_app.report import RoundResult
 from server_app.round import Round
 from server_app.round_context import RoundContext
 from strategies.state import ServerState
@@ -35,14 +35,14 @@ class FlowerStrategy(Strategy):
     ----------
     state : ServerState
         After the last round.
-    report : RoundReport or None
+    result : RoundResult or None
         Of the last round; None before the first.
     """
 
     def __init__(self, context: RoundContext, state: ServerState | None = None) -> None:
         self._context = context
         self.state = state or ServerState()
-        self.report: RoundReport | None = None
+        self.result: RoundResult | None = None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -56,10 +56,10 @@ class FlowerStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The layers of the first model, by name, and how many updates were used; raises `RunError` without any."""
-        self.state, self.report = self._round.end(replies)
+        self.state, self.result = self._round.finish(replies)
         del self._round  # it holds the models of the round before
         first = self.state.models[self.state.names()[0]]
-        return to_record(first.layers), MetricRecord({"clients": len(self.report.clients)})
+        return to_record(first.layers), MetricRecord({"clients": len(self.result.clients)})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -23,8 +23,8 @@ from fedssl.seeding import torch_generator
 from fedssl.wire.messages import Ask
 from server_app.build import RunComponents
 from server_app.messaging import MessageExchange
-from server_app.plans import Plans
-from server_app.replies import BadUpdate, choice, read_update
+from server_app.plans import PlanBuilder
+from server_app.replies import InvalidUpdate, read_model_index, read_update
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -109,18 +109,18 @@ def shown(
     candidates = {
         client: context.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }
-    plans = Plans(context, state, candidates=candidates, also=(), keep_from=0)
+    plans = PlanBuilder(context, state, candidates=candidates, extra_models=(), keep_from=0)
     messages = [Message(ask.beside(plan.content), plan.metadata.dst_node_id, "train.own") for plan in plans.messages]
     client_of = {context.nodes[client]: client for client in clients}
     for reply in exchange.send_and_receive(messages, timeout=context.timeout):
         client = client_of.get(reply.metadata.src_node_id, -1)
         try:
             if reply.has_error():
-                raise BadUpdate(reply.error.reason)
+                raise InvalidUpdate(reply.error.reason)
             names = candidates[client]
             update = read_update(reply, client, sent_to=context.nodes[client])
-            yield client, names[choice(reply, among=len(names))], update.layers
-        except BadUpdate as reason:
+            yield client, names[read_model_index(reply, among=len(names))], update.layers
+        except InvalidUpdate as reason:
             log.warning("client %d shows no encoder: %s", client, reason)
 
 

@@ -17,17 +17,17 @@ from strategies.state import Model, ServerState
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingModel:
     """A model as the round finds it: what its clients train, only use, and send back (None: all that they train)."""
 
     model: Model
-    trained: Layers
+    trainable: Layers
     frozen: Layers
     upload_names: tuple[str, ...] | None
-    sent: GlobalLayers
+    expected_upload: GlobalLayers
 
 
-class Plans:
+class PlanBuilder:
     """What goes out in the round that follows a state.
 
     Parameters
@@ -36,15 +36,15 @@ class Plans:
     state : ServerState
     candidates : mapping of int to tuple of str
         For each client that trains, names of the models of which it chooses its start; often there is one.
-    also : iterable of str
+    extra_models : iterable of str
         Names of other models that updates will go into.
     keep_from : int
         Oldest round that a resumed run may go back to.
 
     Attributes
     ----------
-    starts : dict of str to Start
-    received : dict of int to tuple of str
+    starts : dict of str to StartingModel
+    downloaded_names : dict of int to tuple of str
         Names of the trained layers that a client receives.
     bytes_down : dict of int to int
     messages : list of Message
@@ -57,22 +57,22 @@ class Plans:
         state: ServerState,
         *,
         candidates: Mapping[int, tuple[str, ...]],
-        also: Iterable[str],
+        extra_models: Iterable[str],
         keep_from: int,
     ) -> None:
         self._context, self._state = context, state
         self._number = state.round + 1
         self._phase = phase_at(context.phases, self._number)
         untrained = functools.cache(context.initial_model)  # made once, and only if it is needed
-        names = dict.fromkeys([*chain.from_iterable(candidates.values()), *also])
+        names = dict.fromkeys([*chain.from_iterable(candidates.values()), *extra_models])
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
         self._models: dict[tuple[str, tuple[str, ...]], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
-        self.received: dict[int, tuple[str, ...]] = {}
+        self.downloaded_names: dict[int, tuple[str, ...]] = {}
         self.bytes_down: dict[int, int] = {}
         self.messages = list(self._plans(candidates, keep_from=keep_from))
 
-    def _start(self, model: Model) -> Start:
+    def _start(self, model: Model) -> StartingModel:
         context = self._context
         model = context.calibrate_if_due(context.advance_to_phase(model, self._number), self._number, when="start")
         layers = model.layers
@@ -80,7 +80,7 @@ class Plans:
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
         up = context.strategy.server.upload_names(model, self._number, trained)
         sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
-        return Start(model, trained, frozen, up, sent)
+        return StartingModel(model, trained, frozen, up, sent)
 
     def _plans(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> Iterator[Message]:
         context = self._context
@@ -99,53 +99,53 @@ class Plans:
             start = self.starts[names[0]]
             # Of several models a client has none by itself: it does not know which it will take.
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
-            chosen = context.strategy.server.download_names(start.model, self._number, start.trained, last)
-            self.received[client] = tuple(start.trained) if chosen is None else chosen
-            down = (*self._lacks(start, last), *self.received[client])
-            shared = self._shared(start.model, last)
+            chosen = context.strategy.server.download_names(start.model, self._number, start.trainable, last)
+            self.downloaded_names[client] = tuple(start.trainable) if chosen is None else chosen
+            down = (*self._missing_frozen(start, last), *self.downloaded_names[client])
+            shared = self._broadcast_for(start.model, last)
             key = (names, down, tuple(shared))
             if key not in contents:
-                models = [self._of_model(name, down) for name in names]
+                models = [self._subset(name, down) for name in names]
                 one = replace(
                     plan, layers=models[0], others=tuple(models[1:]), shared=shared, upload_names=start.upload_names
                 )
-                contents[key] = self._in_phase(one, start).to_content(self._pack)
+                contents[key] = self._in_phase(one, start).to_content(self._encode)
             content = contents[key]
             self.bytes_down[client] = content_bytes(content)
             yield Message(content, context.nodes[client], "train", group_id=str(self._number))
 
-    def _of_model(self, name: str, down: tuple[str, ...]) -> Layers:
+    def _subset(self, name: str, down: tuple[str, ...]) -> Layers:
         """These layers of a model; the same object for all clients."""
         if (name, down) not in self._models:
             self._models[name, down] = {layer: self.starts[name].model.layers[layer] for layer in down}
         return self._models[name, down]
 
-    def _pack(self, layers: Layers, transport: str) -> ArrayRecord:
+    def _encode(self, layers: Layers, transport: str) -> ArrayRecord:
         """The record of a model, made once, in whatever place clients are offered it."""
         if id(layers) not in self._packed:
             self._packed[id(layers)] = to_message(layers, transport)
         return self._packed[id(layers)]
 
-    def _in_phase(self, plan: TrainPlan, start: Start) -> TrainPlan:
+    def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
         """The plan with what a client must know of the phase, if there are several."""
         phase = self._phase
         if len(self._context.phases) == 1:
             return plan
         return replace(
             plan,
-            upload_names=tuple(start.sent.layers),
+            upload_names=tuple(start.expected_upload.layers),
             depth=phase.depth,
             frozen=phase.frozen,
             hold=self._context.clients_cache_frozen,
             depth_dropout=phase.dropout,
         )
 
-    def _shared(self, model: Model, last: int | None) -> Layers:
+    def _broadcast_for(self, model: Model, last: int | None) -> Layers:
         """What the method's server half gives to a client, but for what this holds from an earlier round."""
         held = () if last is None else self._context.method.constant
         return {layer: array for layer, array in model.shared.items() if part_of(layer) not in held}
 
-    def _lacks(self, start: Start, last: int | None) -> tuple[str, ...]:
+    def _missing_frozen(self, start: StartingModel, last: int | None) -> tuple[str, ...]:
         """Those of the frozen layers that a client does not have from a round in which they were frozen already.
 
         LW-FedSSL's Table 2 (Tun et al., arXiv 2401.11647) follows from what a client lacks, and so does what one that

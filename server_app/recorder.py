@@ -44,7 +44,7 @@ from server_app.log import DISK_ERRORS
 from server_app.personalization import OwnModel, means
 from server_app.progress import Progress
 from server_app.proven import Expected
-from server_app.report import RoundReport
+from server_app.report import RoundResult
 from server_app.screen import Screen
 from server_app.tracking import Tracking
 from strategies.state import ServerState, suffix
@@ -203,7 +203,7 @@ class Recorder:
 
     def round(
         self,
-        report: RoundReport,
+        report: RoundResult,
         *,
         seconds: float,
         evaluation: Mapping[str, Mapping[str, Score]],
@@ -236,8 +236,8 @@ class Recorder:
             line["late"] = len(report.late)
         if cost:
             line["cost"] = dict(cost)
-        if report.findings:
-            line["strategy"] = report.findings
+        if report.strategy_metrics:
+            line["strategy_metrics"] = report.strategy_metrics
         if overall:
             self.evaluations.append((report.round, as_numbers(overall)))
             line |= {"evaluation": as_numbers(overall), "units": units_of(overall), **_by_model(evaluation)}
@@ -253,7 +253,7 @@ class Recorder:
         log.info(standing.line)
         self._screen.show(standing)
 
-    def _check_clients(self, report: RoundReport) -> None:
+    def _check_clients(self, report: RoundResult) -> None:
         """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
         told = [code for code in DISK_ERRORS if any(os.strerror(code) in reason for reason in report.dropped.values())]
         if told and (self.folder / "clients").is_dir():

@@ -17,11 +17,11 @@ log = logging.getLogger("fedssl")
 
 
 # What a metric may be; beyond it a client lies. Losses of methods and their regularisers are far smaller.
-RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
+METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
 NO_REPLY = "no reply in time"
 
 
-class BadUpdate(ValueError):
+class InvalidUpdate(ValueError):
     """An update that cannot be used; the message is the reason, for the log."""
 
 
@@ -30,7 +30,7 @@ def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Itera
     return MessageExchange(grid).send_and_receive(messages, timeout=timeout)
 
 
-def in_order(
+def ordered_by_client(
     replies: Iterable[Message],
     *,
     sent: Sequence[Message],
@@ -76,37 +76,37 @@ def in_order(
             drop(client, NO_REPLY)
 
 
-def choice(reply: Message, *, among: int) -> int:
-    """Which of so many models the client says that it started from; raises `BadUpdate`."""
+def read_model_index(reply: Message, *, among: int) -> int:
+    """Which of so many models the client says that it started from; raises `InvalidUpdate`."""
     try:
         return read_choice(reply.content, among=among)
     except KeyError as missing:
-        raise BadUpdate(f"record {missing} is missing") from missing
+        raise InvalidUpdate(f"record {missing} is missing") from missing
     except Exception as error:  # whatever a peer may have put into a message
-        raise BadUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
+        raise InvalidUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
 
 
 def read_update(
     reply: Message, client: int, *, sent_to: int, transport: str = EXACT, start: Layers | None = None
 ) -> ClientUpdate:
-    """The update in the reply of a client to what was sent to its node; raises `BadUpdate`.
+    """The update in the reply of a client to what was sent to its node; raises `InvalidUpdate`.
 
     ``transport`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
     """
     if reply.metadata.src_node_id != sent_to:
-        raise BadUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
+        raise InvalidUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
     try:
         return ClientUpdate.from_content(reply.content, client, transport=transport, start=start)
     except KeyError as missing:
-        raise BadUpdate(f"record {missing} is missing") from missing
+        raise InvalidUpdate(f"record {missing} is missing") from missing
     except Exception as error:  # whatever a peer may have put into a message
-        raise BadUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
+        raise InvalidUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
 
 
 def check_update(
     update: ClientUpdate,
     *,
-    sent: GlobalLayers,
+    expected: GlobalLayers,
     gathered: GlobalLayers,
     required_metrics: Collection[str],
     plan: tuple[int, str],
@@ -116,7 +116,7 @@ def check_update(
 
     Parameters
     ----------
-    sent : GlobalLayers
+    expected : GlobalLayers
         The layers that the client was to send, as it had received them.
     gathered : GlobalLayers
         What its part for the method's server half must be like.
@@ -129,40 +129,40 @@ def check_update(
 
     Raises
     ------
-    BadUpdate
+    InvalidUpdate
         It answers another plan, a layer is missing, of another form or not finite, or a metric is missing or
         impossible.
     """
     for what, answered, sent_out in zip(("round", "code"), update.answers or (None, None), plan, strict=True):
         if answered != sent_out:
-            raise BadUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
+            raise InvalidUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
     try:
-        sent.check(update.layers)
+        expected.check(update.layers)
         gathered.check(update.gathered)
     except InputError as problem:
-        raise BadUpdate(str(problem)) from problem
+        raise InvalidUpdate(str(problem)) from problem
     _check_metrics(update, required_metrics, max_examples=max_examples)
-    cosines = sent.compare(update.layers)
+    cosines = expected.compare(update.layers)
     for offender in (cosines.offender, gathered.compare(update.gathered).offender):
         if offender is not None:
-            raise BadUpdate(f"layer {offender} has values that are not finite, or far too large")
+            raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
     for name, array in update.layers.items():
         if name.endswith("running_var") and array.size and array.min() < 0:
-            raise BadUpdate(f"layer {name} has a negative variance")
+            raise InvalidUpdate(f"layer {name} has a negative variance")
     return cosines
 
 
 def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, max_examples: int | None) -> None:
     for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
         if name in required_metrics and value is None:
-            raise BadUpdate(f"metric {name} is missing")
+            raise InvalidUpdate(f"metric {name} is missing")
     if update.num_examples is not None and update.num_examples <= 0:
-        raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
+        raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
     if max_examples is not None and (update.num_examples or 0) > max_examples:
-        raise BadUpdate(f"{NUM_EXAMPLES}={update.num_examples} is more than updates.max_examples={max_examples}")
+        raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is more than updates.max_examples={max_examples}")
     for name, value in ((TRAIN_LOSS, update.train_loss), (SECONDS, update.seconds)):
-        low, high = RANGES[name]
+        low, high = METRIC_RANGES[name]
         if value is not None and math.isfinite(value) and not low <= value <= high:
-            raise BadUpdate(f"{name}={value} is not from {low:g} to {high:g}")
+            raise InvalidUpdate(f"{name}={value} is not from {low:g} to {high:g}")
     if TRAIN_LOSS in required_metrics and not math.isfinite(update.train_loss or 0.0):
-        raise BadUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")
+        raise InvalidUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")

@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class ClientRow:
+class ClientMetrics:
     """What the server knows of one client's part in a round; the fields are the keys of ``clients.jsonl``.
 
     ``model`` is the name of the model that the client started from. ``cosine`` has that of every layer with it,
@@ -29,12 +29,12 @@ class ClientRow:
 
 
 @dataclass(frozen=True)
-class RoundReport:
+class RoundResult:
     """Outcome of a round.
 
     Attributes
     ----------
-    clients : list of ClientRow
+    clients : list of ClientMetrics
         A row for each update that was used.
     dropped : dict of int to str
         The reason for each client whose update was not.
@@ -42,13 +42,13 @@ class RoundReport:
         Clients that replied to an older plan, which was not used any more.
     privacy : dict
         Epsilon after this round, and its delta; empty without differential privacy.
-    findings : dict
+    strategy_metrics : dict
         What the strategy found out, ready for JSON.
     """
 
     round: int
-    clients: list[ClientRow] = field(default_factory=list)
+    clients: list[ClientMetrics] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     late: list[int] = field(default_factory=list)
     privacy: dict[str, float] = field(default_factory=dict)
-    findings: dict[str, Any] = field(default_factory=dict)
+    strategy_metrics: dict[str, Any] = field(default_factory=dict)

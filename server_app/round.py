@@ -22,10 +22,10 @@ from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, from_message
 from server_app.messaging import MessageExchange
 from server_app.overdue import apply_stale_update
-from server_app.plans import Plans
+from server_app.plans import PlanBuilder
 from server_app.plausible import norm_outliers
-from server_app.replies import NO_REPLY, BadUpdate, check_update, choice, in_order, read_update
-from server_app.report import ClientRow, RoundReport
+from server_app.replies import NO_REPLY, InvalidUpdate, check_update, ordered_by_client, read_model_index, read_update
+from server_app.report import ClientMetrics, RoundResult
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
 from strategies.base import Aggregator, RoundOutcome
@@ -34,7 +34,7 @@ from strategies.weighted_sum import NO_COSINES, is_uniform_sum
 
 log = logging.getLogger("fedssl")
 
-Observe = Callable[[int, Layers], None]  # sees the client and the running layers of every update that is used
+UpdateObserver = Callable[[int, Layers], None]  # sees the client and the running layers of every update that is used
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Aggregation:
 
 
 @dataclass(frozen=True)
-class _Usable:
+class _ValidUpdate:
     """An update that passed its checks, how it compares to its start, what it took to send, and its age in rounds."""
 
     update: ClientUpdate
@@ -103,32 +103,32 @@ class Round:
         self._context, self._state = context, state
         clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
         self._candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
-        self._start_of = {client: names[0] for client, names in self._candidates.items()}
-        self._into: dict[int, tuple[str, ...]] = {}
+        self._start_models = {client: names[0] for client, names in self._candidates.items()}
+        self._destinations: dict[int, tuple[str, ...]] = {}
         targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.updates.buffered)
         for client, names in self._candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
-        plans = Plans(context, state, candidates=self._candidates, also=targets, keep_from=keep_from)
-        self._starts, self._received, self._bytes_down = plans.starts, plans.received, plans.bytes_down
+        plans = PlanBuilder(context, state, candidates=self._candidates, extra_models=targets, keep_from=keep_from)
+        self._starts, self._received, self._bytes_down = plans.starts, plans.downloaded_names, plans.bytes_down
         self.messages = plans.messages
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
-        self._seen: dict[int, Tensor] = {}
+        self._client_features: dict[int, Tensor] = {}
         self._required_metrics = server.aggregator(self.number).required_metrics
-        self._report = RoundReport(self.number)
+        self._result = RoundResult(self.number)
         if context.updates.buffered:
-            self._check_whole("updates.buffered=true")
+            self._require_full_exchange("updates.buffered=true")
         if context.privacy:
-            self._check_sum("privacy=central")
+            self._require_uniform_sum("privacy=central")
         if context.secure:
-            self._check_sum("secure=secagg_plus")
+            self._require_uniform_sum("secure=secagg_plus")
 
-    def end(
+    def finish(
         self,
         replies: Iterable[Message],
         *,
         late_replies: Sequence[tuple[Message, Message]] = (),
-        observe: Observe | None = None,
-    ) -> tuple[ServerState, RoundReport]:
+        observe: UpdateObserver | None = None,
+    ) -> tuple[ServerState, RoundResult]:
         """Fold the replies in as they come, in order of the clients; bad updates are dropped and reported.
 
         Parameters
@@ -146,20 +146,20 @@ class Round:
             Fewer updates than needed could be used.
         """
         for name, aggregation in self._aggregations.items():
-            aggregation.aggregator.start(self._starts[name].sent)
-        clients = {self._context.nodes[client]: client for client in self._start_of}
-        own = self._usable(in_order(replies, sent=self.messages, clients=clients, drop=self._drop))
-        usable: Iterable[_Usable] = chain(own, self._stale_updates(late_replies))
+            aggregation.aggregator.start(self._starts[name].expected_upload)
+        clients = {self._context.nodes[client]: client for client in self._start_models}
+        own = self._valid_updates(ordered_by_client(replies, sent=self.messages, clients=clients, drop=self._drop))
+        usable: Iterable[_ValidUpdate] = chain(own, self._stale_updates(late_replies))
         if self._context.updates.norm_factor is not None:
             usable = self._drop_outliers(list(usable), factor=self._context.updates.norm_factor)
         if self._cluster_models:
-            usable = self._sorted(list(usable))
+            usable = self._assign_clusters(list(usable))
         for one in usable:
-            self._fold(one, observe)
+            self._accumulate(one, observe)
             del one  # a streamed update is a whole model: let it go before the next one is made
-        return self._close()
+        return self._finalize()
 
-    def end_with_sum(self, exchange: MessageExchange, secure: SecureSettings) -> tuple[ServerState, RoundReport]:
+    def finish_secure(self, exchange: MessageExchange, secure: SecureSettings) -> tuple[ServerState, RoundResult]:
         """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdatesError`."""
         context, clients = self._context, {node: client for client, node in self._context.nodes.items()}
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
@@ -169,28 +169,28 @@ class Round:
                 exchange, contents, secure, round=self.number, timeout=context.timeout, deadline=updates.deadline
             )
             mean = ClientUpdate(
-                layers=apply_delta(start.sent.layers, found.delta), partition_id=clients[found.nodes[0]]
+                layers=apply_delta(start.expected_upload.layers, found.delta), partition_id=clients[found.nodes[0]]
             )
         except TooFewParticipants as reason:
             raise TooFewUpdatesError(f"round {self.number}: {reason}") from reason
-        for client in self._start_of.keys() - {clients[node] for node in found.nodes}:
+        for client in self._start_models.keys() - {clients[node] for node in found.nodes}:
             self._drop(client, NO_REPLY)
         aggregation = self._aggregations[GLOBAL]
-        aggregation.aggregator.start(start.sent)
-        aggregation.aggregator.add(mean, start.sent.compare(mean.layers))
+        aggregation.aggregator.start(start.expected_upload)
+        aggregation.aggregator.add(mean, start.expected_upload.compare(mean.layers))
         for node in found.nodes:
             client = clients[node]
-            self._into[client] = (GLOBAL,)
+            self._destinations[client] = (GLOBAL,)
             aggregation.received[client] = self._received[client]
             self._bytes_down[client] = found.bytes_down[node]
-            self._report.clients.append(
-                self._row(_Usable(replace(mean, partition_id=client), NO_COSINES, found.bytes_up[node]))
+            self._result.clients.append(
+                self._client_row(_ValidUpdate(replace(mean, partition_id=client), NO_COSINES, found.bytes_up[node]))
             )
-        return self._close()
+        return self._finalize()
 
-    def _close(self) -> tuple[ServerState, RoundReport]:
+    def _finalize(self) -> tuple[ServerState, RoundResult]:
         """The new state, if enough updates were used; raises `TooFewUpdatesError`."""
-        if len(self._report.clients) < self._context.updates.min_updates:
+        if len(self._result.clients) < self._context.updates.min_updates:
             raise TooFewUpdatesError(self._too_few())
         server = self._context.strategy.server
         fed = {
@@ -199,23 +199,23 @@ class Round:
             if one.received and not server.keeps_model(name, one.received)
         }
         took_part = {**self._state.took_part}
-        took_part |= {row.client: (self.number - row.staleness, row.model) for row in self._report.clients}
-        for client in self._report.dropped:  # nobody knows what it holds now
+        took_part |= {row.client: (self.number - row.staleness, row.model) for row in self._result.clients}
+        for client in self._result.dropped:  # nobody knows what it holds now
             took_part.pop(client, None)
         if self._context.privacy:
-            self._report.privacy.update(self._context.privacy.privacy_spent(self.number))
+            self._result.privacy.update(self._context.privacy.privacy_spent(self.number))
         state = replace(self._state, round=self.number, models={**self._state.models, **fed}, took_part=took_part)
         outcome = RoundOutcome(
             round=self.number,
-            destinations={row.client: self._into[row.client] for row in self._report.clients},
-            bytes_up={row.client: row.bytes_up for row in self._report.clients},
-            client_features=self._seen,
+            destinations={row.client: self._destinations[row.client] for row in self._result.clients},
+            bytes_up={row.client: row.bytes_up for row in self._result.clients},
+            client_features=self._client_features,
             extract_features=self._context.extract_features,
         )
         present = {name: self._context.advance_to_phase(model, self.number) for name, model in state.models.items()}
-        memory, findings = server.on_round_end(replace(state, models=present), outcome)
-        self._report.findings.update(findings)
-        return replace(state, memory=memory), self._report
+        memory, strategy_metrics = server.on_round_end(replace(state, models=present), outcome)
+        self._result.strategy_metrics.update(strategy_metrics)
+        return replace(state, memory=memory), self._result
 
     def _targets(self, client: int, start: str) -> tuple[str, ...]:
         """Models that the client's update goes into, each once; none yet if updates are sorted when all are there."""
@@ -227,8 +227,8 @@ class Round:
 
     # --- what is not possible ---
 
-    def _check_sum(self, what: str) -> None:
-        self._check_whole(what)
+    def _require_uniform_sum(self, what: str) -> None:
+        self._require_full_exchange(what)
         if not all(is_uniform_sum(aggregation.aggregator) for aggregation in self._aggregations.values()):
             raise InputError(
                 f"{what} needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
@@ -239,10 +239,10 @@ class Round:
                 f"{what} does not cover what {type(self._context.method).__name__} gathers; set another method"
             )
 
-    def _check_whole(self, what: str) -> None:
+    def _require_full_exchange(self, what: str) -> None:
         one_model = {*chain.from_iterable(self._candidates.values()), *self._aggregations} <= {GLOBAL}
         start = next(iter(self._starts.values()))
-        whole = all(received == tuple(start.trained) for received in self._received.values())
+        whole = all(received == tuple(start.trainable) for received in self._received.values())
         if not (one_model and whole and start.upload_names is None and len(self._context.phases) == 1):
             raise InputError(
                 f"{what} needs clients that all send and receive the whole model, and the strategy or "
@@ -251,102 +251,112 @@ class Round:
 
     # --- replies ---
 
-    def _usable(self, replies: Iterable[tuple[int, Message]]) -> Iterator[_Usable]:
+    def _valid_updates(self, replies: Iterable[tuple[int, Message]]) -> Iterator[_ValidUpdate]:
         """The updates that pass their checks; the others are dropped."""
         for client, reply in replies:
             names = self._candidates[client]
             try:
-                self._start_of[client] = names[choice(reply, among=len(names))]
-            except BadUpdate as reason:
+                self._start_models[client] = names[read_model_index(reply, among=len(names))]
+            except InvalidUpdate as reason:
                 self._drop(client, str(reason))
                 continue
-            self._into[client] = self._targets(client, self._start_of[client])
-            yield from self._read(client, reply, sent=self._starts[self._start_of[client]].sent, number=self.number)
+            self._destinations[client] = self._targets(client, self._start_models[client])
+            yield from self._read_update(
+                client, reply, expected=self._starts[self._start_models[client]].expected_upload, number=self.number
+            )
             del reply
 
-    def _read(self, client: int, reply: Message, *, sent: GlobalLayers, number: int) -> Iterator[_Usable]:
+    def _read_update(
+        self, client: int, reply: Message, *, expected: GlobalLayers, number: int
+    ) -> Iterator[_ValidUpdate]:
         """The update in the reply to the plan of a round, if it passes its checks; else the client is dropped."""
         context = self._context
         # A shortened layer comes back as what training changed. Added to the model as the server has it, it loses
         # nothing to what the way down has rounded, and compares with it as if nothing had been rounded.
-        received = {layer: sent.layers[layer] for layer in self._received[client] if layer in sent.layers}
+        received = {layer: expected.layers[layer] for layer in self._received[client] if layer in expected.layers}
         try:
             update = read_update(
                 reply, client, sent_to=context.nodes[client], transport=context.transport, start=received
             )
             cosines = check_update(
                 update,
-                sent=sent,
+                expected=expected,
                 gathered=context.gathered,
                 required_metrics=self._required_metrics,
                 plan=(number, context.code_fingerprint),
                 max_examples=context.updates.max_examples,
             )
-        except BadUpdate as reason:
+        except InvalidUpdate as reason:
             self._drop(client, str(reason))
             return
-        yield _Usable(update, cosines, content_bytes(reply.content))
+        yield _ValidUpdate(update, cosines, content_bytes(reply.content))
 
-    def _stale_updates(self, late_replies: Iterable[tuple[Message, Message]]) -> Iterator[_Usable]:
+    def _stale_updates(self, late_replies: Iterable[tuple[Message, Message]]) -> Iterator[_ValidUpdate]:
         """The updates to plans of earlier rounds, as they are for the present model; not used unless asked for."""
         context, nodes = self._context, {node: client for client, node in self._context.nodes.items()}
         for plan, reply in sorted(late_replies, key=_by_staleness):
             client = nodes.get(plan.metadata.dst_node_id)
             if client is None or reply.has_error() or not context.updates.buffered:
-                self._report.late.append(plan.metadata.dst_node_id if client is None else client)
+                self._result.late.append(plan.metadata.dst_node_id if client is None else client)
                 continue
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
-            begun = from_message(plan.content.array_records[ARRAYS], context.transport)
-            then = GlobalLayers({name: begun[name] for name in start.sent.layers})
-            self._start_of[client], self._into[client], self._received[client] = GLOBAL, (GLOBAL,), tuple(begun)
+            start_layers = from_message(plan.content.array_records[ARRAYS], context.transport)
+            then = GlobalLayers({name: start_layers[name] for name in start.expected_upload.layers})
+            self._start_models[client], self._destinations[client], self._received[client] = (
+                GLOBAL,
+                (GLOBAL,),
+                tuple(start_layers),
+            )
             self._bytes_down[client] = content_bytes(plan.content)
-            for one in self._read(client, reply, sent=then, number=number):
+            for one in self._read_update(client, reply, expected=then, number=number):
                 staleness = self.number - number
                 layers = apply_stale_update(
-                    one.update.layers, start=then.layers, current=start.sent.layers, staleness=staleness
+                    one.update.layers, start=then.layers, current=start.expected_upload.layers, staleness=staleness
                 )
-                cosines = start.sent.compare(layers)
+                cosines = start.expected_upload.compare(layers)
                 yield replace(one, update=replace(one.update, layers=layers), cosines=cosines, staleness=staleness)
 
-    def _drop_outliers(self, usable: Sequence[_Usable], *, factor: float) -> Iterator[_Usable]:
+    def _drop_outliers(self, usable: Sequence[_ValidUpdate], *, factor: float) -> Iterator[_ValidUpdate]:
         found = norm_outliers({one.update.partition_id: one.cosines.moved for one in usable}, factor=factor)
         for client, reason in found.items():
             self._drop(client, reason)
         return (one for one in usable if one.update.partition_id not in found)
 
-    def _sorted(self, usable: Sequence[_Usable]) -> Sequence[_Usable]:
+    def _assign_clusters(self, usable: Sequence[_ValidUpdate]) -> Sequence[_ValidUpdate]:
         """The same updates, once it is known where they go."""
         ways: dict[int, Layers] = {}
         for one in usable:
-            begun = self._starts[self._start_of[one.update.partition_id]].sent.layers
-            ways[one.update.partition_id] = {name: one.update.layers[name] - begun[name] for name in begun}
+            start_layers = self._starts[self._start_models[one.update.partition_id]].expected_upload.layers
+            ways[one.update.partition_id] = {
+                name: one.update.layers[name] - start_layers[name] for name in start_layers
+            }
         found = self._context.strategy.server.assign_clusters(ways)
-        self._into.update({client: (name,) for client, name in found.items()})
+        self._destinations.update({client: (name,) for client, name in found.items()})
         return usable
 
-    def _fold(self, one: _Usable, observe: Observe | None) -> None:
+    def _accumulate(self, one: _ValidUpdate, observe: UpdateObserver | None) -> None:
         update, client = one.update, one.update.partition_id
-        whole = {**self._starts[self._start_of[client]].frozen, **update.layers}
+        whole = {**self._starts[self._start_models[client]].frozen, **update.layers}
         if self._context.strategy.server.num_comparison_images:
-            self._seen[client] = self._context.extract_features(whole)
+            self._client_features[client] = self._context.extract_features(whole)
         if self._context.privacy:
-            begun = self._starts[self._start_of[client]].sent.layers
-            update = replace(update, layers=self._context.privacy.clip(update.layers, begun))
-        for name in self._into[client]:
+            start_layers = self._starts[self._start_models[client]].expected_upload.layers
+            update = replace(update, layers=self._context.privacy.clip(update.layers, start_layers))
+        for name in self._destinations[client]:
             aggregation = self._aggregations[name]
             aggregation.aggregator.add(update, one.cosines)
             aggregation.received[client] = self._received[client]
             aggregation.gathered.append(update.gathered)
         if observe is not None:
             observe(client, whole)
-        self._report.clients.append(self._row(one))
+        self._result.clients.append(self._client_row(one))
 
-    def _row(self, one: _Usable) -> ClientRow:
+    def _client_row(self, one: _ValidUpdate) -> ClientMetrics:
         update, cosines = one.update, one.cosines
-        return ClientRow(
+        return ClientMetrics(
             round=self.number,
             client=update.partition_id,
-            model=self._start_of[update.partition_id],
+            model=self._start_models[update.partition_id],
             loss=_finite(update.train_loss),  # NaN without a local epoch
             seconds=_finite(update.seconds),
             bytes_up=one.bytes_up,
@@ -360,16 +370,16 @@ class Round:
 
     def _drop(self, client: int, reason: str) -> None:
         reason = sanitize_line(reason, max_chars=500)
-        self._report.dropped[client] = reason
+        self._result.dropped[client] = reason
         log.warning("client %d dropped: %s", client, reason)
 
     def _too_few(self) -> str:
         clients: dict[str, list[str]] = {}
-        for client, reason in self._report.dropped.items():
+        for client, reason in self._result.dropped.items():
             clients.setdefault(reason, []).append(str(client))
         reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
-        used, needed = len(self._report.clients), self._context.updates.min_updates
-        sent = f"{used or 'none'} of {len(self._start_of)} clients sent a usable update"
+        used, needed = len(self._result.clients), self._context.updates.min_updates
+        sent = f"{used or 'none'} of {len(self._start_models)} clients sent a usable update"
         least = f" and updates.min_updates={needed} are needed" if used else ""
         return f"round {self.number}: {sent}{least} ({reasons})"
 
@@ -381,13 +391,17 @@ class Round:
         model = start.model
         mean = one.aggregator.finish()
         if context.privacy:
-            mean = context.privacy.add_noise(mean, start.sent.layers, used=len(one.received), round=self.number)
-        moments, new = context.server_optimizer.step(model.moments, model.updates + 1, start.sent.layers, mean)
-        trained = {**start.trained, **new}
-        memory, findings = context.strategy.server.after_aggregation(
+            mean = context.privacy.add_noise(
+                mean, start.expected_upload.layers, used=len(one.received), round=self.number
+            )
+        moments, new = context.server_optimizer.step(
+            model.moments, model.updates + 1, start.expected_upload.layers, mean
+        )
+        trained = {**start.trainable, **new}
+        memory, strategy_metrics = context.strategy.server.after_aggregation(
             model, self.number, trained, aggregator=one.aggregator, received=one.received
         )
-        self._report.findings.update({f"{key}{suffix(name)}": value for key, value in findings.items()})
+        self._result.strategy_metrics.update({f"{key}{suffix(name)}": value for key, value in strategy_metrics.items()})
         shared = context.method.gather(one.gathered, model.shared)
         model = replace(
             model,

@@ -27,8 +27,8 @@ from server_app.collapse_monitor import Measurement
 from server_app.evaluator import Judged
 from server_app.messaging import MessageExchange
 from server_app.recorder import Recorder
-from server_app.report import RoundReport
-from server_app.round import Observe
+from server_app.report import RoundResult
+from server_app.round import UpdateObserver
 from server_app.round_context import RoundContext
 from strategies.state import ServerState
 
@@ -95,7 +95,7 @@ class Done:
     ----------
     state : ServerState
         After it.
-    report : RoundReport
+    report : RoundResult
     models : mapping of str to Layers
         By name; empty unless they are to be evaluated.
     depth : int or None
@@ -106,7 +106,7 @@ class Done:
     """
 
     state: ServerState
-    report: RoundReport
+    report: RoundResult
     models: Mapping[str, Layers]
     depth: int | None
     seconds: float
@@ -200,7 +200,7 @@ def one_round(
             current_context,
             state,
             keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
-            observe=to_all(observers) if observers else None,
+            observe=combine_observers(observers) if observers else None,
         )
         exchange.flush()  # whoever resumes from this round's checkpoint finds it
         seconds = time.monotonic() - start
@@ -225,7 +225,7 @@ def one_round(
     return state
 
 
-def to_all(observers: Sequence[Observe]) -> Observe:
+def combine_observers(observers: Sequence[UpdateObserver]) -> UpdateObserver:
     """One that lets all of them see."""
 
     def observe(client: int, layers: Layers) -> None:

@@ -128,7 +128,7 @@ class EUCServer(ServerStrategy):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         due = self.upload_names(model, round, layers)
         names = tuple(layers) if due is None else due
-        findings: dict[str, Any] = {
+        strategy_metrics: dict[str, Any] = {
             "synced_layers": len(names),
             "bytes_saved": {
                 "up": len(received) * _left_out(layers, names),
@@ -142,9 +142,9 @@ class EUCServer(ServerStrategy):
             per_round = {name: d / intervals_now.get(name, 1) for name, d in aggregator.discrepancy.items()}
             new = averaging_intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
             if new != {name: intervals_now.get(name, 1) for name in new}:
-                findings["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
+                strategy_metrics["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
             intervals_now = new
-        return {"intervals": intervals_now, "averaged": averaged}, findings
+        return {"intervals": intervals_now, "averaged": averaged}, strategy_metrics
 
     def is_valid_model_state(self, memory: Mapping[str, Any]) -> bool:
         return memory.keys() <= {"intervals", "averaged"} and all(

@@ -10,8 +10,8 @@ from fedssl.config.load import compose
 from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
-from server_app.report import RoundReport
-from server_app.round import Observe
+from server_app.report import RoundResult
+from server_app.round import UpdateObserver
 from server_app.round_context import RoundContext
 from simulation.local_grid import LocalGrid
 from strategies.base import FedSSLStrategy
@@ -49,13 +49,13 @@ class Federation:
         self.components = build_run(self.grid, self.settings)
         self.method = self.components.method
         self.state = ServerState()
-        self.report: RoundReport | None = None
+        self.report: RoundResult | None = None
 
     @property
     def strategy(self) -> FedSSLStrategy:
         return self.components.context.strategy
 
-    def run(self, rounds: int, observe: Observe | None = None) -> Layers:
+    def run(self, rounds: int, observe: UpdateObserver | None = None) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
             exchange, here = MessageExchange(self.grid), self.components.context

@@ -120,7 +120,7 @@ def test_a_part_that_cannot_be_used_drops_the_client(tmp_path, spoil, reason):
     else:
         gathered = {"local_centroids": local[1]}
         content["gathered"] = to_record(spoil(gathered)) if spoil(gathered) else ArrayRecord()
-    state, report = one.end(replies)
+    state, report = one.finish(replies)
     assert report.dropped == {1: reason}
     assert [row.client for row in report.clients] == [0, 2]
     slow = clustered_slowly(np.concatenate([local[0], local[2]]), clusters=5)

@@ -84,7 +84,7 @@ def configure(strategy, grid, *, clients_per_round=None, metrics=(), **updates):
 
 def end(configured, replies):
     """The new global layers and the report."""
-    state, report = configured.end(replies)
+    state, report = configured.finish(replies)
     return state.models[GLOBAL].layers, report
 
 
@@ -137,7 +137,7 @@ def test_a_round_without_any_usable_update_fails_with_the_reasons():
 def test_a_round_without_any_reply_fails():
     configured = configure(FedAvg(), make_grid([good, good]))
     with pytest.raises(RunError, match="client 0, 1: no reply in time"):
-        configured.end([])
+        configured.finish([])
 
 
 def test_a_missing_metric_drops_the_update():

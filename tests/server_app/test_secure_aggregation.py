@@ -67,7 +67,7 @@ class Watched(MessageExchange):
 
 def one_round(federation, exchange):
     one = Round(federation.components.context, federation.state)
-    return one.end_with_sum(exchange, federation.components.context.secure)
+    return one.finish_secure(exchange, federation.components.context.secure)
 
 
 def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, s
         for reply in MessageExchange(plain.grid).send_and_receive(one.messages, timeout=60)
         if reply.metadata.src_node_id in {nodes[client] for client in used}
     ]
-    expected, _ = one.end(replies)
+    expected, _ = one.finish(replies)
     within(state.models["global"].layers, expected.models["global"].layers, 2 * 8 / 2**22)
 
 

@@ -56,7 +56,7 @@ def separately(folder, group, *, rounds, overrides):
         one = Round(federation.components.context, federation.state)
         wanted = {federation.components.context.nodes[client] for client in group}
         messages = [message for message in one.messages if message.metadata.dst_node_id in wanted]
-        federation.state, report = one.end(receive(federation.grid, messages, timeout=60))
+        federation.state, report = one.finish(receive(federation.grid, messages, timeout=60))
         yield report, federation.state.models[GLOBAL].layers
 
 
@@ -87,13 +87,13 @@ def test_findings_are_recorded_by_name(tmp_path):
     federation = Federation(tmp_path, *PLUGGED, target, *FOUR)
     start = copied(federation.layers)
     federation.run(1)
-    assert set(federation.report.findings) == {
+    assert set(federation.report.strategy_metrics) == {
         f"{key}-{name}" for key in ("weights", "conflict_before", "conflict_after") for name in ("even", "odd")
     }
     for name, members in (("even", (0, 2)), ("odd", (1, 3))):
         updates = [ClientUpdate.from_content(federation.updates[client], client) for client in members]
         assert equal(federation.state.models[name].layers, eua(start, updates))
-        assert federation.report.findings[f"weights-{name}"].keys() == {str(client) for client in members}
+        assert federation.report.strategy_metrics[f"weights-{name}"].keys() == {str(client) for client in members}
 
 
 # --- ring ---

@@ -179,7 +179,7 @@ def played(state, *chosen):
 
     grid = LocalGrid(app, num_clients=len(chosen))
     one = Round(small_federation(grid, Clustered(pictures=2)), state)
-    return one, one.end(receive(grid, one.messages, timeout=60))
+    return one, one.finish(receive(grid, one.messages, timeout=60))
 
 
 def model(weight):
@@ -201,8 +201,8 @@ def test_an_update_goes_into_the_model_that_the_client_took():
     assert state.models["0"].layers["encoder.weight"].tolist() == [4, 3, 3]
     assert state.models["1"].layers["encoder.weight"].tolist() == [1, 2, 1]
     assert state.memory == {ASSIGNMENTS: {0: "1", 1: "0", 2: "0", 3: "0"}}
-    assert report.findings["clusters"] == {"0": [1, 2, 3], "1": [0]}
-    assert report.findings["changed_cluster"] == 1
+    assert report.strategy_metrics["clusters"] == {"0": [1, 2, 3], "1": [0]}
+    assert report.strategy_metrics["changed_cluster"] == 1
     assert all(len(message.content.array_records) == 3 for message in one.messages)  # two models, and what is shared
     single = Round(small_federation(make_grid([good]), Clustered(clusters=1)), ServerState()).messages[0].content
     more = {content_bytes(message.content) - content_bytes(single) for message in one.messages}
@@ -275,9 +275,9 @@ def test_the_server_compares_what_models_see():
         client_features=seen,
         extract_features=lambda layers: views[layers["name"]],
     )
-    memory, findings = half.on_round_end(state, outcome)
+    memory, strategy_metrics = half.on_round_end(state, outcome)
     assert memory == {ASSIGNMENTS: {3: "0", 5: "1", 6: "0", 9: "1"}}
-    assert findings == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}
+    assert strategy_metrics == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}
 
 
 def test_a_run_with_the_choice_at_the_server(tmp_path):
@@ -396,8 +396,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
     found = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     again = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     for one, other in zip(found, again, strict=True):
-        assert (one["loss"], one["strategy"]) == (other["loss"], other["strategy"])
-    assert found[-1]["strategy"].keys() == {"clusters", "changed_cluster"}
+        assert (one["loss"], one["strategy_metrics"]) == (other["loss"], other["strategy_metrics"])
+    assert found[-1]["strategy_metrics"].keys() == {"clusters", "changed_cluster"}
     one, other = (latest_checkpoint(tmp_path / part / "checkpoints") for part in ("whole", "cut"))
     assert one.memory == other.memory
     assert one.models.keys() == other.models.keys()

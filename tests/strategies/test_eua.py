@@ -335,8 +335,8 @@ def test_a_round_equals_the_rule_and_records_what_it_found(tmp_path):
         assert set(content["metrics"]) == {"seconds"}
     p, expected, (mean, d) = slowly(before, updates)
     np.testing.assert_allclose(flat(after), expected, rtol=1e-4, atol=1e-5)
-    findings = json.loads(json.dumps(federation.report.findings))
-    assert findings["weights"] == pytest.approx({"0": p[0], "1": p[1], "2": p[2]}, abs=1e-5)
-    assert findings["conflict_before"] == pytest.approx(mean.min(), rel=1e-4)
-    assert findings["conflict_after"] == pytest.approx(d.min(), rel=1e-4)
-    assert findings["conflict_after"] >= findings["conflict_before"]
+    strategy_metrics = json.loads(json.dumps(federation.report.strategy_metrics))
+    assert strategy_metrics["weights"] == pytest.approx({"0": p[0], "1": p[1], "2": p[2]}, abs=1e-5)
+    assert strategy_metrics["conflict_before"] == pytest.approx(mean.min(), rel=1e-4)
+    assert strategy_metrics["conflict_after"] == pytest.approx(d.min(), rel=1e-4)
+    assert strategy_metrics["conflict_after"] >= strategy_metrics["conflict_before"]

@@ -295,10 +295,10 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
                     rtol=1e-5,
                     err_msg=f"{round} {client} {name}",
                 )
-        findings = toys.report.findings
-        assert findings["synced_layers"] == len(synced)
+        strategy_metrics = toys.report.strategy_metrics
+        assert strategy_metrics["synced_layers"] == len(synced)
         slow = {name: phi for name, interval in tau.items() if interval == phi}
-        assert findings.get("intervals") == (slow if tau != before else None)
+        assert strategy_metrics.get("intervals") == (slow if tau != before else None)
         assert set(toys.report.dropped) == {client for r, client in crashes if r == round and client in begun}
         before = tau
         schedules.append(slow.keys())
@@ -327,7 +327,7 @@ def test_the_report_counts_the_bytes_that_were_not_sent():
     for round in range(1, 10):
         toys.round()
         clients = [row.client for row in toys.report.clients]
-        saved = toys.report.findings["bytes_saved"]
+        saved = toys.report.strategy_metrics["bytes_saved"]
         assert saved["up"] == sum(whole - toys.bytes_up[round, client] for client in clients)
         assert saved["down"] == sum(whole - toys.bytes_down[round, client] for client in clients)
         saved_up, saved_down = saved_up + saved["up"], saved_down + saved["down"]
@@ -391,7 +391,7 @@ def test_a_model_without_biases_may_send_nothing_at_all():
                 np.testing.assert_allclose(own, array, rtol=1e-5, err_msg=f"{round} {client} {name}")
         if not synced:
             assert all(row.bytes_up < 1000 for row in toys.report.clients)  # that there is nothing
-            assert toys.report.findings["synced_layers"] == 0
+            assert toys.report.strategy_metrics["synced_layers"] == 0
 
 
 # --- as part of the product ---
@@ -403,14 +403,14 @@ def test_an_interval_of_one_is_fedavg_bit_for_bit(tmp_path):
     expected, layers = plain.run(3), euc.run(3)
     assert list(layers) == list(expected)
     assert all(np.array_equal(layers[name], expected[name]) for name in expected)
-    assert euc.report.findings == {"synced_layers": len(layers), "bytes_saved": {"up": 0, "down": 0}}
+    assert euc.report.strategy_metrics == {"synced_layers": len(layers), "bytes_saved": {"up": 0, "down": 0}}
 
 
 def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_everything(tmp_path):
     federation = Federation(tmp_path, "strategy=euc", "method=simclr", "num_clients=3")
     federation.grid = LocalGrid(client_app, num_clients=3)  # without the federation's assertion that nobody fails
     federation.run(3)
-    assert federation.report.findings["bytes_saved"]["up"] > 0  # some layers stayed with the clients
+    assert federation.report.strategy_metrics["bytes_saved"]["up"] > 0  # some layers stayed with the clients
     shutil.rmtree(tmp_path / "clients" / "0")
     federation.run(1)
     (reason,) = federation.report.dropped.values()

@@ -31,7 +31,7 @@ def played(strategy, behaviours, state=None, *, number=1, **options):
     state = state or ServerState()
     for _ in range(number):
         one = Round(federation, state)
-        state, report = one.end(receive(grid, one.messages, timeout=60))
+        state, report = one.finish(receive(grid, one.messages, timeout=60))
     return state, report
 
 
@@ -57,10 +57,10 @@ def test_a_path_of_three_by_hand(tmp_path):
     statistics = [state.models[name].layers["encoder.bn.running_mean"][0] for name in ("0", "1", "2")]
     assert statistics == pytest.approx([0.5 + 1 / 3, 1.5, 0.5 + 5 / 3])
     sent = {row.client: row.bytes_up for row in report.clients}
-    assert report.findings["edges"] == 2
-    assert report.findings["bytes_over_edges"] == (sent[0] + sent[1]) + (sent[1] + sent[2])
+    assert report.strategy_metrics["edges"] == 2
+    assert report.strategy_metrics["bytes_over_edges"] == (sent[0] + sent[1]) + (sent[1] + sent[2])
     # Of [4/3, 7/3, 7/3], [2, 3, 3], [8/3, 11/3, 11/3] the mean is [2, 3, 3]; two are 2/3 away in each of 3 numbers.
-    assert report.findings["consensus_distance"] == pytest.approx(math.sqrt(2 * 3 * 4 / 9 / 3 / 22))
+    assert report.strategy_metrics["consensus_distance"] == pytest.approx(math.sqrt(2 * 3 * 4 / 9 / 3 / 22))
 
 
 def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
@@ -74,7 +74,7 @@ def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
         "0": pytest.approx([4 / 3, 7 / 3, 7 / 3]),
         "1": pytest.approx([5 / 3, 8 / 3, 8 / 3]),
     }
-    assert report.findings["edges"] == 1
+    assert report.strategy_metrics["edges"] == 1
 
 
 def test_a_client_that_is_missing_gets_no_model_by_what_its_neighbours_send(tmp_path):
@@ -124,7 +124,7 @@ def test_differences_shrink_by_the_second_eigenvalue(topology):
 
 def test_on_a_complete_graph_all_agree_after_a_round():
     state, report = played(Gossip(topology="complete"), [good] * 4)
-    assert report.findings["consensus_distance"] < 1e-7
+    assert report.strategy_metrics["consensus_distance"] < 1e-7
     assert vectors(state) == {str(client): pytest.approx([2.5, 3.5, 3.5]) for client in range(4)}
 
 

@@ -422,7 +422,7 @@ def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog
     assert all(not content["metrics"] for content in federation.updates)
     assert not any(record.name.startswith("flwr") for record in caplog.records)
     if name == "krum":
-        (chosen,) = federation.report.findings["selected"]
+        (chosen,) = federation.report.strategy_metrics["selected"]
         assert same(result, updates[chosen].layers)
 
 

@@ -307,7 +307,7 @@ def test_rows_of_any_length_make_unit_entries_and_bad_ones_drop_the_client(tmp_p
     not_finite[0, 0] = np.inf
     replies[0].content["gathered"] = to_record({"local_dictionary": 1e4 * sent[0]})
     replies[2].content["gathered"] = to_record({"local_dictionary": not_finite})
-    state, report = one.end(replies)
+    state, report = one.finish(replies)
     assert report.dropped == {2: "layer local_dictionary has values that are not finite, or far too large"}
     found = state.models[GLOBAL].shared["dictionary"]
     np.testing.assert_allclose(found, np.concatenate([*sent[:2], np.zeros((2, 8))]), atol=1e-6)
