@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedssl.config.load import compose
 from fedssl.machine import cuda_graphs, devices
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTraining, train
 
@@ -148,7 +148,7 @@ class Client:
         composed = compose(["dataset=cifar10", f"batch_size={batch}", *settings])
         self.batch = batch
         self.images = torch.randint(0, 256, (3 * batch, 3, 32, 32), dtype=torch.uint8)
-        self.method = build(composed.model)
+        self.method = build_method(composed.model)
         self.method.start_round(first=True)
         self._results: list[Tensor] = []
         with patch.object(devices, "GPU", "cpu"), patch.object(cuda_graphs, "record_on_gpu", lambda: self._record):

@@ -21,7 +21,7 @@ from torch import nn
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import travelling_layers
 from fedssl.plots.style import new_figure, write_png
 from fedssl.runs.jsonl import read_jsonl
@@ -77,7 +77,9 @@ class Followed:
     """
 
     def __init__(self, run: Run) -> None:
-        method = build(compose([f"{key}={value}" for key, value in run.overrides.items() if key != "output_dir"]).model)
+        method = build_method(
+            compose([f"{key}={value}" for key, value in run.overrides.items() if key != "output_dir"]).model
+        )
         kind = kinds(method)
         history = [norms(travelling_layers(method), kind)]
         history += [norms(layers, kind) for layers in _checkpoints(run.folder / "checkpoints")]

@@ -36,10 +36,10 @@ from fedssl.config.load import compose
 from fedssl.config.settings import Settings
 from fedssl.machine.devices import pick_device
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import travelling_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import step_cost
 from fedssl.training import LocalTraining, train
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
@@ -98,7 +98,7 @@ def measure(settings: Settings, method: SSLMethod, stage: Phase, options: argpar
         )
         return (time.perf_counter() - start) / (steps * num_images)  # the loss is read at the end: a GPU has finished
 
-    with at_stage(method, depth=stage.depth, frozen=stage.frozen):
+    with set_active_stages(method, depth=stage.depth, frozen=stage.frozen):
         cost = step_cost(method, images=images, training=training)
         seconds(1, 2)  # makes the optimiser's state
         times = [seconds(options.steps, options.batch) for _ in range(options.turns)]
@@ -155,7 +155,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {name}, {options.blocks} blocks, batch {options.batch}, {options.precision}\n")
     overrides = ["num_clients=1", f"encoder.depth={options.blocks}", f"rounds={ROUNDS_PER_STAGE * options.blocks}"]
     settings = {way: compose([f"experiment=lw_fedssl/{way}", *overrides]) for way in WAYS}
-    method = build(settings["fedmoco"].model).to(options.device)
+    method = build_method(settings["fedmoco"].model).to(options.device)
     schedules = {way: make_phases(settings[way].model.schedule, stages=options.blocks) for way in WAYS}
 
     done: dict[tuple[int, int, str], Cost] = {}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import travelling_names
 from fedssl.schedule.phases import Phase
-from fedssl.schedule.stages import Stages, at_stage
+from fedssl.schedule.stages import Stages, set_active_stages
 from fedssl.step_cost import count_flops
 
 NORM = 5  # FLOPs per element of a layer normalisation
@@ -63,7 +63,7 @@ def paper_flops(
     for stage in schedule:
         running = encoder[: 1 + stage.depth]  # the first one is the stem
         representations = sum(piece.forward for piece in running)
-        with at_stage(method, depth=stage.depth, frozen=stage.frozen):
+        with set_active_stages(method, depth=stage.depth, frozen=stage.frozen):
             costs = sum(piece.training for piece in (*running, *heads))
         costs += (representations + heads[0].forward) * followed + representations * aligned
         total += stage.rounds * views * costs
@@ -81,7 +81,7 @@ def paper_bytes(method: SSLMethod, schedule: Sequence[Phase], *, calibrated: boo
         Whether the server changes all stages in every round.
     """
     prefixes = tuple(f"encoder.{name}." for name in method.encoder.stage_names)
-    sizes = {name: method.tensors[name].nbytes for name in travelling_names(method) if name.startswith(prefixes)}
+    sizes = {name: method.named_tensors[name].nbytes for name in travelling_names(method) if name.startswith(prefixes)}
     stages = Stages(method)
     down = up = 0
     for stage in schedule:
@@ -97,14 +97,14 @@ def _pieces(method: SSLMethod, image: Tensor) -> tuple[list[Piece], list[Piece]]
     """Stem and stages of the encoder, and the heads."""
     method.eval()  # batch normalisation of a single image
     encoder, children = method.encoder, dict(method.named_children())
-    stem = encoder.lifetime("")  # of what belongs to no stage
-    of_stem = [parameter for name, parameter in encoder.named_parameters() if encoder.lifetime(name) == stem]
+    stem = encoder.stage_range("")  # of what belongs to no stage
+    of_stem = [parameter for name, parameter in encoder.named_parameters() if encoder.stage_range(name) == stem]
     flops, x = _forward(encoder.stem, image)
     found = [Piece(flops, of_stem)]
     for stage in encoder.stages():
         flops, x = _forward(stage, x)
         found.append(Piece(flops, list(stage.parameters())))
-    x = encoder.readout(x)
+    x = encoder.pool(x)
     heads = []
     for name in ("projector", "predictor"):
         if name in children:

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedssl.config.load import compose
 from fedssl.machine.devices import pick_device
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import travelling_layers
 from fedssl.training import LocalTraining, train
 from fedssl.wire.messages import TrainPlan
@@ -83,7 +83,7 @@ class Client:
         random = torch.Generator().manual_seed(0)
         self.images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
         self.labels = torch.randint(0, 10, (num_images,), generator=random).to(device)
-        self.method = build(self.settings.model).to(device)
+        self.method = build_method(self.settings.model).to(device)
         layers = travelling_layers(self.method)
         plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), keep_from=0, code="")
         self.settings.algorithm.strategy.make().client.load(self.method, plan, None)
@@ -172,7 +172,7 @@ def usual(client: Client, *, lasting: bool) -> Epoch:
             loss = client.loss(*(tensor.to(client.images.device) for tensor in batch))
             loss.backward()
             client.training.optimizer.step()
-            client.method.after_step()
+            client.method.on_step_end()
             losses.append(loss.item())
         return statistics.mean(losses)
 

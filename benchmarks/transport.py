@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for what the 
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.machine.threads import tune_allocator
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import travelling_layers
 from fedssl.wire.records import to_message, to_record
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
@@ -35,7 +35,7 @@ from simulation.grid import set_task_identity
 
 def models() -> tuple[Layers, Layers]:
     """What a client starts from, and what training has made of it."""
-    start = travelling_layers(build(compose(["encoder=resnet18"]).model))
+    start = travelling_layers(build_method(compose(["encoder=resnet18"]).model))
     random = np.random.default_rng(0)
     trained = {
         name: (array + 1e-3 * random.standard_normal(array.shape) if array.dtype.kind == "f" else array + place).astype(

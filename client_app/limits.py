@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.untrusted import read_yaml
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.wire_format import WEIGHTS
@@ -140,7 +140,7 @@ def step_bytes(settings: ClientSettings, *, num_images: int) -> int:
 
     try:
         with torch.device("meta"):
-            method = build(settings.model)
+            method = build_method(settings.model)
             for module in method.encoder.modules():
                 if not list(module.children()):
                     module.register_forward_hook(count)
@@ -151,8 +151,8 @@ def step_bytes(settings: ClientSettings, *, num_images: int) -> int:
         raise RequestRefused(
             f"the memory of {settings.model.encoder.name} cannot be told before ({type(error).__name__})"
         ) from error
-    weights = sum(tensor.nbytes for tensor in method.tensors.values())
-    trained = sum(method.tensors[name].nbytes for name in method.trainable)
+    weights = sum(tensor.nbytes for tensor in method.named_tensors.values())
+    trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
     views = 2 * batch * (data.channels + 4) * data.size**2 * 4
     return weights + 3 * trained + views + batch * held
 

@@ -51,7 +51,7 @@ class Sample:
     def represent(self, method: SSLMethod, number: int) -> Tensor:
         """What the encoder makes of at most so many images, float32 ``(n, feature_dim)``, on the CPU."""
         self._before_step()
-        device, span = next(method.parameters()).device, method.encoder.span
+        device, span = next(method.parameters()).device, method.encoder.active_stages
         images = taken(self._images, self._few(number), device)
         frozen, span.frozen = span.frozen, 0  # all stages that run, whichever are trained
         try:
@@ -67,12 +67,12 @@ class Sample:
         seed_torch(derive_seed(self._seed, *self._path, "loss"), device)
         method.train()
         few, total = self._few(number), 0.0
-        for batch in batches(few, training.batch_size, generator=generator, smallest=method.smallest_batch):
+        for batch in batches(few, training.batch_size, generator=generator, min_batch_size=method.min_batch_size):
             self._before_step()
             views = training.augment(taken(self._images, batch, device), generator)
             inputs = list(method.inputs(*views))
             if method.frozen:
-                inputs = method.encoder.prefix(inputs, generator)
+                inputs = method.encoder.forward_frozen(inputs, generator)
             known = () if self._labels is None else (taken(self._labels, batch, device),)
             total += float(method.loss(*inputs, *known)) * len(batch)
         return total / len(few)

@@ -18,11 +18,11 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
 from fedssl.machine.devices import settled
 from fedssl.machine.process import set_up
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import copied_layers, layers_of, load_layers, travelling_names
 from fedssl.partition import split
-from fedssl.regularizers.base import Both, Regularizer
-from fedssl.schedule.stages import at_stage, frozen_names
+from fedssl.regularizers.base import CombinedRegularizer, Regularizer
+from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, TrainResult, train
 from fedssl.wire.messages import OWN, Ask, ClientUpdate, TrainPlan
@@ -39,7 +39,7 @@ class Resident:
         self.images = settled(image_data.images, self.device)
         self.parts = None if settings.partition is None else split(settings.partition, image_data)
         self.half: ClientStrategy = settings.strategy.make().client
-        self.method = build(settings.model).to(self.device)
+        self.method = build_method(settings.model).to(self.device)
         if self.method.uses_labels and settings.partition is None:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = image_data.labels if self.method.uses_labels else None
@@ -72,7 +72,7 @@ class Resident:
             See `fedssl.training.train`.
         """
         start = time.perf_counter()
-        with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
+        with set_active_stages(self.method, depth=plan.depth, frozen=plan.frozen, depth_dropout=plan.depth_dropout):
             private = set(plan.upload_names or ()) - set(travelling_names(self.method))
             if private:
                 raise RequestRefused(f"layer {min(private)!r} was asked for, which is not exchanged")
@@ -90,14 +90,14 @@ class Resident:
             if kept:
                 store.save(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
             frozen = frozen_names(self.method) if plan.hold else []
-            constant = layers_of(self.method, self.method.constant)
+            constant = layers_of(self.method, self.method.static_parts)
             for folder, names, source in (("frozen", frozen, plan.layers), ("constant", constant, plan.shared)):
                 if not arrived.isdisjoint(names):
                     held = {name: torch.from_numpy(source[name]) for name in names}
                     save_state(state_folder / folder, held, round=plan.round, keep_from=plan.keep_from)
             return ClientUpdate(
                 layers=self.half.send(self.method, plan),
-                gathered=copied_layers(self.method, layers_of(self.method, self.method.gathered)),
+                gathered=copied_layers(self.method, layers_of(self.method, self.method.uploaded_parts)),
                 partition_id=client,
                 chosen=chosen,
                 num_examples=result.num_examples,
@@ -111,7 +111,7 @@ class Resident:
         A client that never trained may have nothing to tell models apart by: before it chooses between several, it
         learns from the one that it would take otherwise.
         """
-        with at_stage(self.method, depth=plan.depth, frozen=plan.frozen, dropout=plan.depth_dropout):
+        with set_active_stages(self.method, depth=plan.depth, frozen=plan.frozen, depth_dropout=plan.depth_dropout):
             training, rows = replace(self.training, epochs=ask.epochs), self._rows(client)
             plan, state = self._received(plan, state_folder, store)
             offered, place = plan, (self.settings.seed, OWN, plan.round, client)
@@ -126,13 +126,15 @@ class Resident:
             if ask.adapted:
                 self._train(training, plan, rows, torch_generator(*place), _nothing)
             names = [
-                name for name in self.method.tensors if name.startswith("encoder.") and name not in self.method.idle
+                name
+                for name in self.method.named_tensors
+                if name.startswith("encoder.") and name not in self.method.inactive_names
             ]
             return ClientUpdate(layers=copied_layers(self.method, names), partition_id=client, chosen=chosen)
 
     def _received(self, plan: TrainPlan, state_folder: Path, store: Store) -> tuple[TrainPlan, State | None]:
         """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
-        state = store.load(state_folder, before=plan.round, like=self.method.tensors)
+        state = store.load(state_folder, before=plan.round, like=self.method.named_tensors)
         plan = self._with_held(plan, state, state_folder / "frozen")
         plan = self._with_constant(plan, state_folder / "constant")
         load_layers(self.method, plan.shared)
@@ -174,7 +176,7 @@ class Resident:
             A layer of the model is then still missing.
         """
         if plan.frozen:
-            before = load_state(folder, before=plan.round, like=self.method.tensors) or {}
+            before = load_state(folder, before=plan.round, like=self.method.named_tensors) or {}
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
@@ -189,10 +191,10 @@ class Resident:
         Refused
             A layer of that half is then still missing.
         """
-        wanted = set(layers_of(self.method, self.method.shared))
+        wanted = set(layers_of(self.method, self.method.broadcast_parts))
         if wanted <= plan.shared.keys():
             return plan
-        before = load_state(folder, before=plan.round, like=self.method.tensors) or {}
+        before = load_state(folder, before=plan.round, like=self.method.named_tensors) or {}
         plan = replace(plan, shared={name: value.numpy() for name, value in before.items()} | plan.shared)
         absent = wanted - plan.shared.keys()
         if absent:
@@ -217,7 +219,7 @@ class Resident:
     ) -> None:
         """Train the method as it is now, with what was random in the first training, and with one term more."""
         seed_torch(derive_seed(*place), self.device)
-        training = replace(self.training, regularizer=Both(self.training.regularizer, term))
+        training = replace(self.training, regularizer=CombinedRegularizer(self.training.regularizer, term))
         self._train(training, plan, own, torch_generator(*place), before_step)
 
     def _train(
@@ -228,9 +230,9 @@ class Resident:
         generator: torch.Generator,
         before_step: Callable[[], None],
     ) -> TrainResult:
-        if len(own) < self.method.smallest_batch:
+        if len(own) < self.method.min_batch_size:
             raise RequestRefused(
-                f"{type(self.method).__name__} learns nothing from fewer than {self.method.smallest_batch} images, "
+                f"{type(self.method).__name__} learns nothing from fewer than {self.method.min_batch_size} images, "
                 f"and the client has {len(own)}"
             )
         training.restart(lr_factor=plan.lr_factor)

@@ -26,7 +26,7 @@ def copied_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
 def layers_of(method: SSLMethod, parts: Iterable[str]) -> list[str]:
     """Names of all layers of these parts."""
     wanted = set(parts)
-    return [name for name in method.tensors if part_of(name) in wanted]
+    return [name for name in method.named_tensors if part_of(name) in wanted]
 
 
 def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
@@ -37,7 +37,7 @@ def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
     """
     layers = {}
     for name in names:
-        value = method.tensors[name]
+        value = method.named_tensors[name]
         layers[name] = value.detach().contiguous().cpu().numpy()
         if value.device.type == "cpu":
             value.data = torch.empty_like(value)
@@ -47,18 +47,22 @@ def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
 def copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
     """Copies of the named layers, on the CPU."""
     usual = torch.contiguous_format
-    return {name: method.tensors[name].detach().to("cpu", copy=True, memory_format=usual) for name in names}
+    return {name: method.named_tensors[name].detach().to("cpu", copy=True, memory_format=usual) for name in names}
 
 
 def kept_names(method: SSLMethod) -> list[str]:
     """Names of the layers in use of the parts that never leave the client."""
-    return [name for name in method.tensors if part_of(name) in method.kept and name not in method.idle]
+    return [
+        name
+        for name in method.named_tensors
+        if part_of(name) in method.local_parts and name not in method.inactive_names
+    ]
 
 
 def travelling_names(method: SSLMethod) -> list[str]:
     """Names of the layers in use of all parts that are exchanged, but for what the method's server half deals with."""
-    others = {*method.kept, *method.gathered, *method.shared}
-    return [name for name in method.tensors if part_of(name) not in others and name not in method.idle]
+    others = {*method.local_parts, *method.uploaded_parts, *method.broadcast_parts}
+    return [name for name in method.named_tensors if part_of(name) not in others and name not in method.inactive_names]
 
 
 def start_from(method: SSLMethod, layers: Layers) -> Layers:
@@ -78,7 +82,7 @@ def load_layers(method: SSLMethod, layers: Layers) -> None:
         A layer that the module does not have, or has with another shape.
     """
     for name, array in layers.items():
-        tensor = method.tensors.get(name)
+        tensor = method.named_tensors.get(name)
         if tensor is None or tensor.shape != array.shape:
             has = "no such layer" if tensor is None else tuple(tensor.shape)
             raise ValueError(f"layer {name} has shape {array.shape} but the model has {has}")

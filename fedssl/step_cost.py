@@ -114,7 +114,9 @@ def step_cost(
         flops=flops,
         peak_memory=peak,
         trained_parameters=sum(p.numel() for p in method.parameters() if p.requires_grad),
-        resident_parameters=sum(p.numel() for name, p in method.named_parameters() if name not in method.idle),
+        resident_parameters=sum(
+            p.numel() for name, p in method.named_parameters() if name not in method.inactive_names
+        ),
     )
 
 
@@ -203,16 +205,16 @@ def _expected(method: SSLMethod, measure: Callable[[], tuple[int, int]]) -> tupl
 
     A frozen stage costs the same whichever others are left out, so that what all and what none of them cost suffices.
     """
-    span, dropout = method.encoder.span, method.encoder.span.dropout
+    span, dropout = method.encoder.active_stages, method.encoder.active_stages.depth_dropout
     try:
-        span.dropout = 0.0
+        span.depth_dropout = 0.0
         flops, peak = measure()
         if not dropout:
             return flops, peak
-        span.dropout = 1.0
+        span.depth_dropout = 1.0
         return (1 - dropout) * flops + dropout * measure()[0], peak
     finally:
-        span.dropout = dropout
+        span.depth_dropout = dropout
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -15,7 +15,7 @@ from fedssl.machine.compiler import take_step
 from fedssl.machine.cuda_graphs import Graphs, check_fused
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
@@ -83,7 +83,7 @@ class LocalTraining:
             recorded that differ.
         """
         regularizer: Regularizer = settings.regularizer.make()
-        part = regularizer.part_of(method)
+        part = regularizer.resolve_part(method)
         if part not in (None, *(name for name, _ in method.named_children())):
             raise InputError(
                 f"{type(regularizer).__name__} works on the {part}, which {type(method).__name__} does not "
@@ -92,12 +92,12 @@ class LocalTraining:
         device = next(method.parameters()).device
         if settings.channels_last and is_gpu(device):
             method.to(memory_format=torch.channels_last)  # else every convolution would bring its weights there
-        optimizer = settings.optimizer.make([method.tensors[name] for name in method.trainable])
+        optimizer = settings.optimizer.make([method.named_tensors[name] for name in method.trainable])
         lrs = tuple(group["lr"] for group in optimizer.param_groups)
         if settings.cuda_graphs:
             check_fused(optimizer)
             for kind in (method, regularizer):
-                if not kind.repeatable:
+                if not kind.cuda_graph_safe:
                     raise InputError(
                         f"cuda_graphs=true but no step of {type(kind).__name__} is, with these settings, like the one "
                         "before; set cuda_graphs=false"
@@ -179,15 +179,15 @@ def train(
     synchronisation per call, if the regulariser needs none.
     """
     method.train()
-    training.regularizer.start(method)
+    training.regularizer.on_train_start(method)
     step = partial(_step, method, training, generator)
-    graphs = training.graphs if training.regularizer.repeatable else None
+    graphs = training.graphs if training.regularizer.cuda_graph_safe else None
     device = next(method.parameters()).device
     layout = torch.channels_last if training.channels_last else torch.contiguous_format
     epoch_loss = torch.zeros((), device=device)
     for _ in range(training.epochs):
         epoch_loss.zero_()
-        cut = list(batches(indices, training.batch_size, generator=generator, smallest=method.smallest_batch))
+        cut = list(batches(indices, training.batch_size, generator=generator, min_batch_size=method.min_batch_size))
         sizes = [len(batch) for batch in cut]
         drawn = training.augment.draw(sizes, form=images.shape[1:], device=device, generator=generator)
         places = to_device(torch.cat(cut), images.device)
@@ -199,7 +199,7 @@ def train(
             inputs = list(method.inputs(view1, view2))
             if method.frozen:
                 with training.autocast(device):
-                    inputs = method.encoder.prefix(inputs, generator)
+                    inputs = method.encoder.forward_frozen(inputs, generator)
             if method.uses_labels and classes:
                 inputs.append(classes[number])
             loss = step(*inputs) if graphs is None else graphs.run(step, inputs)
@@ -212,16 +212,16 @@ def _step(method: SSLMethod, training: LocalTraining, generator: torch.Generator
     optimizer, regularizer = training.optimizer, training.regularizer
     optimizer.zero_grad(set_to_none=True)
     with training.autocast(inputs[0].device):
-        with outputs_of(method, regularizer.part_of(method)) as outputs:
+        with outputs_of(method, regularizer.resolve_part(method)) as outputs:
             loss = method.loss(*inputs)
         z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
-        loss = regularizer.add_to(loss, Step(method, inputs[0], inputs[1], z1, z2, generator))
+        loss = regularizer.apply(loss, RegularizerInput(method, inputs[0], inputs[1], z1, z2, generator))
     loss.backward()
     if training.clip_norm is not None:
         trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
         torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
     take_step(optimizer)
-    method.after_step()
+    method.on_step_end()
     return loss.detach()
 
 
@@ -245,18 +245,20 @@ def outputs_of(method: SSLMethod, part: str | None) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def batches(indices: Tensor, batch_size: int, *, generator: torch.Generator, smallest: int = 2) -> Iterator[Tensor]:
+def batches(
+    indices: Tensor, batch_size: int, *, generator: torch.Generator, min_batch_size: int = 2
+) -> Iterator[Tensor]:
     """One epoch: the indices in random order, cut into `number_of_batches` of nearly equal size.
 
     Sizes differ by at most 1, so that every image is seen in every epoch.
     """
     order = indices[torch.randperm(len(indices), generator=generator)]
-    yield from order.tensor_split(number_of_batches(len(order), batch_size, smallest=smallest))
+    yield from order.tensor_split(number_of_batches(len(order), batch_size, min_batch_size=min_batch_size))
 
 
-def number_of_batches(num_images: int, batch_size: int, *, smallest: int = 2) -> int:
-    """``ceil(num_images / batch_size)``, or fewer, so that none has less than ``smallest`` if there are so many images.
+def number_of_batches(num_images: int, batch_size: int, *, min_batch_size: int = 2) -> int:
+    """``ceil(num_images / batch_size)``, or fewer, so that none has less than ``min_batch_size`` if there are so many images.
 
     An odd number of images in batches of 2 therefore makes one of 3.
     """
-    return max(1, min(-(-num_images // batch_size), num_images // smallest))
+    return max(1, min(-(-num_images // batch_size), num_images // min_batch_size))

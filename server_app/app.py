@@ -16,10 +16,10 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
 from fedssl.evaluation.subject import lacking
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import load_layers, travelling_layers
 from fedssl.report.accuracy_table import format_table
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import record_bytes, to_message
 from server_app.build import RunComponents, build_run
@@ -125,7 +125,7 @@ def run(
     judged = finish(components, state, settings, recorder)
     if settings.evaluation.clients:
         trained, epochs = recorder.trained(), settings.evaluation.adapt_epochs
-        with at_stage(components.method, depth=components.context.phases[-1].depth):
+        with set_active_stages(components.method, depth=components.context.phases[-1].depth):
             recorder.own_models(own_models(exchange, components, state, trained=trained, epochs=epochs))
     return (*judged, problem)
 
@@ -135,9 +135,9 @@ def finish(
 ) -> tuple[Judged, Judged]:
     """Export and draw what the rounds have led to; returns the final comparison, and the results of every model."""
     method = components.method
-    with at_stage(method, depth=components.context.phases[-1].depth):
+    with set_active_stages(method, depth=components.context.phases[-1].depth):
         models = layers_of(components.context, state)
-        untrained = build(settings.model).to(components.device)
+        untrained = build_method(settings.model).to(components.device)
         baselines = components.evaluator.baselines(untrained)
         judged = components.evaluator.evaluate(in_turn(method, models), final=True)
         for name, layers in models.items():

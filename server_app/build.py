@@ -18,7 +18,7 @@ from fedssl.evaluation.subject import lacking
 from fedssl.fingerprint import code_fingerprint
 from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import travelling_layers
 from fedssl.partition import divide
 from fedssl.schedule.lr import LRSchedule
@@ -104,11 +104,11 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         say(settings, clients)
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
-    method = build(settings.model).to(device)
+    method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
     results = evaluator.check(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
-    method.encoder.check_pictures((data.channels, data.size, data.size))
+    method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, devices=bool(task))
     held = None
     if task:
@@ -129,7 +129,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         strategy=strategy,
         method=method,
         phases=lr_schedule.phases,
-        initial_arrays=lambda: travelling_layers(build(settings.model)),
+        initial_arrays=lambda: travelling_layers(build_method(settings.model)),
         nodes=clients.nodes,
         seed=settings.seed,
         clients_per_round=settings.clients_per_round,
@@ -163,7 +163,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
 
 def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
     """Refuse batches of which the method learns nothing; raises `InputError`."""
-    batch_size, smallest = settings.training.batch_size, method.smallest_batch
+    batch_size, smallest = settings.training.batch_size, method.min_batch_size
     if batch_size < smallest:
         raise InputError(
             f"batch_size={batch_size} but {type(method).__name__} learns nothing from batches of fewer than {smallest} "
@@ -173,7 +173,7 @@ def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
 
 def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
     """Tell which clients have too few images to be trained with; raises `InputError` if all have."""
-    smallest = method.smallest_batch
+    smallest = method.min_batch_size
     few = [str(client) for client, part in enumerate(parts) if len(part) < smallest]
     if len(few) == len(parts):
         raise InputError(

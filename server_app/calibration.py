@@ -19,7 +19,7 @@ from fedssl.model_arrays import load_layers, travelling_layers
 from fedssl.partition import auxiliary
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.lr import LRSchedule
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, train
 
@@ -85,7 +85,7 @@ class Calibration:
 
     def __call__(self, round: int, layers: Layers) -> Layers:
         """The layers, trained further."""
-        with at_stage(self._method, depth=self._lr_schedule.phase(round).depth):
+        with set_active_stages(self._method, depth=self._lr_schedule.phase(round).depth):
             load_layers(self._method, layers)
             self._method.start_round(first=True)
             place = (self._seed, "calibrate", round)

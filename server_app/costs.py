@@ -8,7 +8,7 @@ import torch
 from fedssl.datasets.base import ImageData
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import StepCost, step_cost
 from fedssl.training import LocalTraining, number_of_batches
 
@@ -44,9 +44,10 @@ class Costs:
         self._method, self._training, self._trainings = method, training, trainings
         self._num_images = [len(part) for part in parts]
         # The largest batch of any client: batches of an epoch differ by one image at most.
-        smallest = method.smallest_batch
+        min_batch_size = method.min_batch_size
         batch = max(
-            -(-count // number_of_batches(count, training.batch_size, smallest=smallest)) for count in self._num_images
+            -(-count // number_of_batches(count, training.batch_size, min_batch_size=min_batch_size))
+            for count in self._num_images
         )
         self._images = image_data.images[:batch].to(device)
         self._labels = (
@@ -57,7 +58,9 @@ class Costs:
     def __call__(self, phase: Phase, clients: Sequence[int]) -> dict[str, float]:
         """FLOPs of a client's round, the mean over ``clients``, and the step's cost, see `fedssl.step_cost`."""
         if phase.number not in self._steps:
-            with at_stage(self._method, depth=phase.depth, frozen=phase.frozen, dropout=phase.dropout):
+            with set_active_stages(
+                self._method, depth=phase.depth, frozen=phase.frozen, depth_dropout=phase.depth_dropout
+            ):
                 self._steps[phase.number] = step_cost(
                     self._method, images=self._images, training=self._training, labels=self._labels
                 )

@@ -137,12 +137,12 @@ class PlanBuilder:
             depth=phase.depth,
             frozen=phase.frozen,
             hold=self._context.clients_cache_frozen,
-            depth_dropout=phase.dropout,
+            depth_dropout=phase.depth_dropout,
         )
 
     def _broadcast_for(self, model: Model, last: int | None) -> Layers:
         """What the method's server half gives to a client, but for what this holds from an earlier round."""
-        held = () if last is None else self._context.method.constant
+        held = () if last is None else self._context.method.static_parts
         return {layer: array for layer, array in model.shared.items() if part_of(layer) not in held}
 
     def _missing_frozen(self, start: StartingModel, last: int | None) -> tuple[str, ...]:

@@ -234,7 +234,7 @@ class Round:
                 f"{what} needs a rule that adds the clients up, each with the same weight: set strategy=fedavg "
                 "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
             )
-        if self._context.method.gathered:
+        if self._context.method.uploaded_parts:
             raise InputError(
                 f"{what} does not cover what {type(self._context.method).__name__} gathers; set another method"
             )
@@ -402,7 +402,7 @@ class Round:
             model, self.number, trained, aggregator=one.aggregator, received=one.received
         )
         self._result.strategy_metrics.update({f"{key}{suffix(name)}": value for key, value in strategy_metrics.items()})
-        shared = context.method.gather(one.gathered, model.shared)
+        shared = context.method.aggregate_parts(one.gathered, model.shared)
         model = replace(
             model,
             layers={**model.layers, **trained},

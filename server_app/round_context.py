@@ -113,7 +113,7 @@ class RoundContext:
     @cached_property
     def gathered(self) -> GlobalLayers:
         """What a client's part for the method's server half must be like."""
-        return GlobalLayers(self._copied(self.method.gathered))
+        return GlobalLayers(self._copied(self.method.uploaded_parts))
 
     @property
     def clients_cache_frozen(self) -> bool:
@@ -122,7 +122,7 @@ class RoundContext:
 
     def initial_model(self) -> Model:
         """The model that nobody has trained yet."""
-        return Model(layers=self.initial_arrays(), shared=self._copied(self.method.shared))
+        return Model(layers=self.initial_arrays(), shared=self._copied(self.method.broadcast_parts))
 
     def _copied(self, parts: tuple[str, ...]) -> Layers:
         return copied_layers(self.method, layers_of(self.method, parts))
@@ -132,7 +132,7 @@ class RoundContext:
         phase = phase_at(self.phases, round)
         layers = model.layers
         for later in self.phases[model.phase : phase.number]:
-            layers = self.stages.hand_on(layers, later)
+            layers = self.stages.transfer_weights(layers, later)
         return replace(model, layers=layers, phase=phase.number)
 
     def calibrate_if_due(self, model: Model, round: int, *, when: str) -> Model:

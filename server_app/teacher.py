@@ -23,7 +23,7 @@ def give_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) ->
         One of the two has no use for the other, or the file does not fit.
     """
     name = type(method).__name__
-    if TEACHER not in method.constant:
+    if TEACHER not in method.static_parts:
         if file is not None:
             raise InputError(
                 f"teacher={file} but {name} learns from no teacher; set method=fedca method.alignment_weight=0.1, or "

@@ -18,9 +18,9 @@ from fedssl.atomic_files import saved_rounds
 from fedssl.early_stopping import reason_to_stop
 from fedssl.machine.threads import available_cores
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import load_layers
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from server_app.attempts import run_round
 from server_app.build import RunComponents
 from server_app.collapse_monitor import Measurement
@@ -139,7 +139,7 @@ class Recording:
         self._pending: Future[None] | None = None
         # No copy, which would share with the method what stages run.
         own = overlap and components.settings.evaluation.every > 0
-        self._own = build(components.settings.model).to(components.device) if own else components.method
+        self._own = build_method(components.settings.model).to(components.device) if own else components.method
 
     def __enter__(self) -> "Recording":
         return self
@@ -170,7 +170,7 @@ class Recording:
         if beside:
             torch.set_num_threads(self._components.settings.machine.threads)
         if done.models:
-            with at_stage(self._own, depth=done.depth):
+            with set_active_stages(self._own, depth=done.depth):
                 evaluation = self._components.evaluator.evaluate(in_turn(self._own, done.models))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         self._recorder.round(
@@ -194,7 +194,7 @@ def one_round(
     phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
     monitor, keeper = components.monitor if due else None, recorder.keeper(number)
     observers = [one.observe for one in (monitor, keeper) if one is not None]
-    with at_stage(components.method, depth=phase.depth):
+    with set_active_stages(components.method, depth=phase.depth):
         state, report = run_round(
             exchange,
             current_context,

@@ -168,12 +168,12 @@ def _is_remote_resume(overrides: Sequence[str]) -> bool:
 
 def print_travels(overrides: Sequence[str]) -> None:
     """Print what is exchanged with these settings, as comments behind the printed YAML."""
-    from fedssl.methods.build import build
+    from fedssl.methods.build import build_method
     from fedssl.schedule.phases import make_phases
     from fedssl.wire.wire_format import travels_as
 
     settings = compose(overrides)
-    method = build(settings.model)
+    method = build_method(settings.model)
     phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
     travels = settings.algorithm.strategy.make().travels(method)
     metrics = dict.fromkeys([*travels.required_metrics, *settings.algorithm.metrics])

@@ -11,7 +11,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.machine.memory import available_memory, gigabytes, peak_memory
 from fedssl.machine.process import set_up
 from fedssl.machine.threads import available_cores
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTraining, number_of_batches, train
 
@@ -76,9 +76,9 @@ def number_of_steps(settings: Settings) -> int:
 def seconds_per_step(settings: Settings) -> float:
     """How long a client's training step takes on a CPU of this machine: one after a warm-up, if that is short."""
     set_up(settings.machine)
-    method, image_data = build(settings.model), load_federated(settings.data)
+    method, image_data = build_method(settings.model), load_federated(settings.data)
     own = torch.arange(min(settings.training.batch_size, len(image_data.images) // settings.num_clients))
-    if len(own) < method.smallest_batch:  # the run will be refused, or the client dropped
+    if len(own) < method.min_batch_size:  # the run will be refused, or the client dropped
         return 0.0
     training = replace(LocalTraining.prepare(settings.training, method), epochs=1)
     seconds = 0.0

@@ -342,16 +342,16 @@ class FedSSLStrategy:
         """What is exchanged and what stays, in words."""
         parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in travelling_names(method)))
         usual = Travels(
-            download=parts, upload=parts, required_metrics=(), local_state=", ".join(method.kept) or "nothing"
+            download=parts, upload=parts, required_metrics=(), local_state=", ".join(method.local_parts) or "nothing"
         )
         given = {False: "made by the server half", True: "of the server half, once"}
         found = self.client.travels(method, self.server.travels(usual))
         return replace(
             found,
             download=", ".join(
-                [found.download, *(f"{name} ({given[name in method.constant]})" for name in method.shared)]
+                [found.download, *(f"{name} ({given[name in method.static_parts]})" for name in method.broadcast_parts)]
             ),
-            upload=", ".join([found.upload, *(f"{name} (for the server half)" for name in method.gathered)]),
+            upload=", ".join([found.upload, *(f"{name} (for the server half)" for name in method.uploaded_parts)]),
         )
 
 
@@ -362,4 +362,4 @@ def upload_names_of(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
 
 def layers_in_state(state: State, method: SSLMethod) -> Layers:
     """What of a client's state are layers of the method."""
-    return {name: value.numpy() for name, value in state.items() if name in method.tensors}
+    return {name: value.numpy() for name, value in state.items() if name in method.named_tensors}

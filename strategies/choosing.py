@@ -75,7 +75,7 @@ class SelectByFeatures(ClientStrategy):
         }
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, local_state=", ".join([*method.kept, "own encoder"]))
+        return replace(usual, local_state=", ".join([*method.local_parts, "own encoder"]))
 
 
 class SelectByLoss(ClientStrategy):

@@ -104,7 +104,7 @@ class Clusters(ServerStrategy):
                 "calibration=auxiliary trains the one model that clients share, and "
                 f"strategy.clusters={clusters} makes several; set calibration=none"
             )
-        if context.method.gathered or context.method.shared:
+        if context.method.uploaded_parts or context.method.broadcast_parts:
             raise InputError(
                 f"{type(context.method).__name__} has a server half of its own for one model, and "
                 f"strategy.clusters={clusters} makes several; set another method"

@@ -77,5 +77,5 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
 def encoder_divergence(method: SSLMethod, start: Layers, *, distance: str) -> float:
     """`divergence` of a method's encoder, as it is now, from ``start``."""
     names = distance_names(method, distance=distance)
-    trained = {name: method.tensors[name].detach().contiguous().cpu().numpy() for name in names}
+    trained = {name: method.named_tensors[name].detach().contiguous().cpu().numpy() for name in names}
     return divergence(trained, start, distance=distance)

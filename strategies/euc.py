@@ -177,7 +177,7 @@ class EUCClient(ClientStrategy):
     """A client that goes on with its own weights where it receives none, and keeps those that it does not send."""
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.kept]))
+        return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.local_parts]))
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
         return start_from(method, layers_in_state(state or {}, method) | plan.layers)

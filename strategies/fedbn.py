@@ -26,7 +26,9 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
     """Names of the layers of all batch normalisations but those that a server half gives, in the order of the model."""
     modules = {name for name, module in method.named_modules() if isinstance(module, _BatchNorm)}
     return [
-        name for name in method.tensors if name.rpartition(".")[0] in modules and part_of(name) not in method.shared
+        name
+        for name in method.named_tensors
+        if name.rpartition(".")[0] in modules and part_of(name) not in method.broadcast_parts
     ]
 
 
@@ -38,11 +40,13 @@ class FedBNClient(ClientStrategy):
             raise InputError("strategy=fedbn but the model has no batch normalisation; use strategy=fedavg")
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, local_state=", ".join(["its batch norm", *method.kept]))
+        return replace(usual, local_state=", ".join(["its batch norm", *method.local_parts]))
 
     def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
         own = {*kept_names(method), *batch_norm_names(method)}
-        return copies(method, [name for name in method.tensors if name in own and name not in method.idle])
+        return copies(
+            method, [name for name in method.named_tensors if name in own and name not in method.inactive_names]
+        )
 
 
 class FedBN(FedSSLStrategy):

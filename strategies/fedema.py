@@ -101,7 +101,8 @@ class FedEMAClient(ClientStrategy):
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(
-            usual, local_state=", ".join([f"own weights of {usual.download}", *method.kept, "distance and lambda"])
+            usual,
+            local_state=", ".join([f"own weights of {usual.download}", *method.local_parts, "distance and lambda"]),
         )
 
     def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:

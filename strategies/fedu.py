@@ -102,12 +102,12 @@ class FedUClient(ClientStrategy):
                 f"strategy.aggregate={options.aggregate} strategy.update={options.update} needs a method with target "
                 f"networks and {kind} has none; set both to online, or method=byol"
             )
-        if method.target == "average":
+        if method.target_mode == "average":
             raise InputError(
                 "method.target=average lets target networks travel beside the online ones, against strategy.aggregate "
                 "and strategy.update, which choose one of the two; set method.target=keep, or strategy=fedavg"
             )
-        if method.target == "copy" and options.update != "both":
+        if method.target_mode == "copy" and options.update != "both":
             raise InputError(
                 f"method.target=copy makes the target anew every round, against strategy.update={options.update}; "
                 "set method.target=keep or strategy.update=both"

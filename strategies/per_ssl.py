@@ -27,7 +27,7 @@ from fedssl.arrays import Layers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, State, TrainAgain, Travels
@@ -51,12 +51,12 @@ class ProximalTo(Regularizer):
         self._layers, self._weight = layers, weight
 
     @torch.no_grad()
-    def start(self, method: SSLMethod) -> None:
-        trained = {name: weights for name, weights in method.tensors.items() if weights.requires_grad}
+    def on_train_start(self, method: SSLMethod) -> None:
+        trained = {name: weights for name, weights in method.named_tensors.items() if weights.requires_grad}
         self._trained = list(trained.values())
         self._there = [torch.empty_like(w).copy_(torch.from_numpy(self._layers[name])) for name, w in trained.items()]
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if self._weight == 0:
             return loss
         return loss + proximal(self._trained, self._there, weight=self._weight)
@@ -87,17 +87,17 @@ class PersonalClient(ClientStrategy):
         self.weight = weight
 
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return replace(usual, local_state=", ".join([f"a personal model ({usual.download})", *method.kept]))
+        return replace(usual, local_state=", ".join([f"a personal model ({usual.download})", *method.local_parts]))
 
     def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
-        found = {name: value.detach().clone() for name, value in method.tensors.items()}
+        found = {name: value.detach().clone() for name, value in method.named_tensors.items()}
         self.own(method, plan, state)
         train(ProximalTo(plan.layers, weight=self.weight))
         names = [*travelling_names(method), *kept_names(method)]
         personal = {PERSONAL + name: value for name, value in copies(method, names).items()}
         with torch.no_grad():
             for name, value in found.items():
-                method.tensors[name].copy_(value)
+                method.named_tensors[name].copy_(value)
         return personal
 
     def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:

@@ -4,7 +4,7 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 
 TABLE = CONF.parent / "docs" / "strategies.md"
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
@@ -12,7 +12,7 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 
 def row(name: str) -> str:
     settings = compose([f"strategy={name}", "method=simclr"])
-    travels = settings.algorithm.strategy.make().travels(build(settings.model))
+    travels = settings.algorithm.strategy.make().travels(build_method(settings.model))
     log = [metric for metric in settings.algorithm.metrics if metric not in travels.required_metrics]
     cells = [
         f"`{name}`",

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from fedssl.errors import InputError
 
 
-class Lifetime(NamedTuple):
+class StageRange(NamedTuple):
     """When a layer of an encoder runs and when it is trained.
 
-    It runs if the encoder's depth is from ``first`` to ``last``, and is trained unless ``freezes`` or more stages are
+    It runs if the encoder's depth is from ``first`` to ``last``, and is trained unless ``frozen_from`` or more stages are
     frozen.
     """
 
     first: float
     last: float
-    freezes: float
+    frozen_from: float
 
 
 @dataclass
-class Span:
+class ActiveStages:
     """The stages that run: one object for an encoder and all copies of it (online, target, received).
 
     Attributes
@@ -33,15 +33,15 @@ class Span:
         Stages that run, from the first on.
     frozen : int
         Of these the first ones, which are not trained, and with them the stem; 0: all are trained.
-    dropout : float
+    depth_dropout : float
         Depth dropout: share of steps for which a frozen stage is left out, drawn for each stage.
     """
 
     depth: int
     frozen: int = 0
-    dropout: float = 0.0
+    depth_dropout: float = 0.0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Span":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ActiveStages":
         """Return the same object, for a copy of an encoder to share."""
         return self
 
@@ -50,8 +50,8 @@ class Encoder(nn.Module):
     """Maps images ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
 
     It is a stem, a sequence of stages and a readout. Layer-wise training (`fedssl.schedule`) runs the first stages
-    only (``span.depth``) and trains the last of these (``span.frozen``). Frozen stages are in eval mode and are run by
-    `prefix`, once for all networks of a method, and `forward` then takes the output of `prefix` in place of images.
+    only (``active_stages.depth``) and trains the last of these (``active_stages.frozen``). Frozen stages are in eval mode and are run by
+    `forward_frozen`, once for all networks of a method, and `forward` then takes the output of `forward_frozen` in place of images.
 
     Attributes
     ----------
@@ -59,35 +59,35 @@ class Encoder(nn.Module):
         Length of a representation.
     channels : int or None
         Channels of the images that it takes; None: not known before the stem runs.
-    only_size : int or None
+    image_size : int or None
         Height and width in pixels of the images that it takes; None: any.
     patch_embedding : str or None
         Name of the submodule that makes a token of every patch of an image; None: there is none.
     stage_names : tuple of str
         The stages' names among the submodules.
-    span : Span
+    active_stages : ActiveStages
         The stages that run and those that are trained.
     bridges : ModuleDict
         Linear maps from the output of an earlier stage to representations, for layer-wise training of encoders whose
         stages differ in width; see `add_bridges`.
-    even : bool
+    stages_interchangeable : bool
         Whether every stage takes the output of any other.
-    unpooled : bool
-        Whether `forward` gives the last stage's output, flattened, and not what `readout` makes of it. Protocols of
+    return_feature_map : bool
+        Whether `forward` gives the last stage's output, flattened, and not what `pool` makes of it. Protocols of
         evaluation set it, on a copy.
     """
 
     feature_dim: int
     channels: int | None = None
-    only_size: int | None = None
+    image_size: int | None = None
     patch_embedding: str | None = None
     stage_names: tuple[str, ...] = ()
-    span: Span
+    active_stages: ActiveStages
     bridges: nn.ModuleDict
-    even = False
-    unpooled = False
+    stages_interchangeable = False
+    return_feature_map = False
 
-    def divide(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
+    def define_stages(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
         """Divide the submodules into stages.
 
         Parameters
@@ -95,17 +95,17 @@ class Encoder(nn.Module):
         stages : tuple of str
             Names of the submodules that are the stages, in order.
         widths : tuple of int
-            Length of the output of `readout` behind each stage.
+            Length of the output of `pool` behind each stage.
         tail : tuple of str
-            Names of the submodules that belong to `readout`.
+            Names of the submodules that belong to `pool`.
         """
         self.stage_names, self._widths = stages, widths
-        self._lifetimes = {name: Lifetime(number, math.inf, number) for number, name in enumerate(stages, start=1)}
-        self._lifetimes |= dict.fromkeys(tail, Lifetime(0, math.inf, math.inf))
-        self.span = Span(depth=len(stages))
+        self._stage_ranges = {name: StageRange(number, math.inf, number) for number, name in enumerate(stages, start=1)}
+        self._stage_ranges |= dict.fromkeys(tail, StageRange(0, math.inf, math.inf))
+        self.active_stages = ActiveStages(depth=len(stages))
         self.bridges = nn.ModuleDict()
 
-    def check_pictures(self, shape: Sequence[int]) -> None:
+    def check_image_shape(self, shape: Sequence[int]) -> None:
         """Refuse images of another form than the encoder was built for.
 
         Parameters
@@ -124,35 +124,35 @@ class Encoder(nn.Module):
                 f"encoder.channels={self.channels} but the images have {channels} channels; "
                 f"leave encoder.channels to follow dataset.channels, or give images with {self.channels}"
             )
-        if self.only_size is not None and (height, width) != (self.only_size, self.only_size):
+        if self.image_size is not None and (height, width) != (self.image_size, self.image_size):
             raise InputError(
-                f"encoder.size={self.only_size} but the images have {height}x{width} pixels; leave encoder.size to "
-                f"follow dataset.size, or give images of {self.only_size}x{self.only_size}"
+                f"encoder.size={self.image_size} but the images have {height}x{width} pixels; leave encoder.size to "
+                f"follow dataset.size, or give images of {self.image_size}x{self.image_size}"
             )
 
     def stem(self, images: Tensor) -> Tensor:
         """Input of the first stage."""
         return images
 
-    def readout(self, x: Tensor) -> Tensor:
+    def pool(self, x: Tensor) -> Tensor:
         """Representation ``(batch, width)`` made from a stage's output ``x``."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Representations ``(batch, feature_dim)`` of images, or of the output of `prefix` if stages are frozen."""
-        span = self.span
-        if not span.frozen:
-            self.check_pictures(x.shape)
+        """Representations ``(batch, feature_dim)`` of images, or of the output of `forward_frozen` if stages are frozen."""
+        active = self.active_stages
+        if not active.frozen:
+            self.check_image_shape(x.shape)
             x = self.stem(x)
-        for stage in self.stages()[span.frozen : span.depth]:
+        for stage in self.stages()[active.frozen : active.depth]:
             x = stage(x)
-        if self.unpooled:
+        if self.return_feature_map:
             return x.flatten(1)
-        h = self.readout(x)
-        bridge = str(span.depth)
+        h = self.pool(x)
+        bridge = str(active.depth)
         return self.bridges[bridge](h) if bridge in self.bridges else h
 
-    def prefix(self, images: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    def forward_frozen(self, images: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
         """Run the stem and the frozen stages on batches of images, each by itself, without gradient.
 
         Depth dropout leaves the same stages out for all batches.
@@ -169,12 +169,14 @@ class Encoder(nn.Module):
         list of Tensor
             Input of the first stage that is trained, for each batch.
         """
-        stages = self.stages()[: self.span.frozen]
-        if self.span.dropout:
+        stages = self.stages()[: self.active_stages.frozen]
+        if self.active_stages.depth_dropout:
             draws = torch.rand(len(stages), generator=generator).tolist()
-            stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= self.span.dropout]
+            stages = [
+                stage for stage, draw in zip(stages, draws, strict=True) if draw >= self.active_stages.depth_dropout
+            ]
         for batch in images:
-            self.check_pictures(batch.shape)
+            self.check_image_shape(batch.shape)
         with torch.no_grad():
             outputs = [self.stem(batch) for batch in images]
             for stage in stages:
@@ -184,9 +186,9 @@ class Encoder(nn.Module):
     def train(self, mode: bool = True) -> "Encoder":
         """Set training mode; frozen stages are in eval mode whatever ``mode`` says."""
         super().train(mode)
-        if self.span.frozen:
+        if self.active_stages.frozen:
             for name, module in self.named_modules():
-                if self.lifetime(name).freezes <= self.span.frozen:
+                if self.stage_range(name).frozen_from <= self.active_stages.frozen:
                     module.training = False  # not eval(), which would concern the modules inside as well
         return self
 
@@ -194,14 +196,16 @@ class Encoder(nn.Module):
         """Submodules that are the stages, in order."""
         return [self.get_submodule(name) for name in self.stage_names]
 
-    def lifetime(self, name: str) -> Lifetime:
-        """Lifetime of the layer or module ``name``; one that belongs to no stage belongs to the stem."""
-        found = (lifetime for module, lifetime in self._lifetimes.items() if f"{name}.".startswith(f"{module}."))
-        return next(found, Lifetime(0, math.inf, 1))
+    def stage_range(self, name: str) -> StageRange:
+        """Range of stages of the layer or module ``name``; one that belongs to no stage belongs to the stem."""
+        found = (
+            stage_range for module, stage_range in self._stage_ranges.items() if f"{name}.".startswith(f"{module}.")
+        )
+        return next(found, StageRange(0, math.inf, 1))
 
     def add_bridges(self) -> None:
         """Make a bridge behind every stage that is narrower than a representation."""
         for number, width in enumerate(self._widths, start=1):
             if width != self.feature_dim:
                 self.bridges[str(number)] = nn.Linear(width, self.feature_dim)
-                self._lifetimes[f"bridges.{number}"] = Lifetime(number, number, math.inf)
+                self._stage_ranges[f"bridges.{number}"] = StageRange(number, number, math.inf)

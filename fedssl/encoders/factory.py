@@ -32,9 +32,9 @@ class ConvSmall(Encoder):
             conv = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
             self.blocks.append(nn.Sequential(conv, normalise(after), nn.ReLU(inplace=True)))
         self.feature_dim, self.channels = widths[-1], widths[0]
-        self.divide(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
+        self.define_stages(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
 
-    def readout(self, x: Tensor) -> Tensor:
+    def pool(self, x: Tensor) -> Tensor:
         """Mean over all positions."""
         return x.mean(dim=(2, 3))
 

@@ -40,7 +40,7 @@ class ResNetEncoder(Encoder, ResNet):
         super().__init__(block, layers, norm_layer=normalise)
         self.feature_dim = 512 * block.expansion
         self.fc = nn.Identity()
-        self.divide(
+        self.define_stages(
             stages=("layer1", "layer2", "layer3", "layer4"),
             widths=tuple(width * block.expansion for width in (64, 128, 256, 512)),
         )
@@ -50,7 +50,7 @@ class ResNetEncoder(Encoder, ResNet):
         features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         return features
 
-    def readout(self, x: Tensor) -> Tensor:
+    def pool(self, x: Tensor) -> Tensor:
         """Mean over all positions."""
         return torch.flatten(self.avgpool(x), 1)
 
@@ -88,7 +88,7 @@ class ViTEncoder(Encoder, VisionTransformer):
     encoder: Any
     heads: nn.Module
     patch_embedding = "conv_proj"
-    even = True
+    stages_interchangeable = True
 
     def __init__(
         self, *, size: int, patch: int, depth: int, heads: int, width: int, pool: str, fixed_positions: bool
@@ -97,9 +97,9 @@ class ViTEncoder(Encoder, VisionTransformer):
             image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
         )
         self.feature_dim = width
-        self.only_size = size
+        self.image_size = size
         self.heads = nn.Identity()
-        self.pool = pool
+        self._pooling = pool
         if pool == "mean":
             del self.class_token
             self.encoder.pos_embedding = nn.Parameter(self.encoder.pos_embedding.detach()[:, 1:].clone())
@@ -109,7 +109,7 @@ class ViTEncoder(Encoder, VisionTransformer):
             positions[0, -len(patches) :] = patches
             del self.encoder.pos_embedding
             self.encoder.register_buffer("pos_embedding", positions.detach(), persistent=False)
-        self.divide(
+        self.define_stages(
             stages=tuple(f"encoder.layers.{name}" for name, _ in self.encoder.layers.named_children()),
             widths=(width,) * depth,
             tail=("encoder.ln",),
@@ -118,12 +118,12 @@ class ViTEncoder(Encoder, VisionTransformer):
     def stem(self, images: Tensor) -> Tensor:
         """Tokens of the patches, with their positions and the class token if there is one."""
         tokens: Tensor = self._process_input(images)
-        if self.pool == "token":
+        if self._pooling == "token":
             tokens = torch.cat((self.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         placed: Tensor = self.encoder.dropout(tokens + self.encoder.pos_embedding)
         return placed
 
-    def readout(self, x: Tensor) -> Tensor:
+    def pool(self, x: Tensor) -> Tensor:
         """Normalised class token, or the mean over the normalised tokens of the patches."""
-        h: Tensor = self.encoder.ln(x[:, 0]) if self.pool == "token" else self.encoder.ln(x).mean(dim=1)
+        h: Tensor = self.encoder.ln(x[:, 0]) if self._pooling == "token" else self.encoder.ln(x).mean(dim=1)
         return h

@@ -176,5 +176,5 @@ class TrainedLinear:
                 raise InputError(
                     f"features=map needs an encoder in stages and {type(found).__name__} is none; set features=pooled"
                 )
-            found.unpooled = True
+            found.return_feature_map = True
         return found

@@ -62,7 +62,7 @@ def _config(source: Source, timm: TimmModel | None) -> dict[str, Any]:
     encoder = source.encoder
     pretrained = {
         "input_size": [encoder.channels, encoder.size, encoder.size],
-        "fixed_input_size": encoder.only_size is not None,
+        "fixed_input_size": encoder.image_size is not None,
         "interpolation": "bilinear",
         "crop_pct": 1.0,
         "crop_mode": "squash",

@@ -39,7 +39,7 @@ class BarlowTwins(SSLMethod):
         If ``lambd`` is negative or ``loss`` is another word.
     """
 
-    smallest_batch = 3
+    min_batch_size = 3
 
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float, loss: str = "standard"

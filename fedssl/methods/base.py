@@ -15,55 +15,55 @@ class SSLMethod(nn.Module):
     """An encoder with the heads and the loss that train it.
 
     The first component of a ``state_dict`` name tells the part: ``encoder``, ``projector``, ``predictor``,
-    ``target_encoder``, ``target_projector``. Parts named in ``kept`` stay with the client between rounds (they are
+    ``target_encoder``, ``target_projector``. Parts named in ``local_parts`` stay with the client between rounds (they are
     its state). An optimiser gets the parameters that require a gradient, and no others.
 
-    A method may have a half on the server. Parts named in ``gathered`` go up to it and are not averaged: `gather` makes
-    of those of all clients what ``shared`` names, which comes down to the clients and does not go up. All other parts
+    A method may have a half on the server. Parts named in ``uploaded_parts`` go up to it and are not averaged: `aggregate_parts` makes
+    of those of all clients what ``broadcast_parts`` names, which comes down to the clients and does not go up. All other parts
     travel both ways and are what strategies aggregate.
 
     Attributes
     ----------
     encoder : Encoder
         Maps images ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
-    kept : tuple of str
+    local_parts : tuple of str
         Parts that never leave the client.
-    gathered, shared : tuple of str
+    uploaded_parts, broadcast_parts : tuple of str
         Parts that every client sends to the method's server half, and that this gives to the clients. Names, shapes
         and dtypes of their layers are those of the method as it is built.
-    constant : tuple of str
-        Those of ``shared`` that `gather` leaves as they are: a client receives them once, and holds them.
+    static_parts : tuple of str
+        Those of ``broadcast_parts`` that `aggregate_parts` leaves as they are: a client receives them once, and holds them.
     frozen : int
         Stages of the encoder that are not trained at present, see `fedssl.schedule.stages`.
-    idle : frozenset of str
+    inactive_names : frozenset of str
         Layers that are out of use at present.
-    target : {"keep", "copy", "average"} or None
-        What target networks are at the start of a round, see `fedssl.methods.momentum.FollowedMethod`; None: there are
+    target_mode : {"keep", "copy", "average"} or None
+        What target networks are at the start of a round, see `fedssl.methods.momentum.EMATargetMethod`; None: there are
         none.
-    smallest_batch : int
+    min_batch_size : int
         Fewest images that a step can learn anything from. 2 where nothing else is said: an image alone has no other
         to be told apart from, and its batch normalisation is 0 whatever the image.
     uses_labels : bool
         Whether `loss` takes the labels of the images, int64, ``(batch,)``, as a third argument.
-    repeatable : bool
-        Whether `loss` and `after_step` do the same to other numbers in every step of as many images, in memory that
+    cuda_graph_safe : bool
+        Whether `loss` and `on_step_end` do the same to other numbers in every step of as many images, in memory that
         stays where it is from round to round, so that a GPU can record them.
     """
 
     encoder: Encoder
-    kept: tuple[str, ...] = ()
-    gathered: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-    constant: tuple[str, ...] = ()
+    local_parts: tuple[str, ...] = ()
+    uploaded_parts: tuple[str, ...] = ()
+    broadcast_parts: tuple[str, ...] = ()
+    static_parts: tuple[str, ...] = ()
     frozen: int = 0
-    idle: frozenset[str] = frozenset()
-    target: str | None = None
-    smallest_batch: int = 2
+    inactive_names: frozenset[str] = frozenset()
+    target_mode: str | None = None
+    min_batch_size: int = 2
     uses_labels: bool = False
-    repeatable: bool = True
+    cuda_graph_safe: bool = True
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """The live parameters and buffers by name; ``state_dict`` would look them up anew at every call."""
         return dict(self.state_dict(keep_vars=True))
 
@@ -73,7 +73,7 @@ class SSLMethod(nn.Module):
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
-        self.__dict__.pop("tensors", None)  # torch replaces buffers when it moves a module
+        self.__dict__.pop("named_tensors", None)  # torch replaces buffers when it moves a module
         super()._apply(fn, recurse)
         return self
 
@@ -95,7 +95,7 @@ class SSLMethod(nn.Module):
         stages are trained.
         """
 
-    def after_step(self) -> None:
+    def on_step_end(self) -> None:
         """Follow-up of one optimiser step, e.g. the moving average of a target network."""
 
     def end_round(self) -> None:
@@ -108,19 +108,19 @@ class SSLMethod(nn.Module):
         """
         return None
 
-    def gather(self, gathered: Sequence[Layers], shared: Layers) -> Layers:
+    def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
         """The server half: what clients are given next.
 
         Parameters
         ----------
-        gathered : sequence of Layers
+        uploaded : sequence of Layers
             What each client of the round sent, in order of partition ids; at least one.
-        shared : Layers
+        broadcast : Layers
             What the clients had been given. It begins with the buffers as the method is built.
 
         Returns
         -------
         Layers
-            With the names, shapes and dtypes of ``shared``.
+            With the names, shapes and dtypes of ``broadcast``.
         """
-        return shared
+        return broadcast

@@ -8,7 +8,7 @@ from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
 
 
-def build(model: ModelSettings) -> SSLMethod:
+def build_method(model: ModelSettings) -> SSLMethod:
     """The method with its encoder and heads, initialised from the run's seed alone.
 
     Raises

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def equal_assignment(similarity: Tensor, *, sharpness: float = 25.0, iterations: int = 10) -> Tensor:
+def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iterations: int = 10) -> Tensor:
     """Soft assignment of vectors to clusters of equal size (Sinkhorn-Knopp).
 
     The matrix nearest to ``exp(sharpness * similarity)`` in relative entropy whose rows sum to 1 and whose columns sum
@@ -40,7 +40,7 @@ def equal_assignment(similarity: Tensor, *, sharpness: float = 25.0, iterations:
     return log_share.exp()
 
 
-def far_apart(points: Tensor, *, count: int) -> Tensor:
+def farthest_points(points: Tensor, *, count: int) -> Tensor:
     """Vectors that are far from each other: the one least like the mean, then always the one least like those chosen.
 
     Parameters
@@ -65,7 +65,7 @@ def far_apart(points: Tensor, *, count: int) -> Tensor:
 
 
 def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Tensor:
-    """Centroids of clusters of nearly equal size: k-means on the sphere with `equal_assignment`.
+    """Centroids of clusters of nearly equal size: k-means on the sphere with `sinkhorn_assignment`.
 
     Parameters
     ----------
@@ -82,9 +82,9 @@ def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Ten
         Unit vectors ``(clusters, dim)``, float64.
     """
     points = F.normalize(points.double(), dim=1)
-    centroids = far_apart(points, count=clusters)
+    centroids = farthest_points(points, count=clusters)
     for _ in range(iterations):
-        nearest = equal_assignment(points @ centroids.T).argmax(dim=1)
+        nearest = sinkhorn_assignment(points @ centroids.T).argmax(dim=1)
         sums = F.one_hot(nearest, clusters).double().T @ points
         centroids = torch.where(sums.any(dim=1, keepdim=True), F.normalize(sums, dim=1), centroids)
     return centroids

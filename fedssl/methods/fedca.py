@@ -35,12 +35,12 @@ from fedssl.methods.heads import MLP
 LOCAL, GLOBAL = "local_dictionary", "dictionary"
 
 
-def nearness(h: Tensor, taught: Tensor) -> Tensor:
+def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
     """Mean squared distance of normalised representations, ``|h / |h| - t / |t||^2``.
 
     Parameters
     ----------
-    h, taught : Tensor
+    h, teacher_features : Tensor
         Of the same images, ``(batch, dim)``; need not be normalised. The gradient flows into ``h`` only.
 
     Returns
@@ -48,7 +48,7 @@ def nearness(h: Tensor, taught: Tensor) -> Tensor:
     Tensor
         Scalar in [0, 4]; 0 for the same directions.
     """
-    own, other = (F.normalize(at_least_float32(x), dim=1) for x in (h, taught.detach()))
+    own, other = (F.normalize(at_least_float32(x), dim=1) for x in (h, teacher_features.detach()))
     return (own - other).square().sum(dim=1).mean()
 
 
@@ -93,7 +93,7 @@ class FedCA(SSLMethod):
     entries : int
         Of the dictionary; at least ``dictionary_size``.
     alignment_weight : float
-        Of `nearness` to the teacher, >= 0; 0: there is no teacher.
+        Of `teacher_distance` to the teacher, >= 0; 0: there is no teacher.
 
     Raises
     ------
@@ -123,12 +123,12 @@ class FedCA(SSLMethod):
             dim = self.projector.out_features
             self.register_buffer(LOCAL, torch.zeros(dictionary_size, dim))
             self.register_buffer(GLOBAL, torch.zeros(entries, dim))
-            self.gathered, self.shared = (LOCAL,), (GLOBAL,)
-            self.repeatable = False  # where projections go, and how many negatives there are, differs
+            self.uploaded_parts, self.broadcast_parts = (LOCAL,), (GLOBAL,)
+            self.cuda_graph_safe = False  # where projections go, and how many negatives there are, differs
         self.teacher: nn.Module | None = None
         if alignment_weight:
             self.teacher = copy.deepcopy(encoder).requires_grad_(False).eval()
-            self.shared, self.constant = (*self.shared, TEACHER), (TEACHER,)
+            self.broadcast_parts, self.static_parts = (*self.broadcast_parts, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
         self._filled = 0
 
@@ -143,17 +143,17 @@ class FedCA(SSLMethod):
         both = torch.cat((view1, view2))
         h = self.encoder(both)
         z1, z2 = self.projector(h).chunk(2)
-        if self.gathered:
-            self.remember(z1)
+        if self.uploaded_parts:
+            self.store_projections(z1)
         loss = nt_xent(z1, z2, temperature=self.temperature, negatives=self._negatives)
         if self.teacher is None:
             return loss
         with torch.no_grad():
-            taught = self.teacher(both)
-        return loss + self.alignment_weight * nearness(h, taught)
+            teacher_features = self.teacher(both)
+        return loss + self.alignment_weight * teacher_distance(h, teacher_features)
 
     @torch.no_grad()
-    def remember(self, projections: Tensor) -> None:
+    def store_projections(self, projections: Tensor) -> None:
         """Put projections ``(batch, dim)``, normalised, where there is room among those to be sent."""
         free = self.local_dictionary[self._filled :]
         rows = F.normalize(projections[: len(free)].to(free.dtype), dim=1)
@@ -161,16 +161,16 @@ class FedCA(SSLMethod):
         self._filled += len(rows)
 
     def start_round(self, *, first: bool) -> None:
-        if self.gathered:
+        if self.uploaded_parts:
             self.local_dictionary.zero_()
             self._filled = 0
             # Once a round, because choosing rows waits for the device.
             self._negatives = self.dictionary[self.dictionary.any(dim=1)]
 
-    def gather(self, gathered: Sequence[Layers], shared: Layers) -> Layers:
-        if not self.gathered:
-            return shared
-        return {**shared, GLOBAL: enqueue(shared[GLOBAL], [layers[LOCAL] for layers in gathered])}
+    def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
+        if not self.uploaded_parts:
+            return broadcast
+        return {**broadcast, GLOBAL: enqueue(broadcast[GLOBAL], [layers[LOCAL] for layers in uploaded])}
 
 
 def _check(temperature: float, dictionary_size: int, entries: int, alignment_weight: float) -> None:

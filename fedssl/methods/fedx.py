@@ -53,7 +53,7 @@ class FedX(SSLMethod):
         If ``temperature`` is not positive, or the predictor's output does not fit.
     """
 
-    smallest_batch = 3
+    min_batch_size = 3
 
     def __init__(
         self,

@@ -12,11 +12,11 @@ from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.losses import info_nce
 from fedssl.methods.heads import MLP
-from fedssl.methods.momentum import MomentumMethod
+from fedssl.methods.momentum import EMAPredictorMethod
 
 
-class MoCoV3(MomentumMethod):
-    """MoCo v3; for other parameters see `MomentumMethod`.
+class MoCoV3(EMAPredictorMethod):
+    """MoCo v3; for other parameters see `EMAPredictorMethod`.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class MoCoV3(MomentumMethod):
     Raises
     ------
     InputError
-        If ``temperature`` or ``loss_scale`` is not positive; see also `MomentumMethod`.
+        If ``temperature`` or ``loss_scale`` is not positive; see also `EMAPredictorMethod`.
     """
 
     def __init__(
@@ -60,6 +60,6 @@ class MoCoV3(MomentumMethod):
         self.loss_scale = 2 * temperature if loss_scale is None else loss_scale
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        p1, p2, z1, z2 = self.passes(view1, view2)
+        p1, p2, z1, z2 = self.forward_views(view1, view2)
         losses = [info_nce(q, k, temperature=self.temperature) for q, k in ((p1, z2), (p2, z1))]
         return self.loss_scale * (losses[0] + losses[1])

@@ -21,7 +21,7 @@ from fedssl.methods.heads import MLP
 TARGETS = ("keep", "copy", "average")
 
 
-class FollowedMethod(SSLMethod):
+class EMATargetMethod(SSLMethod):
     """Online encoder and projector, and a target encoder and projector that follow them.
 
     The target is in train mode like the online network: its batch normalisation uses the statistics of the batch, and
@@ -51,8 +51,8 @@ class FollowedMethod(SSLMethod):
         If ``ema_decay`` is outside [0, 1] or ``target`` is another word.
     """
 
-    kept: tuple[str, ...] = ("target_encoder", "target_projector")
-    smallest_batch = 3
+    local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
+    min_batch_size = 3
 
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target: str = "keep"
@@ -67,20 +67,20 @@ class FollowedMethod(SSLMethod):
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.ema_decay = ema_decay
-        self._following = self._pairs()
-        self.target = target
+        self._ema_pairs = self._pairs()
+        self.target_mode = target
         if target == "average":
-            self.kept = tuple(part for part in self.kept if part not in FollowedMethod.kept)
+            self.local_parts = tuple(part for part in self.local_parts if part not in EMATargetMethod.local_parts)
 
     def start_round(self, *, first: bool) -> None:
-        if self.target == "copy" or (first and self.target == "keep"):
+        if self.target_mode == "copy" or (first and self.target_mode == "keep"):
             self.target_encoder.load_state_dict(self.encoder.state_dict())
             self.target_projector.load_state_dict(self.projector.state_dict())
 
-    def train(self, mode: bool = True) -> "FollowedMethod":
+    def train(self, mode: bool = True) -> "EMATargetMethod":
         """Set training mode; what is trained may have changed since the last time."""
         super().train(mode)
-        self._following = self._pairs()
+        self._ema_pairs = self._pairs()
         return self
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -93,13 +93,13 @@ class FollowedMethod(SSLMethod):
         ]
         return [online for online, _ in pairs], [target for _, target in pairs]
 
-    def after_step(self) -> None:
-        online, target = self._following
+    def on_step_end(self) -> None:
+        online, target = self._ema_pairs
         # target = ema_decay * target + (1 - ema_decay) * online; torch ignores the third argument.
         get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)
 
 
-class MomentumMethod(FollowedMethod):
+class EMAPredictorMethod(EMATargetMethod):
     """Adds a predictor behind the online projector; every view has a forward pass of its own through each network.
 
     Parameters
@@ -107,12 +107,12 @@ class MomentumMethod(FollowedMethod):
     predictor : callable
         Makes the predictor from the length of a projection, which must be the length of its own output too.
     encoder, projector, ema_decay, target
-        As in `FollowedMethod`.
+        As in `EMATargetMethod`.
 
     Raises
     ------
     InputError
-        As `FollowedMethod`, or if the predictor's output does not fit.
+        As `EMATargetMethod`, or if the predictor's output does not fit.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class MomentumMethod(FollowedMethod):
         super().__init__(encoder, projector=projector, ema_decay=ema_decay, target=target)
         self.predictor = predictor_for(self.projector, predictor)
 
-    def passes(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward_views(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Predictions p1, p2 of the online network and projections z1, z2 of the target, each ``(batch, dim)``."""
         p1, p2 = (self.predictor(self.projector(self.encoder(view))) for view in (view1, view2))
         with torch.no_grad():

@@ -3,7 +3,7 @@
 Clusters are directions C in the space of projections. A client learns to assign one view of an image as its target
 network assigns the other, and, against collapse, to tell by how much an image was turned. At the end of a round it
 clusters the newest projections of its target network; its L local centroids go up, the server clusters those of all
-clients (`Orchestra.gather`), and the G centroids found there come down as the clusters of the next round. Clusters of
+clients (`Orchestra.aggregate_parts`), and the G centroids found there come down as the clusters of the next round. Clusters of
 equal size keep all images from ending in one. Everything else is aggregated, by whatever strategy; the authors' is
 FedAvg.
 
@@ -39,7 +39,7 @@ from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.clustering import equal_clusters, global_centroids
 from fedssl.methods.heads import MLP
-from fedssl.methods.momentum import FollowedMethod
+from fedssl.methods.momentum import EMATargetMethod
 
 LOCAL, GLOBAL = "local_centroids", "centroids"
 
@@ -71,7 +71,7 @@ def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: fl
     return F.cross_entropy(own, other.detach().softmax(dim=1))
 
 
-def quarter_turns(images: Tensor) -> Tensor:
+def rotate_quarters(images: Tensor) -> Tensor:
     """Image i turned counter-clockwise by i modulo 4 quarters.
 
     Parameters
@@ -90,7 +90,7 @@ def quarter_turns(images: Tensor) -> Tensor:
     return turned
 
 
-class Orchestra(FollowedMethod):
+class Orchestra(EMATargetMethod):
     """Orchestra's client: online and target networks, a layer that tells turns, a memory and the centroids.
 
     Beside the networks' its parts are ``rotation``, ``memory`` ``(memory_size, dim)`` (newest first; a row of zeros is
@@ -105,7 +105,7 @@ class Orchestra(FollowedMethod):
     temperature : float
         Of the assignments to clusters; positive.
     encoder, projector, ema_decay, target
-        As in `FollowedMethod`.
+        As in `EMATargetMethod`.
 
     Raises
     ------
@@ -113,9 +113,9 @@ class Orchestra(FollowedMethod):
         A number is out of range.
     """
 
-    kept = (*FollowedMethod.kept, "memory")
-    gathered = (LOCAL,)
-    shared = (GLOBAL,)
+    local_parts = (*EMATargetMethod.local_parts, "memory")
+    uploaded_parts = (LOCAL,)
+    broadcast_parts = (GLOBAL,)
 
     def __init__(
         self,
@@ -142,21 +142,21 @@ class Orchestra(FollowedMethod):
         self.register_buffer("centroids", torch.zeros(global_clusters, dim))
 
     def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
-        return view1, view2, quarter_turns(view1)
+        return view1, view2, rotate_quarters(view1)
 
     def loss(self, view1: Tensor, view2: Tensor, turned: Tensor | None = None) -> Tensor:
-        """The loss; ``turned`` is what `quarter_turns` made of view 1, None: it is made here."""
-        turned = quarter_turns(view1) if turned is None else turned
+        """The loss; ``turned`` is what `rotate_quarters` made of view 1, None: it is made here."""
+        turned = rotate_quarters(view1) if turned is None else turned
         quarters = torch.arange(len(turned), device=turned.device) % 4
         rotation = F.cross_entropy(self.rotation(self.projector(self.encoder(turned))).float(), quarters)
         z2 = self.projector(self.encoder(view2))
         with torch.no_grad():
             target1 = self.target_projector(self.target_encoder(view1))
-        self.remember(target1)
+        self.enqueue(target1)
         return consistency(z2, target1, self.centroids, temperature=self.temperature) + rotation
 
     @torch.no_grad()
-    def remember(self, projections: Tensor) -> None:
+    def enqueue(self, projections: Tensor) -> None:
         """Put projections ``(batch, dim)``, normalised, in front of the memory, from whose end the oldest fall off."""
         newest = F.normalize(projections.to(self.memory.dtype), dim=1)
         self.memory.copy_(torch.cat((newest, self.memory))[: len(self.memory)])
@@ -173,9 +173,9 @@ class Orchestra(FollowedMethod):
         if len(projections):  # none without a local epoch
             self.local_centroids.copy_(equal_clusters(projections, clusters=len(self.local_centroids)))
 
-    def gather(self, gathered: Sequence[Layers], shared: Layers) -> Layers:
-        local = torch.from_numpy(np.concatenate([layers[LOCAL] for layers in gathered]))
-        return {GLOBAL: global_centroids(local, old=torch.from_numpy(shared[GLOBAL])).numpy()}
+    def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
+        local = torch.from_numpy(np.concatenate([layers[LOCAL] for layers in uploaded]))
+        return {GLOBAL: global_centroids(local, old=torch.from_numpy(broadcast[GLOBAL])).numpy()}
 
 
 def _check(local_clusters: int, global_clusters: int, memory_size: int, temperature: float) -> None:

@@ -34,7 +34,7 @@ class SimSiam(SSLMethod):
         If the predictor's output does not fit.
     """
 
-    smallest_batch = 3
+    min_batch_size = 3
 
     def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP], predictor: Callable[[int], MLP]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def layer_outputs(encoder: Encoder, images: Tensor, *, run: LoadedRun) -> dict[s
     dict of str to ndarray
         By the name of the stage, ``(n, numbers)``; every channel of every place is a number of its own.
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in encoder.stage_names[: encoder.span.depth]}
+    found: dict[str, list[Tensor]] = {name: [] for name in encoder.stage_names[: encoder.active_stages.depth]}
     handles = [encoder.get_submodule(name).register_forward_hook(_collect(outputs)) for name, outputs in found.items()]
     data = run.settings.data
     try:

@@ -24,7 +24,7 @@ from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.run import strategy_of
 from fedssl.runs.snapshots import KeptRound
 from fedssl.schedule.phases import phase_at
-from fedssl.schedule.stages import at_stage, frozen_names
+from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.training import taken
 
@@ -106,7 +106,7 @@ def compute_landscape(run: LoadedRun) -> Landscape:
         It keeps too few of them, it has several global models, or its loss cannot be computed from a model alone.
     """
     method = run.method
-    if method.gathered or method.shared:
+    if method.uploaded_parts or method.broadcast_parts:
         raise InputError(
             f"{run.folder}: the loss of {type(method).__name__} depends on what the server made of all clients, which "
             "is not kept; choose another figure, or a run of another method"
@@ -119,7 +119,7 @@ def compute_landscape(run: LoadedRun) -> Landscape:
             f"{run.folder} keeps the models of {len(kept)} round(s) in which the same stages are trained, and a plane "
             f"needs {3 - first}; run it again with a smaller keep_models, e.g. keep_models=1"
         )
-    with at_stage(method, depth=phase.depth, frozen=phase.frozen):
+    with set_active_stages(method, depth=phase.depth, frozen=phase.frozen):
         last = run.layers(run.only_model(kept[-1], figure="the landscape"))
         names = plane_names(method, last)
         files = [run.only_model(one, figure="the landscape") for one in kept]
@@ -178,7 +178,7 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
             for pair, classes in zip(views, known, strict=True):
                 inputs = list(method.inputs(*pair))
                 if method.frozen:
-                    inputs = method.encoder.prefix(inputs, generator)
+                    inputs = method.encoder.forward_frozen(inputs, generator)
                 losses.append(float(method.loss(*inputs, *classes)))
         return sum(losses) / len(losses)
 

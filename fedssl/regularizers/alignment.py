@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedssl.errors import InputError
 from fedssl.losses import info_nce, negative_cosine
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 def alignment(
@@ -74,13 +74,13 @@ class Alignment(Regularizer):
             )
         if temperature <= 0:
             raise InputError(f"regularizer.temperature={temperature} must be positive; LW-FedSSL uses 0.2")
-        self.on = "encoder" if weight else None
+        self.part = "encoder" if weight else None
         self.weight = weight
         self.distance = distance
         self.temperature = temperature
         self.received: nn.Module | None = None
 
-    def start(self, method: SSLMethod) -> None:
+    def on_train_start(self, method: SSLMethod) -> None:
         """Copy the encoder as it is now."""
         if not self.weight:
             return
@@ -89,7 +89,7 @@ class Alignment(Regularizer):
         else:
             self.received.load_state_dict(method.encoder.state_dict())
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         """Loss with the distance from the copy's representations added."""
         if self.received is None or step.z1 is None or step.z2 is None:
             return loss

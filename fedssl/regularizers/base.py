@@ -9,7 +9,7 @@ from fedssl.methods.base import SSLMethod
 
 
 @dataclass(frozen=True)
-class Step:
+class RegularizerInput:
     """Values of one training step that a regulariser may use.
 
     Attributes
@@ -19,7 +19,7 @@ class Step:
     view1, view2 : Tensor
         The two views of the batch as `SSLMethod.loss` gets them.
     z1, z2 : Tensor or None
-        Outputs for the two views of the part that `Regularizer.part_of` names, ``(batch, dim)``, with gradient; None
+        Outputs for the two views of the part that `Regularizer.resolve_part` names, ``(batch, dim)``, with gradient; None
         if it names none.
     generator : torch.Generator
         CPU generator of all random numbers in this training.
@@ -38,50 +38,50 @@ class Regularizer:
 
     Attributes
     ----------
-    on : str or None
+    part : str or None
         Part of the method whose outputs the term needs: "encoder" or "projector".
-    repeatable : bool
-        Whether `add_to` does the same to other numbers in every step of as many images, in memory that stays where it
-        is from one `start` to the next, so that a GPU can record it.
+    cuda_graph_safe : bool
+        Whether `apply` does the same to other numbers in every step of as many images, in memory that stays where it
+        is from one `on_train_start` to the next, so that a GPU can record it.
     """
 
-    on: str | None = None
-    repeatable: bool = True
+    part: str | None = None
+    cuda_graph_safe: bool = True
 
-    def start(self, method: SSLMethod) -> None:
+    def on_train_start(self, method: SSLMethod) -> None:
         """Prepare for one client's local training, which starts from ``method`` as it is now."""
 
-    def part_of(self, method: SSLMethod) -> str | None:
+    def resolve_part(self, method: SSLMethod) -> str | None:
         """Part of this method whose outputs the term gets; None: it needs none."""
-        return self.on
+        return self.part
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         """Loss with the term added, a scalar.
 
         Parameters
         ----------
         loss : Tensor
             Loss of the method, a scalar.
-        step : Step
+        step : RegularizerInput
             Values of the training step.
         """
         return loss
 
 
-class Both(Regularizer):
+class CombinedRegularizer(Regularizer):
     """The term of a regulariser, and one more, which looks at weights alone."""
 
-    repeatable = False  # it is made anew for every client
+    cuda_graph_safe = False  # it is made anew for every client
 
     def __init__(self, first: Regularizer, second: Regularizer) -> None:
         self._first, self._second = first, second
 
-    def start(self, method: SSLMethod) -> None:
-        self._first.start(method)
-        self._second.start(method)
+    def on_train_start(self, method: SSLMethod) -> None:
+        self._first.on_train_start(method)
+        self._second.on_train_start(method)
 
-    def part_of(self, method: SSLMethod) -> str | None:
-        return self._first.part_of(method)
+    def resolve_part(self, method: SSLMethod) -> str | None:
+        return self._first.resolve_part(method)
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
-        return self._second.add_to(self._first.add_to(loss, step), step)
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
+        return self._second.apply(self._first.apply(loss, step), step)

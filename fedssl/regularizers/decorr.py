@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.losses import at_least_float32
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 def feature_decorrelation(z: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class Decorrelation(Regularizer):
             raise InputError(
                 f"regularizer.part={part} is unknown; set regularizer.part=projector or regularizer.part=encoder"
             )
-        self.on = part if weight else None
+        self.part = part if weight else None
         self.weight = weight
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         """Loss with the correlations of both views added."""
         if step.z1 is None or step.z2 is None:
             return loss

@@ -27,7 +27,7 @@ from fedssl.losses import at_least_float32
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.threads import one_thread
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.optimal_transport import coupling, penalties, unmatched
 
 TANGENT_SPACES = 6  # of the authors' code
@@ -173,21 +173,21 @@ class FUR(Regularizer):
             raise InputError(f"regularizer.tolerance={tolerance} must not be negative; 0 takes all steps")
         if gpu_iter < 0:
             raise InputError(f"regularizer.gpu_iter={gpu_iter} must not be negative; 0 waits for the GPU at every step")
-        self.on = part if weight else None
+        self.part = part if weight else None
         self.weight = weight
         self.variant = variant
         self.reduction = reduction
         self.transport = partial(uot_uniformity, cost_scale=cost_scale, tau_a=tau_a, tau_b=tau_b)
         self.until = (max_iter, tolerance)
         self.until_on_gpu = (gpu_iter, 0.0) if gpu_iter else self.until
-        self.repeatable = bool(gpu_iter) or variant == "tangent_swd" or not weight
+        self.cuda_graph_safe = bool(gpu_iter) or variant == "tangent_swd" or not weight
 
-    def part_of(self, method: SSLMethod) -> str | None:
+    def resolve_part(self, method: SSLMethod) -> str | None:
         """The part that was chosen, or the encoder where it is a projector and there is none."""
         parts = [name for name, _ in method.named_children()]
-        return "encoder" if self.on == "projector" and "projector" not in parts else self.on
+        return "encoder" if self.part == "projector" and "projector" not in parts else self.part
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         """Loss with the divergence of both views added."""
         if step.z1 is None or step.z2 is None:
             return loss

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 class _HalfSquaredDistance(torch.autograd.Function):
@@ -69,7 +69,7 @@ class Proximal(Regularizer):
         self._trained: list[Tensor] = []
         self._start: list[Tensor] = []
 
-    def start(self, method: SSLMethod) -> None:
+    def on_train_start(self, method: SSLMethod) -> None:
         """Copy the trained parameters as they are now."""
         trained: list[Tensor] = [parameter for parameter in method.parameters() if parameter.requires_grad]
         if list(map(id, trained)) != list(map(id, self._trained)):
@@ -77,6 +77,6 @@ class Proximal(Regularizer):
         with torch.no_grad():
             torch._foreach_copy_(self._start, trained)
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         """Loss with the proximal term added."""
         return loss + proximal(self._trained, self._start, weight=self.weight)

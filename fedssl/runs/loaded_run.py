@@ -18,13 +18,13 @@ from fedssl.datasets.base import load_any
 from fedssl.errors import InputError
 from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import copied_layers, load_layers, travelling_names
 from fedssl.plots.style import line_style
 from fedssl.runs.run import strategy_of
 from fedssl.runs.snapshots import KeptRound, kept_rounds, read_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 
 # What a run folder may not choose for whoever looks into it: where decoded images are written, and an engine.
@@ -53,7 +53,7 @@ class LoadedRun:
     @cached_property
     def method(self) -> SSLMethod:
         """The method, as it is before the first round."""
-        return build(self.settings.model).to(self.device)
+        return build_method(self.settings.model).to(self.device)
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
@@ -79,12 +79,12 @@ class LoadedRun:
 
     def untrained(self) -> Layers:
         """Layers of the model before the first round."""
-        method = build(self.settings.model)
+        method = build_method(self.settings.model)
         return copied_layers(method, travelling_names(method))
 
     def layers(self, file: Path) -> Layers:
         """Layers of one of the models that are kept; raises `InputError` if the file is damaged."""
-        return read_layers(file, self.method.tensors)
+        return read_layers(file, self.method.named_tensors)
 
     def only_model(self, kept: KeptRound, *, figure: str) -> Path:
         """The server's model after a round; raises `InputError` if there are several."""
@@ -104,7 +104,7 @@ class LoadedRun:
         InputError
             The file is damaged, or lacks layers of the encoder, as where a strategy exchanges some of them only.
         """
-        with at_stage(self.method, depth=phase_at(self.phases, round).depth):
+        with set_active_stages(self.method, depth=phase_at(self.phases, round).depth):
             layers = self.layers(file)
             needed = {name for name in travelling_names(self.method) if name.startswith("encoder.")}
             if not layers.keys() >= needed:

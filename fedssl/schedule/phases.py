@@ -30,9 +30,9 @@ class Phase:
         Its first round and how many there are.
     depth, frozen : int
         Stages of the encoder that run, and how many of these, from the first on, are not trained.
-    transfer : bool
+    weight_transfer : bool
         Whether the encoder's newest stage begins with the weights of the one before (Section 5.1 and Appendix B.2).
-    dropout : float
+    depth_dropout : float
         Depth dropout: probability that a frozen stage is left out of a training step.
     """
 
@@ -41,8 +41,8 @@ class Phase:
     rounds: int
     depth: int
     frozen: int = 0
-    transfer: bool = False
-    dropout: float = 0.0
+    weight_transfer: bool = False
+    depth_dropout: float = 0.0
 
 
 def make_phases(settings: ScheduleSettings, *, stages: int) -> list[Phase]:
@@ -73,7 +73,7 @@ def layer_wise(
     depth : int
         Stages of the encoder.
     rounds_per_stage : str or sequence of int
-        See `divide`.
+        See `split_rounds`.
     weight_transfer : bool
         Whether a new stage begins with the weights of the one before, where shapes allow it.
     depth_dropout : float
@@ -88,7 +88,15 @@ def layer_wise(
     if not 0 <= depth_dropout < 1:
         raise InputError(f"schedule.depth_dropout={depth_dropout} must be at least 0 and below 1; 0 turns it off")
     return [
-        Phase(number=s, first=first, rounds=n, depth=s, frozen=s - 1, transfer=weight_transfer, dropout=depth_dropout)
+        Phase(
+            number=s,
+            first=first,
+            rounds=n,
+            depth=s,
+            frozen=s - 1,
+            weight_transfer=weight_transfer,
+            depth_dropout=depth_dropout,
+        )
         for s, first, n in _stretches(rounds, depth, rounds_per_stage)
     ]
 
@@ -98,12 +106,12 @@ def progressive(
 ) -> list[Phase]:
     """Stages 1 to s run in phase s, and all of them are trained; parameters as in `layer_wise`."""
     return [
-        Phase(number=s, first=first, rounds=n, depth=s, transfer=weight_transfer)
+        Phase(number=s, first=first, rounds=n, depth=s, weight_transfer=weight_transfer)
         for s, first, n in _stretches(rounds, depth, rounds_per_stage)
     ]
 
 
-def divide(rounds: int, stages: int, shares: str | Sequence[int]) -> list[int]:
+def split_rounds(rounds: int, stages: int, shares: str | Sequence[int]) -> list[int]:
     """How many rounds each stage gets.
 
     Parameters
@@ -150,5 +158,5 @@ def phase_at(phases: Sequence[Phase], round: int) -> Phase:
 
 def _stretches(rounds: int, depth: int, shares: str | Sequence[int]) -> list[tuple[int, int, int]]:
     """Number, first round and rounds of every phase."""
-    counts = divide(rounds, depth, shares)
+    counts = split_rounds(rounds, depth, shares)
     return [(number, 1 + sum(counts[: number - 1]), count) for number, count in enumerate(counts, start=1)]

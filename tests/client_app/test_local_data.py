@@ -7,8 +7,8 @@ from client_app.local_data import Sample
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
-from fedssl.methods.build import build
-from fedssl.schedule.stages import at_stage
+from fedssl.methods.build import build_method
+from fedssl.schedule.stages import set_active_stages
 from fedssl.training import LocalTraining
 
 WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
@@ -16,7 +16,7 @@ WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
 
 def sample(*overrides, place=(0, "choose", 1, 2), before_step=lambda: None):
     settings = compose([*WORDS, *overrides])
-    method = build(settings.model)
+    method = build_method(settings.model)
     images = load_federated(settings.data)
     labels = images.labels if method.uses_labels else None
     made = Sample(
@@ -35,13 +35,13 @@ def sample(*overrides, place=(0, "choose", 1, 2), before_step=lambda: None):
 @pytest.mark.parametrize("name", ["simclr", "byol", "supervised"])
 def test_calls_see_the_same(name, frozen):
     images, method = sample(f"method={name}")
-    with at_stage(method, depth=3, frozen=frozen):
+    with set_active_stages(method, depth=3, frozen=frozen):
         losses = {images.loss(method, 24) for _ in range(3)}
         assert len(losses) == 1
         one, other = (images.represent(method, 24) for _ in range(2))
         assert one.shape == (24, method.encoder.feature_dim)
         assert one.equal(other)
-        assert method.encoder.span.frozen == frozen
+        assert method.encoder.active_stages.frozen == frozen
 
 
 def test_other_rounds_and_clients_see_others():

@@ -50,12 +50,12 @@ def test_the_schedules_of_lw_fedssl(name):
     settings = compose([f"experiment=lw_fedssl/{name}", "encoder.width=12"])
     phases = make_phases(settings.model.schedule, stages=12)
     frozen = [phase.frozen for phase in phases]
-    dropout = {phase.dropout for phase in phases}
+    dropout = {phase.depth_dropout for phase in phases}
     if name in ("fedmoco", "fedbyol", "fedsimclr"):
         assert len(phases) == 1
     else:
         assert [phase.rounds for phase in phases] == [15] * 12
-        assert all(phase.transfer for phase in phases)
+        assert all(phase.weight_transfer for phase in phases)
         assert frozen == ([0] * 12 if name == "prog_fedssl" else list(range(12)))
     assert dropout == ({0.5} if name == "fll" else {0.0})
     schedule = LRSchedule(settings.lr_schedule.make(), phases, settings.rounds)

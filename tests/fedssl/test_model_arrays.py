@@ -34,7 +34,7 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
     assert federation.report.dropped == {}
 
     method, travelling = federation.method, set(travelling_names(federation.method))
-    assert travelling.isdisjoint({*kept_names(method), *method.gathered, *method.shared})
+    assert travelling.isdisjoint({*kept_names(method), *method.uploaded_parts, *method.broadcast_parts})
     needs = set(federation.strategy.travels(method).required_metrics)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         several = ["arrays-1"] if name in ("featarc", "clustered") else []  # models to choose from
@@ -44,11 +44,11 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
         known = {"round", "settings", "keep-from", "lr-factor", "code", "transport", "metrics", "upload-names"}
         assert set(plan["plan"]) <= known
         assert set(plan["arrays"]) <= travelling
-        assert set(plan["shared"]) == set(method.shared)
+        assert set(plan["shared"]) == set(method.broadcast_parts)
         assert set(update) == {"arrays", "gathered", "metrics", "answers"}
         up = plan["plan"].get("upload-names")
         assert set(update["arrays"]) == (travelling if up is None else set(up.splitlines()))
-        assert set(update["gathered"]) == set(method.gathered)
+        assert set(update["gathered"]) == set(method.uploaded_parts)
         assert set(update["metrics"]) == needs | set(federation.settings.algorithm.metrics)
 
 

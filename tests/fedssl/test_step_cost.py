@@ -9,13 +9,13 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.encoders import vit_tiny
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers.alignment import Alignment
 from fedssl.regularizers.base import Regularizer
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import TensorMemory, step_cost
 from fedssl.training import LocalTraining, train
 from fedssl.wire.messages import ARRAYS
@@ -52,7 +52,7 @@ def make_images(number=BATCH, size=4):
 
 
 def adam(method):
-    return torch.optim.AdamW([method.tensors[name] for name in method.trainable], lr=0.01)
+    return torch.optim.AdamW([method.named_tensors[name] for name in method.trainable], lr=0.01)
 
 
 def cost_of(method, *, images=None, optimizer=None, **options):
@@ -87,7 +87,7 @@ def test_frozen_stages_count_forward_and_once_for_all_networks(precision):
     frozen = PATCHES + LINEAR + ATTENTION
     target = LINEAR + ATTENTION
     expected = 2 * 2 * (frozen + TRAINED_BLOCK + target + HEADS + SCORES)
-    with at_stage(method, depth=2, frozen=1):
+    with set_active_stages(method, depth=2, frozen=1):
         assert cost_of(method, precision=precision).flops_per_image == expected
         # Alignment: the received block, and scores of representations with those of the other view.
         aligned = cost_of(method, precision=precision, regularizer=Alignment())
@@ -97,17 +97,17 @@ def test_frozen_stages_count_forward_and_once_for_all_networks(precision):
 def test_stages_that_do_not_run_cost_nothing():
     method = moco()
     expected = 2 * 2 * (2 * PATCHES + TRAINED_BLOCK + PATCHES + LINEAR + ATTENTION + HEADS + SCORES)
-    with at_stage(method, depth=1):
+    with set_active_stages(method, depth=1):
         assert cost_of(method).flops_per_image == expected
 
 
 def test_depth_dropout_counts_as_its_expectation():
     method = moco(depth=3)
-    with at_stage(method, depth=3, frozen=2):
+    with set_active_stages(method, depth=3, frozen=2):
         without = cost_of(method)
-    with at_stage(method, depth=3, frozen=2, dropout=0.25):
+    with set_active_stages(method, depth=3, frozen=2, depth_dropout=0.25):
         dropped = cost_of(method)
-        assert method.encoder.span.dropout == 0.25
+        assert method.encoder.active_stages.depth_dropout == 0.25
     assert dropped.flops_per_image == without.flops_per_image - 0.25 * 2 * 2 * 2 * (LINEAR + ATTENTION)
     assert dropped.peak_memory == without.peak_memory
 
@@ -121,7 +121,7 @@ def test_parameters():
     cost = cost_of(method)
     assert cost.trained_parameters == stem + 2 * block + last_norm + projector + predictor
     assert cost.resident_parameters == cost.trained_parameters + stem + 2 * block + last_norm + projector
-    with at_stage(method, depth=2, frozen=1):
+    with set_active_stages(method, depth=2, frozen=1):
         cost = cost_of(method)
     assert cost.trained_parameters == block + last_norm + projector + predictor
     # The frozen part is there once: the target uses what it puts out.
@@ -173,7 +173,7 @@ def test_memory_of_activations_by_hand():
 def test_memory_is_what_the_profiler_says(tmp_path):
     method = moco(depth=3, size=16, width=32, hidden=64)
     images, optimizer, regularizer = make_images(64, size=16), adam(method), Alignment()
-    with at_stage(method, depth=3, frozen=1):
+    with set_active_stages(method, depth=3, frozen=1):
         measured = cost_of(method, images=images, optimizer=optimizer, regularizer=regularizer).peak_memory
         generator = torch.Generator()
         one_step(method, optimizer, regularizer, images, generator)
@@ -195,7 +195,7 @@ def test_frozen_stages_keep_no_activations():
     method = moco(depth=6, size=16, width=32)
 
     def peak(depth, frozen):
-        with at_stage(method, depth=depth, frozen=frozen):
+        with set_active_stages(method, depth=depth, frozen=frozen):
             return cost_of(method, images=make_images(64, size=16)).peak_memory
 
     stages = [peak(number, number - 1) for number in range(2, 7)]
@@ -207,11 +207,11 @@ def test_frozen_stages_keep_no_activations():
 
 def test_frozen_stages_of_a_resnet_save_memory_and_computation():
     settings = compose(["dataset=digits", "encoder=resnet18", "method=simclr", "schedule=layer_wise", "rounds=4"])
-    method = build(settings.model)
-    optimizer = torch.optim.SGD([method.tensors[name] for name in method.trainable], lr=0.1)
+    method = build_method(settings.model)
+    optimizer = torch.optim.SGD([method.named_tensors[name] for name in method.trainable], lr=0.1)
     images = torch.zeros(16, 1, 8, 8, dtype=torch.uint8)
     whole = cost_of(method, images=images, optimizer=optimizer)
-    with at_stage(method, depth=4, frozen=3):
+    with set_active_stages(method, depth=4, frozen=3):
         last = cost_of(method, images=images, optimizer=optimizer)
     assert last.peak_memory < whole.peak_memory
     assert last.flops < whole.flops
@@ -223,10 +223,10 @@ def test_frozen_stages_of_a_resnet_save_memory_and_computation():
 def test_optimiser_state_exists_for_what_is_trained_only():
     method = moco(depth=3)
     optimizer = adam(method)
-    with at_stage(method, depth=2, frozen=1):
+    with set_active_stages(method, depth=2, frozen=1):
         one_step(method, optimizer, Regularizer(), make_images(), torch.Generator())
         trained = cost_of(method).trained_parameters
-    names = {id(method.tensors[name]): name for name in method.trainable}
+    names = {id(method.named_tensors[name]): name for name in method.trainable}
     parts = {names[id(parameter)].removeprefix("encoder.encoder.") for parameter in optimizer.state}
     assert {part.partition(".")[0] for part in parts} == {"layers", "ln", "projector", "predictor"}
     assert {part.split(".")[1] for part in parts if part.startswith("layers")} == {"encoder_layer_1"}
@@ -256,7 +256,7 @@ def test_only_what_is_trained_is_serialised(tmp_path):
 def test_a_measurement_leaves_every_bit(stage, started):
     def after(measured):
         method = moco(depth=3)
-        with at_stage(method, depth=stage[0], frozen=stage[1]):
+        with set_active_stages(method, depth=stage[0], frozen=stage[1]):
             return after_steps(method, measured)
 
     def after_steps(method, measured):
@@ -308,7 +308,7 @@ def same(one, other):
 )
 def test_every_method_and_regularizer_can_be_measured(overrides):
     settings = compose(["dataset=digits", "encoder.width=4", *overrides])
-    method = build(settings.model)
+    method = build_method(settings.model)
     images, labels = make_images(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
     costs = [
@@ -349,7 +349,7 @@ def test_the_layout_of_images_reaches_the_measurement(monkeypatch):
             f"channels_last={str(channels_last).lower()}",
         ]
         settings = compose(overrides)
-        method = build(settings.model)
+        method = build_method(settings.model)
         step_cost(method, images=images, training=LocalTraining.prepare(settings.training, method))
         assert layouts == [channels_last] * 2
 
@@ -359,7 +359,7 @@ def test_on_a_gpu():
     settings = compose(["dataset=digits", "encoder.width=8", "method=moco_v3"])
     found = {}
     for device in ("cpu", "cuda"):
-        method = build(settings.model).to(device)
+        method = build_method(settings.model).to(device)
         state = torch.cuda.get_rng_state()
         found[device] = step_cost(
             method,

@@ -8,9 +8,9 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.machine import devices
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import copied_layers, kept_names, take_layers, travelling_names
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive_seed, torch_generator
 from fedssl.training import LocalTraining, batches, train
@@ -41,7 +41,7 @@ def test_an_epoch_sees_every_image_once_in_nearly_equal_batches(num_images, batc
     ("num_images", "batch_size", "sizes"), [(4, 3, [4]), (5, 3, [5]), (7, 3, [4, 3]), (9, 3, [3, 3, 3]), (2, 3, [2])]
 )
 def test_no_batch_is_smaller_than_what_the_method_learns_from(num_images, batch_size, sizes):
-    epoch = batches(torch.arange(num_images), batch_size, generator=torch_generator(0, "x"), smallest=3)
+    epoch = batches(torch.arange(num_images), batch_size, generator=torch_generator(0, "x"), min_batch_size=3)
     assert [len(batch) for batch in epoch] == sizes
 
 
@@ -60,7 +60,7 @@ class Toy(SSLMethod):
     def loss(self, view1, view2):
         return self.encoder.weight.squeeze() * view1.mean()
 
-    def after_step(self):
+    def on_step_end(self):
         self.steps += 1
 
 
@@ -137,21 +137,21 @@ def test_the_proximal_term_equals_its_equation():
 def test_frozen_parameters_have_no_proximal_term():
     method, regularizer = Toy(), Proximal(weight=2.0)
     method.untrained = nn.Parameter(torch.ones(1), requires_grad=False)
-    regularizer.start(method)
+    regularizer.on_train_start(method)
     method.untrained.data.fill_(9.0)
-    step = Step(method, torch.ones(1), torch.ones(1), None, None, torch_generator(0, "x"))
-    assert regularizer.add_to(torch.tensor(1.5), step).item() == 1.5
+    step = RegularizerInput(method, torch.ones(1), torch.ones(1), None, None, torch_generator(0, "x"))
+    assert regularizer.apply(torch.tensor(1.5), step).item() == 1.5
 
 
 class Outputs(Regularizer):
     """Collects what it sees."""
 
-    on = "encoder"
+    part = "encoder"
 
     def __init__(self):
         self.seen = []
 
-    def add_to(self, loss, step):
+    def apply(self, loss, step):
         self.seen.append((step.z1, step.z2))
         return loss
 
@@ -201,12 +201,12 @@ def test_the_layout_of_the_views():
 def trained(overrides):
     """Layers after local training as a client prepares it, and the weights' own layout."""
     settings = compose(["dataset=cifar10", "encoder.width=8", "batch_size=8", "local_epochs=2", *overrides])
-    method = build(settings.model)
+    method = build_method(settings.model)
     method.start_round(first=True)
     images = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
     training = LocalTraining.prepare(settings.training, method)
     train(method, images, torch.arange(20), training=training, generator=torch_generator(0, "train"))
-    weight = method.tensors["encoder.blocks.1.0.weight"]
+    weight = method.named_tensors["encoder.blocks.1.0.weight"]
     layers = {**copied_layers(method, kept_names(method)), **take_layers(method, travelling_names(method))}
     return layers, weight.is_contiguous(memory_format=torch.channels_last)
 

@@ -26,7 +26,7 @@ class Small(SSLMethod):
         self.encoder.weight = nn.Parameter(torch.from_numpy(LAYERS["encoder.weight"].copy()))
         self.encoder.bn = nn.Module()
         self.encoder.bn.register_buffer("running_mean", torch.from_numpy(LAYERS["encoder.bn.running_mean"].copy()))
-        self.encoder.divide(stages=(), widths=())
+        self.encoder.define_stages(stages=(), widths=())
 
 
 def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metrics=(), **updates):

@@ -10,10 +10,10 @@ from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import travelling_layers
 from fedssl.runs.representations import read_representations
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from server_app.collapse_monitor import Monitor, summary, warn_of_collapse
 from simulation.cli import run
@@ -25,7 +25,7 @@ TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "lo
 
 def monitor(*overrides):
     settings = compose([*TINY, *overrides])
-    method = build(settings.model)
+    method = build_method(settings.model)
     watch = Monitor(
         method,
         data=settings.data,
@@ -69,7 +69,7 @@ def test_representations_of_test_images_are_kept():
     # Among all test images, those with these representations have these labels.
     settings = compose(TINY)
     data = settings.data
-    test, encoder = load(data, "test"), build(settings.model).encoder.eval()
+    test, encoder = load(data, "test"), build_method(settings.model).encoder.eval()
     with torch.no_grad():
         everything = encoder((test.images / 255 - data.mean[0]) / data.std[0])
     distance = torch.cdist(torch.from_numpy(kept.h[0]).float(), torch.nn.functional.normalize(everything))
@@ -86,7 +86,7 @@ def test_a_spectrum_takes_two_test_images_for_every_dimension():
     data, generator = settings.data, torch_generator(settings.seed, "shown")
     test = load(data, "test").images[torch.randperm(359, generator=generator)[:32]]
     with torch.no_grad():
-        h = build(settings.model).encoder.eval()((test / 255 - data.mean[0]) / data.std[0]).double()
+        h = build_method(settings.model).encoder.eval()((test / 255 - data.mean[0]) / data.std[0]).double()
     expected = torch.linalg.svdvals(torch.cov((h / h.norm(dim=1, keepdim=True)).T, correction=0))
     torch.testing.assert_close(torch.tensor(found["singular_values"]).double(), expected, rtol=1e-4, atol=1e-7)
     watch, layers = monitor("health_pictures=10", "dataset.test_limit=20")
@@ -108,7 +108,7 @@ def test_stages_that_do_not_run_are_not_needed():
     first = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.0.")}
     watch.observe(0, first)
     assert len(watch.finish({GLOBAL: layers}).rows) == 1
-    with at_stage(watch._method, depth=1):
+    with set_active_stages(watch._method, depth=1):
         watch.observe(0, first)
         kept = watch.finish({GLOBAL: layers}).representations
     assert kept.h.shape == (2, 40, 4)  # as wide as the first stage

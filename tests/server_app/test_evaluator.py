@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy, extract
 from fedssl.evaluation.probes import Probes
 from fedssl.evaluation.scores import Score, over_models
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
 from server_app.evaluator import Evaluator
@@ -67,7 +67,7 @@ def evaluator(*overrides: str, protocol: str = "KNN", final: str = "KNN") -> tup
     evaluation = replace(settings.evaluation, protocol=components[0], final_protocol=components[1])
     device = torch.device("cpu")
     made = Evaluator(evaluation, data=settings.data, rounds=3, device=device, seed=0)
-    return made, build(settings.model), settings.data
+    return made, build_method(settings.model), settings.data
 
 
 def judge(made, method):

@@ -8,7 +8,7 @@ import torch
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from server_app.build import make_lr_schedule
 from server_app.round import Round
 from server_app.teacher import give_teacher
@@ -19,14 +19,14 @@ WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]
 
 def save(folder, *overrides):
     settings = compose(["encoder.width=4", "seed=3", *overrides])
-    file, encoder, data = folder / "encoder.pt", build(settings.model).encoder, settings.data
+    file, encoder, data = folder / "encoder.pt", build_method(settings.model).encoder, settings.data
     save_encoder(file, encoder, settings=settings.model.encoder.values, mean=data.mean, std=data.std, metadata={})
     return file, encoder
 
 
 def give(*overrides):
     settings = compose([*WORDS, *overrides])
-    method = build(settings.model)
+    method = build_method(settings.model)
     make_lr_schedule(settings, method)
     give_teacher(method, settings.teacher, data=settings.data)
     return method
@@ -37,7 +37,7 @@ def test_the_weights_of_the_file_become_the_teachers(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         method = give(f"teacher={file}")
     for name, value in encoder.state_dict().items():
-        assert torch.equal(method.tensors[f"teacher.{name}"], value), name
+        assert torch.equal(method.named_tensors[f"teacher.{name}"], value), name
     assert not torch.equal(method.encoder.state_dict()[name], value) or not value.is_floating_point()
     assert not caplog.records
 
@@ -78,7 +78,7 @@ def test_another_method_takes_no_teacher(tmp_path):
     file, _ = save(tmp_path)
     settings = compose(["encoder.width=4", f"teacher={file}"])
     with pytest.raises(InputError, match="but SimCLR learns from no teacher"):
-        give_teacher(build(settings.model), settings.teacher, data=settings.data)
+        give_teacher(build_method(settings.model), settings.teacher, data=settings.data)
 
 
 def test_a_file_that_is_no_encoder(tmp_path):

@@ -100,7 +100,7 @@ def test_a_round_is_evaluated_with_the_stages_that_ran_in_it(tmp_path, monkeypat
 
     def noted(self, models, *, final=False):
         (model,) = models
-        depths.append(model[1].encoder.span.depth)
+        depths.append(model[1].encoder.active_stages.depth)
         return evaluate(self, [model], final=final)
 
     monkeypatch.setattr(Evaluator, "evaluate", noted)

@@ -88,11 +88,11 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
         plan = TrainPlan.from_content(federation.plans[2 + client])
         assert set(state) == set(kept_names(federation.method))  # BYOL's target; all else is with the server
         federation.strategy.client.load(federation.method, plan, state)
-        assert set(own) | set(state) == set(federation.method.tensors)
+        assert set(own) | set(state) == set(federation.method.named_tensors)
         for name, array in own.items():
-            assert torch.equal(federation.method.tensors[name], torch.from_numpy(array)), name
+            assert torch.equal(federation.method.named_tensors[name], torch.from_numpy(array)), name
         for name, value in state.items():
-            assert torch.equal(federation.method.tensors[name], value), name
+            assert torch.equal(federation.method.named_tensors[name], value), name
 
 
 def test_the_newest_model_of_every_client_is_evaluated(tmp_path):

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
 
 from fedssl.errors import InputError
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.attempts import run_round
@@ -354,7 +354,7 @@ def test_one_model_is_federated_averaging(tmp_path):
 def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
     federation = Federation(tmp_path, *overrides, f"schedule={schedule}", "rounds=4", "num_clients=3", "threads=1")
     for round in range(4):
-        with at_stage(federation.method, depth=round + 1):  # as the server does
+        with set_active_stages(federation.method, depth=round + 1):  # as the server does
             federation.run(1)
     assert federation.report.dropped == {}
     assert federation.state.memory[ASSIGNMENTS].keys() == {0, 1, 2}

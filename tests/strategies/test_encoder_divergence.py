@@ -13,13 +13,13 @@ from fedssl.config.load import compose
 from fedssl.config.overrides import groups
 from fedssl.encoders import Encoder, resnet18, vit_tiny
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copied_layers, travelling_layers
 from fedssl.schedule.phases import make_phases
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from simulation.cli import run
 from strategies.encoder_divergence import DISTANCES, distance_names, divergence, encoder_divergence
 
@@ -85,11 +85,11 @@ def test_distance_by_hand(encoder, frozen, distance, expected):
     method = Plain(encoder())
     for name in frozen:
         method.encoder.get_submodule(name).requires_grad_(False)
-    start = copied_layers(method, method.tensors)
+    start = copied_layers(method, method.named_tensors)
     assert encoder_divergence(method, start, distance=distance) == 0
     with torch.no_grad():
         for name, move in MOVES.items():
-            method.tensors[name].add_(move)
+            method.named_tensors[name].add_(move)
     assert encoder_divergence(method, start, distance=distance) == pytest.approx(expected, rel=1e-6)
 
 
@@ -146,15 +146,17 @@ SMALL = {
 def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
     overrides = [f"encoder={encoder}", f"schedule={schedule}", *SMALL.get(encoder, [])]
     settings = compose([*overrides, "method.projector.hidden=8"]).model
-    method = build(settings)
+    method = build_method(settings)
     phases = make_phases(settings.schedule, stages=len(method.encoder.stage_names))
     assert schedule == "end_to_end" or len(phases) > 2
     random = torch.Generator().manual_seed(0)
     for phase, distance in [(phase, distance) for phase in phases for distance in DISTANCES]:
-        with at_stage(method, depth=phase.depth, frozen=phase.frozen):
-            start, found = copied_layers(method, method.tensors), []
+        with set_active_stages(method, depth=phase.depth, frozen=phase.frozen):
+            start, found = copied_layers(method, method.named_tensors), []
             trained = [
-                tensor for name, tensor in method.tensors.items() if name in distance_names(method, distance=distance)
+                tensor
+                for name, tensor in method.named_tensors.items()
+                if name in distance_names(method, distance=distance)
             ]
             for size in (0, 0.1, 10):
                 with torch.no_grad():

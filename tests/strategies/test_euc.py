@@ -108,13 +108,13 @@ class Blocks(Encoder):
         super().__init__()
         for number, module in enumerate(modules):
             self.add_module(str(number), module)
-        self.divide(stages=(), widths=())
+        self.define_stages(stages=(), widths=())
 
 
 class Toy(SSLMethod):
     """All kinds of layers, and a part that never travels."""
 
-    kept = ("target_encoder",)
+    local_parts = ("target_encoder",)
 
     def __init__(self):
         super().__init__()
@@ -178,12 +178,12 @@ class Toys:
             plan, client = TrainPlan.from_content(message.content), context.node_config["partition-id"]
             other = EUC(interval=2) if isinstance(strategy, EUC) else FedAvg()  # another object than the server's
             half = other.client
-            for value in self.method.tensors.values():
+            for value in self.method.named_tensors.values():
                 value.data.fill_(7777)  # whatever the client before left behind
             state = self.states.get(client)
             begun_with = half.load(self.method, plan, state)
-            self.begun[plan.round, client] = {name: value.clone() for name, value in self.method.tensors.items()}
-            for name, value in self.method.tensors.items():
+            self.begun[plan.round, client] = {name: value.clone() for name, value in self.method.named_tensors.items()}
+            for name, value in self.method.named_tensors.items():
                 new = trained(name, value.detach().numpy(), round=plan.round, client=client)
                 value.data.copy_(torch.from_numpy(np.asarray(new)))
             kept = half.keep(self.method, plan, start=begun_with, state=state)
@@ -286,7 +286,7 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
         layers = toys.round()
         for name, array in layers.items():
             np.testing.assert_allclose(array, new[name], rtol=1e-5, err_msg=name)
-            assert array.dtype == toys.method.tensors[name].numpy(force=True).dtype
+            assert array.dtype == toys.method.named_tensors[name].numpy(force=True).dtype
         for client, model in begun.items():
             for name, array in model.items():
                 np.testing.assert_allclose(

@@ -59,4 +59,4 @@ def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):
         federation.strategy.client.load(federation.method, plan, state)
         for name in first:
             expected = own[name] if name in norms else first[name]
-            assert torch.equal(federation.method.tensors[name], torch.from_numpy(expected)), name
+            assert torch.equal(federation.method.named_tensors[name], torch.from_numpy(expected)), name

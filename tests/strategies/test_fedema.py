@@ -52,7 +52,7 @@ def make_plan(round, method, seed):
 
 
 def snapshot(method):
-    return {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+    return {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
 
 
 def participate(method, strategy, plan, folder, *, step):
@@ -62,7 +62,7 @@ def participate(method, strategy, plan, folder, *, step):
     began = snapshot(method)
     assert all(np.array_equal(array, began[name]) for name, array in start.items())
     with torch.no_grad():
-        for value in method.tensors.values():
+        for value in method.named_tensors.values():
             value.add_(step if value.ndim == 4 else 1)
     ended = snapshot(method)
     kept = half.keep(method, plan, start=start, state=state)
@@ -192,7 +192,7 @@ def test_without_training_the_global_model_is_taken(tmp_path):
         start = strategy.client.load(method, plan, before)
         assert same(snapshot(method), plan.layers)
         with torch.no_grad():
-            method.tensors[name].add_(step)
+            method.named_tensors[name].add_(step)
         state = strategy.client.keep(method, plan, start=start, state=before)
         assert (LAMBDA in state) == (step > 0)  # set by the first d that is not 0
         save_state(tmp_path, state, round=round, keep_from=0)
@@ -225,8 +225,10 @@ def test_clients_keep_no_more_than_they_need(tmp_path):
     method = make_byol()
     participate(method, FedEMA(), make_plan(1, method, 1), tmp_path, step=0.5)
     kept = set(load_state(tmp_path, before=2))
-    statistics = {name for name in method.tensors if name.startswith(("encoder.", "projector.")) and is_statistic(name)}
-    assert kept == {DISTANCE, LAMBDA, *method.tensors} - statistics
+    statistics = {
+        name for name in method.named_tensors if name.startswith(("encoder.", "projector.")) and is_statistic(name)
+    }
+    assert kept == {DISTANCE, LAMBDA, *method.named_tensors} - statistics
 
 
 # --- stage by stage ---
@@ -244,7 +246,7 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
 
         def load(self, method, plan, state):
             layers = usual(self, method, plan, state)
-            loaded = {name: value.detach().clone().numpy() for name, value in method.tensors.items()}
+            loaded = {name: value.detach().clone().numpy() for name, value in method.named_tensors.items()}
             begun.append((plan, loaded, state))
             return layers
 

@@ -56,13 +56,13 @@ def in_pairs(method):
 
 
 def snapshot(method):
-    return {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+    return {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
 
 
 @torch.no_grad()
 def train(method, *, step):
     """Move every layer, counters included: kernels by ``step``, all others by 1, targets by 2."""
-    for name, value in method.tensors.items():
+    for name, value in method.named_tensors.items():
         kernel = name.startswith("encoder.") and value.ndim == 4
         value.add_(step if kernel else 2 if name.startswith("target_") else 1)
 
@@ -140,9 +140,9 @@ def test_the_first_target_is_a_copy():
     before = snapshot(method)
     with torch.no_grad():
         for name in travelling_names(method):
-            method.tensors[name].add_(1)
+            method.named_tensors[name].add_(1)
     for name, array in before.items():
-        assert np.array_equal(method.tensors[name].detach().numpy(), array) == name.startswith("target_")
+        assert np.array_equal(method.named_tensors[name].detach().numpy(), array) == name.startswith("target_")
 
 
 def test_a_target_that_is_copied_every_round_goes_with_update_both(tmp_path):
@@ -184,7 +184,7 @@ def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, s
         assert bool(state[USE_GLOBAL_PREDICTOR]) == (step == 0.125)
         # No more than the next participation needs.
         parts = {name.partition(".")[0] for name in state}
-        assert parts == {"dapu", *method.kept, *([] if step == 0.125 else [head])}
+        assert parts == {"dapu", *method.local_parts, *([] if step == 0.125 else [head])}
         previous = ended
 
 

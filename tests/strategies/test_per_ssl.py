@@ -12,7 +12,7 @@ from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.model_arrays import kept_names, travelling_layers, travelling_names
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
@@ -36,7 +36,7 @@ def plan_of(layers, round=1):
 
 
 def snapshot(method):
-    return {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+    return {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
 
 
 def personal_of(state):
@@ -52,7 +52,7 @@ def add_one(method):
 
     def train(term: Regularizer) -> None:
         with torch.no_grad():
-            for value in method.tensors.values():
+            for value in method.named_tensors.values():
                 value.add_(1)
 
     return train
@@ -64,7 +64,7 @@ class Slope(torch.nn.Module):
     def __init__(self, v):
         super().__init__()
         self.v = torch.nn.Parameter(torch.tensor(v, dtype=torch.float64))
-        self.tensors = {"v": self.v}
+        self.named_tensors = {"v": self.v}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,11 @@ class Slope(torch.nn.Module):
 def test_a_step_by_hand(weight, expected):
     model = Slope([3.0, -1.0])
     coupling = ProximalTo({"v": np.array([1.0, 1.0])}, weight=weight)
-    coupling.start(model)
+    coupling.on_train_start(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    loss = coupling.add_to((model.v * torch.tensor([4.0, 8.0])).sum(), Step(model, NOTHING, NOTHING, None, None, None))
+    loss = coupling.apply(
+        (model.v * torch.tensor([4.0, 8.0])).sum(), RegularizerInput(model, NOTHING, NOTHING, None, None, None)
+    )
     assert float(loss.detach()) == pytest.approx(12 - 8 + weight / 2 * 8)
     loss.backward()
     optimizer.step()
@@ -97,7 +99,7 @@ def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way(
     state = half.train_own(method, plan_of(received), None, train=add_one(method))
     assert same(snapshot(method), before)  # and is sent as it was
     assert state.keys() == {PERSONAL + name for name in [*travelling_names(method), *kept_names(method)]}
-    assert not method.tensors.keys() & state.keys()
+    assert not method.named_tensors.keys() & state.keys()
     first = personal_of(state)
     for name, array in first.items():  # the target began as a copy of v_k, which is w, not as the trained target
         np.testing.assert_array_equal(array, received[name.removeprefix("target_")] + 1)
@@ -178,7 +180,9 @@ def test_the_larger_the_weight_the_nearer_to_the_global_model(tmp_path):
         federation.run(2)
         received = federation.plans[-1]["arrays"]
         found = personal_layers(folder, 1, before=3)
-        names = [name for name in travelling_names(federation.method) if federation.method.tensors[name].requires_grad]
+        names = [
+            name for name in travelling_names(federation.method) if federation.method.named_tensors[name].requires_grad
+        ]
         distances.append(sum(float(((found[name] - received[name].numpy()) ** 2).sum()) for name in names))
     assert distances[0] > distances[1] > 4 * distances[2]
 

@@ -13,10 +13,10 @@ class Perceptron(Encoder):
         self.first = nn.Sequential(nn.Linear(channels * size * size, width), nn.ReLU())
         self.second = nn.Sequential(nn.Linear(width, width), nn.ReLU())
         self.feature_dim = width
-        self.divide(stages=("first", "second"), widths=(width, width))
+        self.define_stages(stages=("first", "second"), widths=(width, width))
 
     def stem(self, images: Tensor) -> Tensor:
         return images.flatten(1)
 
-    def readout(self, x: Tensor) -> Tensor:
+    def pool(self, x: Tensor) -> Tensor:
         return x

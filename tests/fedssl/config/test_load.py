@@ -10,7 +10,7 @@ from fedssl.config.load import compose, compose_evaluation, load_run, save_run
 from fedssl.config.overrides import CONF, quote
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from strategies.base import StrategyContext
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
@@ -98,7 +98,7 @@ def test_wrong_words_get_one_sentence(overrides, sentence):
 def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(word, sentence):
     settings = compose(["strategy=local_only", word])
     context = StrategyContext(
-        method=build(settings.model),
+        method=build_method(settings.model),
         clients_per_round=settings.clients_per_round,
         num_clients=settings.num_clients,
         calibrated=settings.calibration is not None,

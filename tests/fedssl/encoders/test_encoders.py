@@ -212,9 +212,9 @@ def test_every_yaml_builds(file: str) -> None:
 def test_images_of_another_form_are_one_sentence(encoder: Encoder, shape: tuple[int, ...], message: str) -> None:
     images = torch.rand(2, *shape)
     for attempt in (
-        lambda: encoder.check_pictures(images.shape),
+        lambda: encoder.check_image_shape(images.shape),
         lambda: encoder(images),
-        lambda: encoder.prefix([images], torch.Generator()),
+        lambda: encoder.forward_frozen([images], torch.Generator()),
     ):
         with pytest.raises(InputError, match=message) as caught:
             attempt()
@@ -229,10 +229,10 @@ def test_convolutions_take_images_of_any_size() -> None:
 def test_the_output_of_frozen_stages_is_no_image() -> None:
     """Its channels and size are its own; a bare encoder that does not say what it takes is not checked."""
     encoder = vit_tiny(channels=3, size=8, depth=2)
-    encoder.span.frozen = 1
-    (x,) = encoder.prefix([torch.rand(2, 3, 8, 8)], torch.Generator())
+    encoder.active_stages.frozen = 1
+    (x,) = encoder.forward_frozen([torch.rand(2, 3, 8, 8)], torch.Generator())
     assert encoder(x).shape == (2, 192)
-    Encoder().check_pictures((7, 5, 6))
+    Encoder().check_image_shape((7, 5, 6))
 
 
 @pytest.mark.parametrize("build", [conv_small, resnet18, resnet50])

@@ -12,7 +12,7 @@ from fedssl.config.settings import Component
 from fedssl.evaluation import few_labels, fine_tune, knn, linear, trained_linear
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.subject import Labelled, make_subject
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 
 SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
 MODULES = (few_labels, fine_tune, knn, linear, trained_linear)
@@ -56,7 +56,7 @@ def made(name):
 def subject():
     settings = compose(SMALL)
     torch.manual_seed(0)
-    found = make_subject(build(settings.model).encoder, settings.data, device=torch.device("cpu"))
+    found = make_subject(build_method(settings.model).encoder, settings.data, device=torch.device("cpu"))
     with torch.no_grad():  # statistics of batch norm, so that features differ
         for _ in range(20):
             found.encoder.train()((found.train.images.float() / 255 - found.mean[0]) / found.std[0])

@@ -194,11 +194,11 @@ def test_the_map_of_an_encoder_before_pooling():
     encoder = conv_small(channels=1, size=8, width=4).eval()
     images = torch.randn(3, 1, 8, 8)
     h = encoder(images)
-    encoder.unpooled = True
+    encoder.return_feature_map = True
     found = encoder(images)
     assert found.shape == (3, 16 * 2 * 2)
     torch.testing.assert_close(found.view(3, 16, -1).mean(2), h)
-    encoder.unpooled = False
+    encoder.return_feature_map = False
     seen = []
     encoder.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     small = compose(["dataset.limit=30", "dataset.test_limit=10"]).data

@@ -8,7 +8,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.subject import make_subject
 from fedssl.evaluation.transfer import Transfer
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 
 OTHER = ["evaluation=transfer", "+dataset@evaluation.datasets.few=digits", "evaluation.datasets.few.limit=120"]
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def test_the_results_are_those_of_the_protocol_on_the_other_images():
     settings = compose([*OTHER, "evaluation@evaluation.protocol=knn", "+dataset@evaluation.datasets.all=digits"])
-    encoder = build(settings.model).encoder
+    encoder = build_method(settings.model).encoder
     subject = make_subject(encoder, settings.data, device=CPU)
     found = evaluate(settings.evaluation.protocol.make(), subject, seed=0)
     knn = compose(["evaluation=knn"]).evaluation.protocol.make()

@@ -10,12 +10,12 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs, devices
 from fedssl.machine.cuda_graphs import Graphs
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import copied_layers
 from fedssl.regularizers import fur
-from fedssl.regularizers.base import Both
+from fedssl.regularizers.base import CombinedRegularizer
 from fedssl.regularizers.prox import Proximal
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import seed_torch, torch_generator
 from fedssl.training import LocalTraining, train
 from tests.federation import Federation
@@ -32,7 +32,7 @@ class Client:
 
     def __init__(self, *overrides, record=None):
         settings = compose([*SMALL, *overrides])
-        self.method = build(settings.model)
+        self.method = build_method(settings.model)
         self.training = LocalTraining.prepare(settings.training, self.method)
         if record is not None:
             self.training = replace(self.training, graphs=Graphs(self.training.optimizer, record))
@@ -43,7 +43,7 @@ class Client:
         labels = torch.arange(num_images) % 10 if self.method.uses_labels else None
         place = (0, "round", self.rounds)
         seed_torch(self.rounds, torch.device("cpu"))
-        with at_stage(self.method, depth=depth, frozen=frozen):
+        with set_active_stages(self.method, depth=depth, frozen=frozen):
             self.method.start_round(first=self.rounds == 0 or depth is not None)
             self.training.restart(lr_factor=0.5**self.rounds)
             rows, generator = torch.arange(num_images), torch_generator(*place)
@@ -143,7 +143,7 @@ def test_a_term_that_is_made_anew_for_every_client_is_not_recorded():
     for client in (recorded, plain):
         client.round()
         usual = client.training
-        client.training = replace(usual, regularizer=Both(usual.regularizer, Proximal(weight=1.0)))
+        client.training = replace(usual, regularizer=CombinedRegularizer(usual.regularizer, Proximal(weight=1.0)))
         client.round()
         client.training = usual
         client.round()
@@ -205,7 +205,7 @@ def test_a_gpu_records_its_steps(method):
     found = []
     for overrides in (["cuda_graphs=true"], []):
         settings = compose([*SMALL, f"method={method}", *overrides])
-        training_on = build(settings.model).to("cuda")
+        training_on = build_method(settings.model).to("cuda")
         training = LocalTraining.prepare(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()
         labels = torch.arange(24, device="cuda") % 10 if training_on.uses_labels else None

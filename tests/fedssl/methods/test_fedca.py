@@ -15,8 +15,8 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.losses import nt_xent
-from fedssl.methods.build import build
-from fedssl.methods.fedca import FedCA, enqueue, nearness
+from fedssl.methods.build import build_method
+from fedssl.methods.fedca import FedCA, enqueue, teacher_distance
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copied_layers, layers_of, travelling_names
@@ -97,18 +97,20 @@ def test_further_negatives_by_hand():
 def test_nearness_by_hand_and_where_it_flows():
     """Directions e1 and e1 are 0 apart, e1 and e2 have the squared distance 2, e1 and -e1 have 4: the mean is 2."""
     h = torch.tensor([[3.0, 0.0], [1.0, 0.0], [1.0, 0.0]], requires_grad=True)
-    taught = torch.tensor([[1.0, 0.0], [0.0, 5.0], [-1.0, 0.0]], requires_grad=True)
-    found = nearness(h, taught)
+    teacher_features = torch.tensor([[1.0, 0.0], [0.0, 5.0], [-1.0, 0.0]], requires_grad=True)
+    found = teacher_distance(h, teacher_features)
     assert found.item() == pytest.approx(2)
     found.backward()
     assert h.grad.any()
-    assert taught.grad is None
+    assert teacher_features.grad is None
 
 
 def test_nearness_is_two_less_twice_the_cosine():
-    h, taught = draw(5, 7, seed=1), draw(5, 7, seed=2)
-    slow = sum(2 - 2 * float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) for a, b in zip(h, taught, strict=True))
-    assert nearness(h, taught).item() == pytest.approx(slow / 5, rel=1e-12)
+    h, teacher_features = draw(5, 7, seed=1), draw(5, 7, seed=2)
+    slow = sum(
+        2 - 2 * float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) for a, b in zip(h, teacher_features, strict=True)
+    )
+    assert teacher_distance(h, teacher_features).item() == pytest.approx(slow / 5, rel=1e-12)
 
 
 def test_the_loss_has_both_terms():
@@ -123,8 +125,11 @@ def test_the_loss_has_both_terms():
     with torch.no_grad():
         h = method.encoder(both)
         z1, z2 = method.projector(h).double().chunk(2)
-        taught = method.teacher(both)
-    expected = slowly(z1, z2, method.dictionary[:2].double(), 0.5) + 0.25 * nearness(h.double(), taught.double()).item()
+        teacher_features = method.teacher(both)
+    expected = (
+        slowly(z1, z2, method.dictionary[:2].double(), 0.5)
+        + 0.25 * teacher_distance(h.double(), teacher_features.double()).item()
+    )
     assert found.item() == pytest.approx(expected, rel=1e-5)
     found.backward()
     assert all((value.grad is None) == name.startswith("teacher.") for name, value in method.named_parameters())
@@ -133,7 +138,7 @@ def test_the_loss_has_both_terms():
 def test_the_teacher_stays_as_it_is_in_training():
     method = make_method(alignment_weight=0.5)
     before = copied_layers(method, layers_of(method, ["teacher"]))
-    optimizer = torch.optim.SGD([method.tensors[name] for name in method.trainable], lr=0.1)
+    optimizer = torch.optim.SGD([method.named_tensors[name] for name in method.trainable], lr=0.1)
     method.train()
     method.loss(*images()).backward()
     optimizer.step()
@@ -175,12 +180,12 @@ def test_what_clients_send_is_normalised_whoever_sends_it():
 def test_a_client_sends_its_first_projections():
     method = make_method(dictionary_size=5, entries=8)
     rows = torch.eye(4)
-    method.after_aggregation(2 * rows[:3])
+    method.store_projections(2 * rows[:3])
     assert torch.equal(method.local_dictionary, torch.cat((rows[:3], torch.zeros(2, 4))))
     for _ in range(2):  # what has no room is left out
-        method.after_aggregation(3 * rows.flip(0))
+        method.store_projections(3 * rows.flip(0))
         assert torch.equal(method.local_dictionary, rows[[0, 1, 2, 3, 2]])
-    assert method.tensors["local_dictionary"] is method.local_dictionary
+    assert method.named_tensors["local_dictionary"] is method.local_dictionary
     method.start_round(first=False)
     assert not method.local_dictionary.any()
     view1, view2 = images()
@@ -191,8 +196,8 @@ def test_a_client_sends_its_first_projections():
 
 def test_the_server_gives_a_queue_and_the_teacher_as_it_was():
     method = make_method(alignment_weight=0.5)
-    shared = copied_layers(method, layers_of(method, method.shared))
-    made = method.gather([{"local_dictionary": np.eye(4, dtype=np.float32)[:3]}], shared)
+    shared = copied_layers(method, layers_of(method, method.broadcast_parts))
+    made = method.aggregate_parts([{"local_dictionary": np.eye(4, dtype=np.float32)[:3]}], shared)
     assert made.keys() == shared.keys()
     np.testing.assert_array_equal(made["dictionary"][:3], np.eye(4)[:3])
     assert all(made[name] is array for name, array in shared.items() if name != "dictionary")
@@ -201,18 +206,18 @@ def test_the_server_gives_a_queue_and_the_teacher_as_it_was():
 def test_parts():
     method = make_method(alignment_weight=0.5)
     assert {name.partition(".")[0] for name in travelling_names(method)} == {"encoder", "projector"}
-    assert (method.gathered, method.shared) == (("local_dictionary",), ("dictionary", "teacher"))
-    assert (method.constant, method.kept) == (("teacher",), ())
+    assert (method.uploaded_parts, method.broadcast_parts) == (("local_dictionary",), ("dictionary", "teacher"))
+    assert (method.static_parts, method.local_parts) == (("teacher",), ())
     plain = make_method(dictionary_size=0)
-    assert (plain.gathered, plain.shared, plain.constant) == ((), (), ())
-    assert {name.partition(".")[0] for name in plain.tensors} == {"encoder", "projector"}
+    assert (plain.uploaded_parts, plain.broadcast_parts, plain.static_parts) == ((), (), ())
+    assert {name.partition(".")[0] for name in plain.named_tensors} == {"encoder", "projector"}
 
 
 @pytest.mark.parametrize("off", ["method.dictionary_size=0", "method.dictionary_size=8"])
 def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
     overrides = ["encoder.width=4", "batch_size=16"]
-    ours = build(compose([*overrides, "method=fedca", off]).model)
-    simclr = build(compose([*overrides, "method=simclr"]).model)
+    ours = build_method(compose([*overrides, "method=fedca", off]).model)
+    simclr = build_method(compose([*overrides, "method=simclr"]).model)
     assert isinstance(simclr, SimCLR)
     for method in (ours, simclr):
         method.start_round(first=True)
@@ -247,7 +252,7 @@ def teacher(tmp_path_factory):
     """An encoder's file as a run writes it, with weights of another seed."""
     settings = compose(["encoder.width=4", "seed=7"])
     file = tmp_path_factory.mktemp("teacher") / "encoder.pt"
-    encoder, data = build(settings.model).encoder, settings.data
+    encoder, data = build_method(settings.model).encoder, settings.data
     save_encoder(file, encoder, settings=settings.model.encoder.values, mean=data.mean, std=data.std, metadata={})
     return file
 
@@ -275,7 +280,7 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
         given = enqueue(given, sent)
         np.testing.assert_array_equal(federation.state.models[GLOBAL].shared["dictionary"], given)
     assert given.any(axis=1).all()
-    teacher_bytes = sum(method.tensors[name].nbytes for name in layers_of(method, ["teacher"]))
+    teacher_bytes = sum(method.named_tensors[name].nbytes for name in layers_of(method, ["teacher"]))
     assert min(bytes_down[True]) - max(bytes_down[False]) > teacher_bytes
     travels = federation.strategy.travels(method)
     assert travels.download == (

@@ -24,7 +24,7 @@ from fedssl.losses import (
 )
 from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
@@ -59,7 +59,7 @@ def step(method: SSLMethod, *, lr: float = 0.5) -> None:
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
     method.loss(*views()).backward()
     optimizer.step()
-    method.after_step()
+    method.on_step_end()
 
 
 def kinds(head: MLP) -> list[type]:
@@ -116,7 +116,7 @@ def test_simclr_updates_running_statistics_once_per_forward(one_forward: bool, u
 
 def test_simclr_keeps_nothing_and_trains_everything() -> None:
     method = SimCLR(encoder(), projector=HEAD, temperature=0.5)
-    assert method.kept == ()
+    assert method.local_parts == ()
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     step(method)
     assert {name.split(".")[0] for name in method.state_dict()} == {"encoder", "projector"}
@@ -162,9 +162,9 @@ def test_byol_moving_average_by_hand() -> None:
         for target, online in pairs(method):
             target.fill_(2)
             online.fill_(6)
-    method.after_step()
+    method.on_step_end()
     assert all((target == 3).all() and (online == 6).all() for target, online in pairs(method))
-    method.after_step()
+    method.on_step_end()
     assert all((target == 3.75).all() for target, _ in pairs(method))
 
 
@@ -186,15 +186,15 @@ def test_byol_moving_average_leaves_statistics_to_the_targets_own_passes() -> No
         for name, buffer in method.encoder.named_buffers():
             if name.endswith("running_mean"):
                 buffer.fill_(100)
-    method.after_step()
+    method.on_step_end()
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in method.target_encoder.named_buffers())
 
 
 def test_byol_kept_parts_are_the_targets() -> None:
     method = make_byol()
     parts = {name.split(".")[0] for name in method.state_dict()}
-    assert parts - set(method.kept) == {"encoder", "projector", "predictor"}
-    assert set(method.kept) == {"target_encoder", "target_projector"}
+    assert parts - set(method.local_parts) == {"encoder", "projector", "predictor"}
+    assert set(method.local_parts) == {"target_encoder", "target_projector"}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() 
     k1, k2 = (method.target_projector(method.target_encoder(view)) for view in (view1, view2))
     expected = 2 * 0.2 * (info_nce(q1, k2, temperature=0.2) + info_nce(q2, k1, temperature=0.2))
     torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
-    assert method.kept == ("target_encoder", "target_projector")
+    assert method.local_parts == ("target_encoder", "target_projector")
 
 
 def slow_info_nce(q: torch.Tensor, k: torch.Tensor, temperature: float) -> float:
@@ -246,7 +246,7 @@ def test_moco_loss_is_scaled_as_asked(loss_scale: float | None, factor: float) -
     method = make_moco(loss_scale=loss_scale)
     step(method)
     with torch.no_grad():
-        (p1, p2, z1, z2), loss = method.passes(*views()), method.loss(*views())
+        (p1, p2, z1, z2), loss = method.forward_views(*views()), method.loss(*views())
     expected = factor * (slow_info_nce(p1, z2, 0.2) + slow_info_nce(p2, z1, 0.2))
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
@@ -282,14 +282,14 @@ def test_barlow_twins_loss_compares_projections_of_each_view_by_itself() -> None
 )
 def test_the_loss_is_chosen(method: str, standard, l_dawa) -> None:
     """Each choice is its function of the two views' projections; the recipe with L-DAWA's head takes L-DAWA's."""
-    recipe = build(compose([f"method=l_dawa/{method}", "encoder.width=4"]).model)
+    recipe = build_method(compose([f"method=l_dawa/{method}", "encoder.width=4"]).model)
     head = ["encoder.width=4", "method.projector.layers=1"]
     for overrides, function in (
         ([f"method={method}"], standard),
         ([f"method={method}", "method.loss=standard"], standard),
         ([f"method={method}", "method.loss=l_dawa"], l_dawa),
     ):
-        made = build(compose([*overrides, *head]).model)
+        made = build_method(compose([*overrides, *head]).model)
         kwargs = {"lambd": made.lambd} if method == "barlow_twins" else {"temperature": made.temperature}
         z1, z2 = (made.projector(made.encoder(view)) for view in views())
         if method == "simclr":
@@ -369,8 +369,8 @@ PAPERS = {
     "fedu2/simsiam": ("512 2048 512", "512 2048 512", {}),
     "dec_ssl/simclr": ("512 512 512", "", {"temperature": 0.5}),
     "dec_ssl/simsiam": ("512 2048 2048 512 n", "512 512 512", {}),
-    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"target": "copy", "loss_scale": 1}),
-    "lw_fedssl/byol": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target": "copy"}),
+    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"target_mode": "copy", "loss_scale": 1}),
+    "lw_fedssl/byol": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target_mode": "copy"}),
     "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {"temperature": 0.2}),
     "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
     "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
@@ -391,7 +391,7 @@ def widths(head: MLP) -> str:
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_heads_of_papers(name: str) -> None:
     projector, predictor, numbers = PAPERS[name]
-    method = build(compose(["encoder.width=128", f"method={name}"]).model)  # representations of length 512
+    method = build_method(compose(["encoder.width=128", f"method={name}"]).model)  # representations of length 512
     assert widths(method.projector) == projector
     assert not predictor or widths(method.predictor) == predictor
     assert {key: getattr(method, key) for key in numbers} == numbers
@@ -403,15 +403,15 @@ def test_no_paper_is_forgotten() -> None:
 
 
 def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:
-    method = build(compose(["method=orchestra"]).model)
+    method = build_method(compose(["method=orchestra"]).model)
     assert (len(method.local_centroids), len(method.centroids), len(method.memory)) == (16, 128, 128)
 
 
 def test_heads_without_normalisation_and_a_frozen_patch_embedding() -> None:
-    fedx = build(compose(["method=original/fedx"]).model)
+    fedx = build_method(compose(["method=original/fedx"]).model)
     assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
     overrides = ["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]
-    moco = build(compose(overrides).model)
+    moco = build_method(compose(overrides).model)
     assert not moco.encoder.conv_proj.weight.requires_grad
 
 

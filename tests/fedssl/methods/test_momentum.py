@@ -7,7 +7,7 @@ from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.config.overrides import groups
 from fedssl.errors import InputError
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import kept_names, travelling_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import from_record
@@ -39,11 +39,11 @@ def parts(names) -> set[str]:
     [("byol", set(), {"predictor"}), ("moco_v3", set(), {"predictor"}), ("orchestra", {"memory"}, {"rotation"})],
 )
 def test_what_stays_and_what_travels(method, kept, more):
-    averaged = build(compose([f"method={method}", "method.target=average"]).model)
+    averaged = build_method(compose([f"method={method}", "method.target=average"]).model)
     assert parts(kept_names(averaged)) == kept
     assert parts(travelling_names(averaged)) == {"encoder", "projector", *TARGETS, *more}
     for target in ("keep", "copy"):
-        own = build(compose([f"method={method}", f"method.target={target}"]).model)
+        own = build_method(compose([f"method={method}", f"method.target={target}"]).model)
         assert parts(kept_names(own)) == {*TARGETS, *kept}
         assert parts(travelling_names(own)) == {"encoder", "projector", *more}
 
@@ -188,7 +188,7 @@ def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     settings = compose([f"strategy={strategy}", "method=byol", "method.target=average"])
-    context = StrategyContext(method=build(settings.model), num_clients=10, clients_per_round=2)
+    context = StrategyContext(method=build_method(settings.model), num_clients=10, clients_per_round=2)
     with pytest.raises(InputError, match="method.target=average lets .* set method.target=keep, or") as caught:
         settings.algorithm.strategy.make().validate(context)
     assert "\n" not in str(caught.value)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.methods.clustering import equal_assignment, equal_clusters, far_apart, global_centroids
+from fedssl.methods.clustering import equal_clusters, farthest_points, global_centroids, sinkhorn_assignment
 from fedssl.methods.heads import MLP
-from fedssl.methods.orchestra import Orchestra, consistency, quarter_turns
+from fedssl.methods.orchestra import Orchestra, consistency, rotate_quarters
 from fedssl.model_arrays import kept_names, travelling_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
@@ -56,7 +56,7 @@ def step(method: Orchestra, *, lr: float = 0.05) -> None:
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
     method.loss(*images()).backward()
     optimizer.step()
-    method.after_step()
+    method.on_step_end()
 
 
 def groups(*sizes: int, spread: float = 0.05) -> Tensor:
@@ -78,7 +78,7 @@ def test_assignment_by_hand():
     rows and columns keeps the ratio of the products of its diagonals: p^2 / (1-p)^2 = 4 * 1 / (1 * 1), so p = 2/3."""
     similarity = torch.tensor([[math.log(4), 0.0], [0.0, 0.0]], dtype=torch.float64)
     expected = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64) / 3
-    torch.testing.assert_close(equal_assignment(similarity, sharpness=1, iterations=100), expected)
+    torch.testing.assert_close(sinkhorn_assignment(similarity, sharpness=1, iterations=100), expected)
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 10])
@@ -89,19 +89,19 @@ def test_assignment_is_columns_and_rows_normalised_in_turn(iterations):
         columns = [sum(row[k] for row in share) for k in range(3)]
         share = [[row[k] / columns[k] for k in range(3)] for row in share]
         share = [[value / sum(row) for value in row] for row in share]
-    found = equal_assignment(similarity, sharpness=sharpness, iterations=iterations)
+    found = sinkhorn_assignment(similarity, sharpness=sharpness, iterations=iterations)
     torch.testing.assert_close(found, torch.tensor(share, dtype=torch.float64))
 
 
 def test_rows_of_an_assignment_sum_to_one_and_columns_to_equal_sizes():
-    share = equal_assignment(draw(12, 4), sharpness=5, iterations=1000)
+    share = sinkhorn_assignment(draw(12, 4), sharpness=5, iterations=1000)
     torch.testing.assert_close(share.sum(dim=1), torch.ones(12, dtype=torch.float64))
     torch.testing.assert_close(share.sum(dim=0), torch.full((4,), 3.0, dtype=torch.float64), rtol=1e-6, atol=0)
     assert share.min() >= 0
 
 
 def test_no_sharpness_is_too_large_for_an_assignment():
-    share = equal_assignment(draw(12, 4).float(), sharpness=1e5)
+    share = sinkhorn_assignment(draw(12, 4).float(), sharpness=1e5)
     assert share.isfinite().all()
     torch.testing.assert_close(share.sum(dim=1), torch.ones(12))
 
@@ -110,7 +110,7 @@ def test_equal_sizes_send_away_those_who_mind_least():
     """All four are nearer to cluster 0, the last two by less."""
     similarity = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.8], [1.0, 0.9]])
     assert similarity.argmax(dim=1).tolist() == [0, 0, 0, 0]
-    assert equal_assignment(similarity).argmax(dim=1).tolist() == [0, 0, 1, 1]
+    assert sinkhorn_assignment(similarity).argmax(dim=1).tolist() == [0, 0, 1, 1]
 
 
 def test_far_apart_by_hand():
@@ -118,7 +118,7 @@ def test_far_apart_by_hand():
     either as (-0.6, 0.8) is to (0, 1): 0 < 0.8."""
     points = torch.tensor([[0.6, 0.8], [0.0, 1.0], [0.0, -1.0], [-0.6, 0.8]])
     points = torch.cat((points, torch.tensor([[1.0, 0.0]])))
-    assert far_apart(points, count=3).tolist() == [[0.0, -1.0], [0.0, 1.0], [1.0, 0.0]]
+    assert farthest_points(points, count=3).tolist() == [[0.0, -1.0], [0.0, 1.0], [1.0, 0.0]]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -134,10 +134,10 @@ def test_sizes_are_nearly_equal_where_groups_are_not():
     """200 + 40 vectors in 8 clusters, 30 each if equal; the first centroids alone are nearest to 3 to 95."""
     points = F.normalize(groups(200, 40, spread=0.5), dim=1)
     similarity = points @ equal_clusters(points, clusters=8).T
-    sizes = equal_assignment(similarity).argmax(dim=1).bincount(minlength=8)
+    sizes = sinkhorn_assignment(similarity).argmax(dim=1).bincount(minlength=8)
     assert sizes.min() >= 25
     assert sizes.max() <= 35
-    first = (points @ far_apart(points, count=8).T).argmax(dim=1).bincount(minlength=8)
+    first = (points @ farthest_points(points, count=8).T).argmax(dim=1).bincount(minlength=8)
     assert first.max() > 60
 
 
@@ -156,8 +156,8 @@ def test_fewer_vectors_than_clusters(count):
 def test_equal_vectors_are_taken_as_often_as_others():
     """Of (1, 0) three times and (0, 1) twice, five far apart are all five, and seven have two of them again."""
     points = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    assert sorted(far_apart(points, count=5).tolist()) == [[0.0, 1.0]] * 2 + [[1.0, 0.0]] * 3
-    assert sorted(far_apart(points, count=7).tolist()) == [[0.0, 1.0]] * 3 + [[1.0, 0.0]] * 4
+    assert sorted(farthest_points(points, count=5).tolist()) == [[0.0, 1.0]] * 2 + [[1.0, 0.0]] * 3
+    assert sorted(farthest_points(points, count=7).tolist()) == [[0.0, 1.0]] * 3 + [[1.0, 0.0]] * 4
 
 
 # --- the loss ---
@@ -203,7 +203,7 @@ def test_centroids_of_zeros_have_no_say():
 def test_turned_images_by_hand():
     """Counter-clockwise: a quarter moves the right column to the top."""
     image = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
-    turned = quarter_turns(image.expand(6, 1, 2, 2))
+    turned = rotate_quarters(image.expand(6, 1, 2, 2))
     by_hand = {0: [[1, 2], [3, 4]], 1: [[2, 4], [1, 3]], 2: [[4, 3], [2, 1]], 3: [[3, 1], [4, 2]]}
     assert turned[:, 0].tolist() == [by_hand[quarter] for quarter in (0, 1, 2, 3, 0, 1)]
 
@@ -211,7 +211,7 @@ def test_turned_images_by_hand():
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_turns_of_a_batch_smaller_than_their_number(batch):
     view, _ = images(batch)
-    turned = quarter_turns(view)
+    turned = rotate_quarters(view)
     assert turned.shape == view.shape
     assert torch.equal(turned[0], view[0])
 
@@ -220,7 +220,7 @@ def test_loss_is_consistency_plus_turns():
     method = with_centroids(make_method())
     step(method)  # so that target and online differ
     view1, view2 = images()
-    turned, quarters = quarter_turns(view1), torch.arange(len(view1)) % 4
+    turned, quarters = rotate_quarters(view1), torch.arange(len(view1)) % 4
     logits = method.rotation(method.projector(method.encoder(turned)))
     z2 = method.projector(method.encoder(view2))
     target1 = method.target_projector(method.target_encoder(view1))
@@ -233,7 +233,7 @@ def test_parts_and_who_has_them():
     method = make_method()
     parts = {name.partition(".")[0] for name in travelling_names(method)}
     assert parts == {"encoder", "projector", "rotation"}
-    assert (method.gathered, method.shared) == (("local_centroids",), ("centroids",))
+    assert (method.uploaded_parts, method.broadcast_parts) == (("local_centroids",), ("centroids",))
     assert {name.partition(".")[0] for name in kept_names(method)} == {"target_encoder", "target_projector", "memory"}
     method.loss(*images()).backward()
     for name, parameter in method.named_parameters():
@@ -262,13 +262,13 @@ def test_bf16_passes_end_in_a_loss_of_full_precision():
 def test_the_memory_is_first_in_first_out():
     method = make_method(memory_size=4)
     rows = torch.eye(8)
-    method.after_aggregation(2 * rows[:3])
+    method.enqueue(2 * rows[:3])
     assert torch.equal(method.memory, torch.cat((rows[:3], torch.zeros(1, 8))))
-    method.after_aggregation(3 * rows[3:5])
+    method.enqueue(3 * rows[3:5])
     assert torch.equal(method.memory, rows[[3, 4, 0, 1]])
-    method.after_aggregation(rows[1:7])
+    method.enqueue(rows[1:7])
     assert torch.equal(method.memory, rows[1:5])
-    assert method.tensors["memory"] is method.memory  # live: what is kept is what is there
+    assert method.named_tensors["memory"] is method.memory  # live: what is kept is what is there
 
 
 def test_the_memory_holds_what_the_target_made_of_the_first_view():
@@ -284,7 +284,7 @@ def test_the_memory_holds_what_the_target_made_of_the_first_view():
 
 def test_a_new_client_begins_with_an_empty_memory():
     method = make_method()
-    method.after_aggregation(torch.eye(8))
+    method.enqueue(torch.eye(8))
     method.start_round(first=False)
     assert torch.equal(method.memory, torch.eye(8))
     method.start_round(first=True)
@@ -293,7 +293,7 @@ def test_a_new_client_begins_with_an_empty_memory():
 
 def test_local_centroids_are_those_of_the_memory():
     method = make_method(memory_size=20)
-    method.after_aggregation(groups(5, 5, 5))
+    method.enqueue(groups(5, 5, 5))
     method.end_round()
     torch.testing.assert_close(method.local_centroids, equal_clusters(method.memory[:15], clusters=3).float())
     torch.testing.assert_close(by_axis(method.local_centroids), torch.eye(8)[:3], rtol=0, atol=0.1)
@@ -301,7 +301,7 @@ def test_local_centroids_are_those_of_the_memory():
 
 def test_a_client_with_fewer_images_than_clusters():
     method = make_method(local_clusters=6)
-    method.after_aggregation(torch.eye(8)[:2])
+    method.enqueue(torch.eye(8)[:2])
     method.end_round()
     assert by_axis(method.local_centroids).sum(dim=0).bool().tolist() == [True] * 2 + [False] * 6
     assert torch.equal(method.local_centroids.norm(dim=1), torch.ones(6))
@@ -346,7 +346,7 @@ def test_the_servers_half_clusters_what_clients_send():
     method = make_method(global_clusters=4)
     received = [local(client, 1, 2) for client in range(3)]
     old = np.zeros((4, 8), np.float32)
-    made = method.gather([{"local_centroids": array} for array in received], {"centroids": old})
+    made = method.aggregate_parts([{"local_centroids": array} for array in received], {"centroids": old})
     assert list(made) == ["centroids"]
     assert made["centroids"].dtype == np.float32
     np.testing.assert_array_equal(made["centroids"], clusters_of(received, old))

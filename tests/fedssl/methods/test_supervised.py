@@ -14,7 +14,7 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.methods.supervised import Supervised
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
@@ -68,7 +68,7 @@ def test_both_views_are_normalised_together_in_one_pass():
     assert counters == {1}
     assert all(parameter.grad is not None for parameter in method.parameters())
     assert {name.partition(".")[0] for name in method.state_dict()} == {"encoder", "classifier"}
-    assert method.kept == ()
+    assert method.local_parts == ()
 
 
 @pytest.mark.parametrize(("num_classes", "found"), [(None, "null"), (0, "0")])
@@ -131,7 +131,7 @@ def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
     run([*overrides, f"output_dir={tmp_path}"])
     final = json.loads((tmp_path / "summary.json").read_text())["final"]
     settings = compose(overrides)
-    method, test = build(settings.model), load(settings.data, "test")
+    method, test = build_method(settings.model), load(settings.data, "test")
     load_layers(method, latest_checkpoint(tmp_path / "checkpoints").models["global"].layers)
     h = extract(method.encoder, test.images, mean=settings.data.mean, std=settings.data.std, device="cpu")
     right = sum(

@@ -17,10 +17,10 @@ from fedssl.errors import InputError
 from fedssl.losses import info_nce
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.alignment import Alignment, alignment
-from fedssl.regularizers.base import Regularizer, Step
+from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.decorr import Decorrelation, feature_decorrelation
 from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
-from fedssl.schedule.stages import at_stage
+from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.training import train
 from tests.fedssl.regularizers.points import random, sphere
@@ -48,7 +48,7 @@ def test_following_the_gradient_spreads_a_narrow_cone(variant):
     optimizer = torch.optim.Adam([z], lr=0.05)
     for _ in range(60):
         optimizer.zero_grad()
-        term.add_to(torch.zeros(()), Step(SSLMethod(), z, z, z, z, generator)).backward()
+        term.apply(torch.zeros(()), RegularizerInput(SSLMethod(), z, z, z, z, generator)).backward()
         optimizer.step()
     assert before > 0.9
     assert resultant() < 0.5
@@ -57,14 +57,14 @@ def test_following_the_gradient_spreads_a_narrow_cone(variant):
 def test_the_terms_of_both_views_are_added_with_the_weight():
     # The samples are redrawn here the way the class draws them: for both views at once, from the step's generator.
     z1, z2 = random(5, 4).float(), random(5, 4, seed=1).float()
-    step = Step(SSLMethod(), z1, z2, z1, z2, torch_generator(0, "train"))
+    step = RegularizerInput(SSLMethod(), z1, z2, z1, z2, torch_generator(0, "train"))
     s1, s2 = F.normalize(torch.randn(2, 5, 4, generator=torch_generator(0, "train")), dim=-1)
     alone = [uot_uniformity(z, samples=s, max_iter=20, tolerance=0).item() for z, s in ((z1, s1), (z2, s2))]
     together = uot_uniformity(torch.stack((z1, z2)), samples=torch.stack((s1, s2)), max_iter=20, tolerance=0)
     assert together.tolist() == pytest.approx(alone, rel=1e-6)
-    both = FUR(weight=0.3, reduction="sum", max_iter=20, tolerance=0).add_to(torch.tensor(2.0), step).item()  # Eq. 2
+    both = FUR(weight=0.3, reduction="sum", max_iter=20, tolerance=0).apply(torch.tensor(2.0), step).item()  # Eq. 2
     assert both == pytest.approx(2 + 0.3 * sum(alone), rel=1e-6)
-    both = Decorrelation(weight=0.3).add_to(torch.tensor(2.0), step).item()
+    both = Decorrelation(weight=0.3).apply(torch.tensor(2.0), step).item()
     assert both == pytest.approx(2 + 0.3 * (feature_decorrelation(z1) + feature_decorrelation(z2)).item(), rel=1e-6)
 
 
@@ -74,8 +74,8 @@ def test_the_mean_weighs_the_same_at_every_batch_size_and_equals_the_sum_at_128(
         z = random(2, batch, 16).float().requires_grad_()
         gradients = []
         for reduction in ("mean", "sum"):
-            step = Step(SSLMethod(), z[0], z[1], z[0], z[1], torch_generator(0, "train"))
-            term = FUR(variant=variant, reduction=reduction).add_to(torch.zeros(()), step)
+            step = RegularizerInput(SSLMethod(), z[0], z[1], z[0], z[1], torch_generator(0, "train"))
+            term = FUR(variant=variant, reduction=reduction).apply(torch.zeros(()), step)
             gradients += torch.autograd.grad(term, z)
         assert torch.allclose(gradients[0], gradients[1] * 128 / batch, rtol=1e-5)
         assert (gradients[0].norm() == gradients[1].norm()) == (batch == 128)
@@ -135,9 +135,9 @@ def test_the_tangent_distance_equals_its_equation():
 class Alone(FUR):
     """FUR without the gradient of the method's own loss; it remembers the last step."""
 
-    def add_to(self, loss: Tensor, step: Step) -> Tensor:
+    def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         self.step = step
-        return super().add_to(loss.detach(), step)
+        return super().apply(loss.detach(), step)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -145,11 +145,11 @@ class Alone(FUR):
 @pytest.mark.parametrize("name", METHODS)
 def test_projections_of_both_views_are_spread_with_every_method_and_no_other_part_is_touched(name, variant, frozen):
     method, term = make(name), Alone(variant=variant)
-    depth = method.encoder.span.depth
-    with at_stage(method, depth=depth, frozen=frozen):
+    depth = method.encoder.active_stages.depth
+    with set_active_stages(method, depth=depth, frozen=frozen):
         fit(method, term)
     head, length = ("encoder", method.encoder.feature_dim) if name == "supervised" else ("projector", 8)
-    assert term.part_of(method) == head
+    assert term.resolve_part(method) == head
     assert term.step.z1.shape == term.step.z2.shape == (6, length)
     assert not torch.equal(term.step.z1, term.step.z2)
     touched = {part for part, weights in method.named_parameters() if weights.grad is not None and weights.grad.any()}
@@ -191,8 +191,8 @@ def test_decorrelation_equals_its_equation():
 
 
 def test_decorrelation_is_on_the_chosen_part():
-    assert Decorrelation().on == "projector"
-    assert Decorrelation(part="encoder").on == "encoder"
+    assert Decorrelation().part == "projector"
+    assert Decorrelation(part="encoder").part == "encoder"
     with pytest.raises(InputError, match="regularizer.part=head is unknown; set regularizer.part=projector or"):
         Decorrelation(part="head")
 
@@ -211,35 +211,37 @@ def test_alignment_by_hand():
     assert alignment(z1, z2, g1, g2, distance="cosine").item() == pytest.approx(-math.sqrt(0.5) / 2)
 
 
-def step_of(method: SSLMethod, view1: Tensor, view2: Tensor) -> Step:
-    return Step(method, view1, view2, method.encoder(view1), method.encoder(view2), torch_generator(0, "train"))
+def step_of(method: SSLMethod, view1: Tensor, view2: Tensor) -> RegularizerInput:
+    return RegularizerInput(
+        method, view1, view2, method.encoder(view1), method.encoder(view2), torch_generator(0, "train")
+    )
 
 
 def test_alignment_compares_with_the_other_view_under_the_received_encoder():
     method = make("simclr").eval()
     view1, view2 = torch.rand(2, 6, 1, 8, 8, generator=torch_generator(0, "views"))
     term = Alignment(weight=0.5)
-    term.start(method)
+    term.on_train_start(method)
     g1, g2 = method.encoder(view1).detach(), method.encoder(view2).detach()
     with torch.no_grad():
         for weights in method.encoder.parameters():
             weights.mul_(1.1).add_(0.05)
     step = step_of(method, view1, view2)
     expected = 2 + 0.5 * (info_nce(step.z1, g2, temperature=0.2) + info_nce(step.z2, g1, temperature=0.2))
-    assert term.add_to(torch.tensor(2.0), step).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert term.apply(torch.tensor(2.0), step).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_right_after_the_start_the_same_view_aligns_perfectly():
     method = make("simclr").eval()
     view = torch.rand(6, 1, 8, 8, generator=torch_generator(0, "views"))
     term = Alignment(weight=1.0, distance="cosine")
-    term.start(method)
-    assert term.add_to(torch.zeros(()), step_of(method, view, view)).item() == pytest.approx(-1)
+    term.on_train_start(method)
+    assert term.apply(torch.zeros(()), step_of(method, view, view)).item() == pytest.approx(-1)
 
 
 def test_the_received_encoder_stays_as_it_was_until_the_next_start_which_takes_no_new_memory():
     method, term = make("simclr"), Alignment(weight=1.0)
-    term.start(method)
+    term.on_train_start(method)
     copies = {name: tensor.clone() for name, tensor in term.received.state_dict().items()}
     places = {name: tensor.data_ptr() for name, tensor in term.received.state_dict().items()}
     fit(method, term)  # starts it with the same weights
@@ -248,7 +250,7 @@ def test_the_received_encoder_stays_as_it_was_until_the_next_start_which_takes_n
         assert torch.equal(tensor, copies[name])
         assert tensor.data_ptr() == places[name] != method.encoder.state_dict()[name].data_ptr()
     assert not torch.equal(method.encoder.state_dict()["blocks.0.0.weight"], copies["blocks.0.0.weight"])
-    term.start(method)
+    term.on_train_start(method)
     for name, tensor in term.received.state_dict().items():
         assert torch.equal(tensor, method.encoder.state_dict()[name])
         assert tensor.data_ptr() == places[name]
@@ -257,9 +259,9 @@ def test_the_received_encoder_stays_as_it_was_until_the_next_start_which_takes_n
 @pytest.mark.parametrize("distance", ["info_nce", "cosine"])
 def test_the_gradient_of_the_alignment_reaches_the_local_encoder_only(distance):
     method, term = make("simclr"), Alignment(weight=1.0, distance=distance)
-    term.start(method)
+    term.on_train_start(method)
     view1, view2 = torch.rand(2, 6, 1, 8, 8, generator=torch_generator(0, "views"))
-    term.add_to(torch.zeros(()), step_of(method, view1, view2)).backward()
+    term.apply(torch.zeros(()), step_of(method, view1, view2)).backward()
     assert all(weights.grad is not None and weights.grad.abs().sum() > 0 for weights in method.encoder.parameters())
     assert all(weights.grad is None for weights in method.projector.parameters())
     assert all(weights.grad is None and not weights.requires_grad for weights in term.received.parameters())

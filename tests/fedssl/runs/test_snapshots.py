@@ -11,7 +11,7 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import load_layers
 from fedssl.plots import landscape
 from fedssl.plots.cka import centered_gram, cka_matrix
@@ -95,7 +95,7 @@ def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
     kinds = [row[0] for row in rows_of(folder, "landscape")]
     assert (kinds.count("client"), kinds.count("grid")) == (2, 9)
     # The loss of the last model, by the method itself, on the same views: one whole batch of 64 of the 120 images.
-    method = build(opened.settings.model)
+    method = build_method(opened.settings.model)
     load_layers(method, opened.layers(opened.kept[-1].models["global"]))
     images, _ = opened.images(landscape.MAX_IMAGES)
     views = opened.settings.training.augmentation.make()(

@@ -12,10 +12,10 @@ from fedssl.config.overrides import CONF
 from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.methods.build import build
+from fedssl.methods.build import build_method
 from fedssl.model_arrays import kept_names, travelling_names
-from fedssl.schedule.phases import divide, end_to_end, layer_wise, phase_at, progressive
-from fedssl.schedule.stages import Stages, at_stage, frozen_names
+from fedssl.schedule.phases import end_to_end, layer_wise, phase_at, progressive, split_rounds
+from fedssl.schedule.stages import Stages, frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
 from simulation.cli import run
 from tests.federation import Federation, model_of
@@ -40,14 +40,14 @@ VIT = ["encoder=vit_tiny", "encoder.depth=3", "encoder.width=12", "encoder.patch
     ],
 )
 def test_rounds_per_stage_by_hand(rounds, stages, shares, expected):
-    assert divide(rounds, stages, shares) == expected
+    assert split_rounds(rounds, stages, shares) == expected
 
 
 @pytest.mark.parametrize("shares", ["uniform", "left_skewed", "right_skewed"])
 def test_every_round_belongs_to_one_stage(shares):
     for stages in (1, 4, 12):
         for rounds in range(stages, 60):
-            counts = divide(rounds, stages, shares)
+            counts = split_rounds(rounds, stages, shares)
             assert sum(counts) == rounds
             assert min(counts) >= 1
             schedule = progressive(rounds=rounds, depth=stages, rounds_per_stage=shares)
@@ -58,11 +58,11 @@ def test_every_round_belongs_to_one_stage(shares):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: divide(3, 4, "uniform"), "rounds=3 but the encoder has 4 stages"),
-        (lambda: divide(8, 4, "even"), "rounds_per_stage=even is unknown"),
-        (lambda: divide(8, 4, [2, 2, 2, 1]), r"rounds_per_stage=\[2, 2, 2, 1\] must be 4 whole numbers"),
-        (lambda: divide(8, 4, [4, 4]), "must be 4 whole numbers"),
-        (lambda: divide(8, 3, [8, 0, 0]), "of at least 1"),
+        (lambda: split_rounds(3, 4, "uniform"), "rounds=3 but the encoder has 4 stages"),
+        (lambda: split_rounds(8, 4, "even"), "rounds_per_stage=even is unknown"),
+        (lambda: split_rounds(8, 4, [2, 2, 2, 1]), r"rounds_per_stage=\[2, 2, 2, 1\] must be 4 whole numbers"),
+        (lambda: split_rounds(8, 4, [4, 4]), "must be 4 whole numbers"),
+        (lambda: split_rounds(8, 3, [8, 0, 0]), "of at least 1"),
         (lambda: layer_wise(rounds=8, depth=4, depth_dropout=1.0), "depth_dropout=1.0"),
     ],
 )
@@ -97,7 +97,7 @@ ENCODERS = {
 @pytest.mark.parametrize("kind", ENCODERS)
 @pytest.mark.parametrize(("depth", "frozen"), [(1, 0), (2, 1), (4, 3), (4, 1)])
 def test_frozen_and_trained_stages_together_are_the_whole(kind, depth, frozen):
-    """`prefix` and then `forward` is what the stages are one after the other, in eval mode."""
+    """`forward_frozen` and then `forward` is what the stages are one after the other, in eval mode."""
     torch.manual_seed(0)
     encoder = ENCODERS[kind]()
     encoder.add_bridges()
@@ -107,11 +107,11 @@ def test_frozen_and_trained_stages_together_are_the_whole(kind, depth, frozen):
         x = encoder.stem(images)
         for stage in encoder.stages()[:depth]:
             x = stage(x)
-        expected = encoder.readout(x)
+        expected = encoder.pool(x)
         if str(depth) in encoder.bridges:
             expected = encoder.bridges[str(depth)](expected)
-        encoder.span.depth, encoder.span.frozen = depth, frozen
-        inputs = encoder.prefix([images], torch_generator(0, "x"))[0] if frozen else images
+        encoder.active_stages.depth, encoder.active_stages.frozen = depth, frozen
+        inputs = encoder.forward_frozen([images], torch_generator(0, "x"))[0] if frozen else images
         found = encoder(inputs)
     assert found.shape == (5, encoder.feature_dim)
     assert torch.equal(found, expected)
@@ -120,21 +120,21 @@ def test_frozen_and_trained_stages_together_are_the_whole(kind, depth, frozen):
 def test_all_copies_of_an_encoder_run_the_same_stages():
     encoder = ENCODERS["vit_tiny"]()
     twin = copy.deepcopy(encoder)
-    encoder.span.depth = 2
-    assert twin.span.depth == 2
-    assert ENCODERS["vit_tiny"]().span.depth == 4
+    encoder.active_stages.depth = 2
+    assert twin.active_stages.depth == 2
+    assert ENCODERS["vit_tiny"]().active_stages.depth == 4
 
 
 def test_only_frozen_stages_are_in_eval_mode():
     encoder = ENCODERS["resnet18"]()
-    encoder.span.depth, encoder.span.frozen = 3, 2
+    encoder.active_stages.depth, encoder.active_stages.frozen = 3, 2
     encoder.train()
     assert not encoder.bn1.training
     assert not encoder.layer2[1].bn2.training
     assert encoder.layer3[0].downsample[1].training
     encoder.eval()
     assert not encoder.layer3[0].bn1.training
-    encoder.span.frozen = 0
+    encoder.active_stages.frozen = 0
     assert encoder.train().bn1.training
 
 
@@ -152,12 +152,12 @@ def test_depth_dropout_leaves_frozen_blocks_out_at_its_rate():
 
     for number, name in enumerate(encoder.stage_names):
         setattr(encoder.encoder.layers, name.rpartition(".")[2], Add(10.0**number))
-    encoder.span.frozen, encoder.span.dropout = 3, 0.5
+    encoder.active_stages.frozen, encoder.active_stages.depth_dropout = 3, 0.5
     images, generator = torch.zeros(1, 3, 8, 8), torch_generator(0, "dropout")
     before = encoder.stem(images)
     seen = []
     for _ in range(400):
-        first, second = encoder.prefix([images, images], generator)
+        first, second = encoder.forward_frozen([images, images], generator)
         assert torch.equal(first, second)
         seen.append(round((first - before).mean().item()))
     kept = [np.mean([value // 10**number % 10 for value in seen]) for number in range(3)]
@@ -174,11 +174,11 @@ def settings(*overrides):
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_what_is_trained_and_kept_in_a_stage(kind):
-    method = build(settings(f"method={kind}"))
+    method = build_method(settings(f"method={kind}"))
     whole = set(travelling_names(method)) | set(kept_names(method))
-    every = {name: method.tensors[name].requires_grad for name in method.trainable}
-    with at_stage(method, depth=2, frozen=1):
-        trained = {name for name in method.trainable if method.tensors[name].requires_grad}
+    every = {name: method.named_tensors[name].requires_grad for name in method.trainable}
+    with set_active_stages(method, depth=2, frozen=1):
+        trained = {name for name in method.trainable if method.named_tensors[name].requires_grad}
         assert {name for name in trained if name.startswith("encoder.")} == {
             *("encoder.blocks.1.0.weight", "encoder.blocks.1.1.weight", "encoder.blocks.1.1.bias"),
             *("encoder.bridges.2.weight", "encoder.bridges.2.bias"),
@@ -191,50 +191,50 @@ def test_what_is_trained_and_kept_in_a_stage(kind):
         assert {name.split(".")[3] for name in frozen_names(method)} == {"0", "1"}
         assert all(name.startswith("encoder.blocks.0.") for name in frozen_names(method))
         assert not any(name.startswith("target_encoder.blocks.0") for name in kept_names(method))
-        with at_stage(method, depth=4):
-            assert {name for name in method.trainable if not method.tensors[name].requires_grad} == {
+        with set_active_stages(method, depth=4):
+            assert {name for name in method.trainable if not method.named_tensors[name].requires_grad} == {
                 name for name in method.trainable if ".bridges." in name
             }
             used = set(travelling_names(method)) | set(kept_names(method))
             assert used == {name for name in whole if ".bridges." not in name}
-        assert {name for name in method.trainable if method.tensors[name].requires_grad} == trained
+        assert {name for name in method.trainable if method.named_tensors[name].requires_grad} == trained
     assert set(travelling_names(method)) | set(kept_names(method)) == whole
-    assert {name: method.tensors[name].requires_grad for name in method.trainable} == every
+    assert {name: method.named_tensors[name].requires_grad for name in method.trainable} == every
 
 
 def test_a_method_leaves_its_stage_also_by_an_error():
-    method = build(settings())
-    with pytest.raises(ZeroDivisionError), at_stage(method, depth=2, frozen=1, dropout=0.5):
+    method = build_method(settings())
+    with pytest.raises(ZeroDivisionError), set_active_stages(method, depth=2, frozen=1, depth_dropout=0.5):
         1 / 0  # noqa: B018  # what goes wrong does not matter
-    span = method.encoder.span
-    assert (span.depth, span.frozen, span.dropout, method.frozen) == (4, 0, 0.0, 0)
+    span = method.encoder.active_stages
+    assert (span.depth, span.frozen, span.depth_dropout, method.frozen) == (4, 0, 0.0, 0)
 
 
 def test_heads_begin_alike_under_every_schedule():
-    one, other = build(settings("schedule=end_to_end")), build(settings())
-    names = set(other.tensors) - set(one.tensors)
+    one, other = build_method(settings("schedule=end_to_end")), build_method(settings())
+    names = set(other.named_tensors) - set(one.named_tensors)
     assert names == {f"encoder.bridges.{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")}
-    assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+    assert all(torch.equal(one.named_tensors[name], other.named_tensors[name]) for name in one.named_tensors)
 
 
 def test_weights_are_handed_on_at_the_beginning_of_a_phase():
-    method = build(settings(*VIT))
-    layers = {name: value.detach().numpy().copy() for name, value in method.tensors.items()}
+    method = build_method(settings(*VIT))
+    layers = {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
     stages, phases = Stages(method), layer_wise(rounds=6, depth=3)
-    assert stages.hand_on(layers, phases[0]) is layers
-    begun = stages.hand_on(layers, phases[1])
+    assert stages.transfer_weights(layers, phases[0]) is layers
+    begun = stages.transfer_weights(layers, phases[1])
     for name in layers:
         source = name.replace("encoder_layer_1", "encoder_layer_0")
         assert np.array_equal(begun[name], layers[source]), name
         assert name == source or begun[name] is not layers[source]  # its own memory
     off = layer_wise(rounds=6, depth=3, weight_transfer=False)
-    assert stages.hand_on(layers, off[1]) is layers
+    assert stages.transfer_weights(layers, off[1]) is layers
 
 
 def test_weights_of_another_shape_are_not_handed_on():
-    method = build(settings())
-    layers = {name: value.detach().numpy() for name, value in method.tensors.items()}
-    assert Stages(method).hand_on(layers, layer_wise(rounds=8, depth=4)[1]) is layers
+    method = build_method(settings())
+    layers = {name: value.detach().numpy() for name, value in method.named_tensors.items()}
+    assert Stages(method).transfer_weights(layers, layer_wise(rounds=8, depth=4)[1]) is layers
 
 
 def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
