@@ -19,7 +19,7 @@ from simulation.cli import run
 from simulation.sandbox import process_sandbox
 from tests.devices import write_images
 from tests.experiments.every import write_images as write_hub_images
-from tests.fedssl.exporting.test_exporting import VIT, write_encoder
+from tests.fedssl.export.test_formats import VIT, write_encoder
 from tests.flower import ENVIRONMENT, flwr_run, free_port
 from tests.test_docs import ROOT
 

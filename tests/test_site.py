@@ -70,13 +70,17 @@ def test_diagrams_are_lists(site: Path) -> None:
 
 
 def test_modules_have_pages_and_the_readme_is_the_first(site: Path) -> None:
-    assert "load_encoder" in text(site / "modules/fedssl.export.html")
+    assert "load_encoder" in text(site / "modules/fedssl.export.encoder_file.html")
     first = (site / "index.html").read_text()
     assert 'href="guide.html"' in first
     assert 'href="docs/' not in first
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
-    for page in (site / "index.html", site / "settings/strategy/l_dawa.html", site / "modules/fedssl.export.html"):
+    for page in (
+        site / "index.html",
+        site / "settings/strategy/l_dawa.html",
+        site / "modules/fedssl.export.encoder_file.html",
+    ):
         loaded = re.findall(r'<(?:script|img|link|iframe)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
         assert not loaded

@@ -1,7 +1,7 @@
 """``precision=int8`` of ``format=onnx``: weights in a quarter of the bytes, and products of whole numbers.
 
 Convolutions take inputs in 8 bits as well, whose ranges are those that images of the data set gave (static
-quantisation). In a vision transformer the inputs of matrix products are brought to 8 bits as they come (dynamic): with
+quantization). In a vision transformer the inputs of matrix products are brought to 8 bits as they come (dynamic): with
 fixed ranges ``vit_tiny`` was no faster than in fp32, and farther from it. By ONNX Runtime's
 ``onnxruntime.quantization``.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from fedssl.errors import InputError
-from fedssl.exporting.formats import workplace, write_checked
-from fedssl.exporting.onnx_file import IMAGES, run_onnx
-from fedssl.exporting.source import Source
+from fedssl.export.formats import staging_folder, write_checked
+from fedssl.export.onnx import IMAGES, run_onnx
+from fedssl.export.source import ExportSource
 
 CALIBRATION, MEASURED = 128, 256  # images that give the ranges, and others on which the result is compared
 BATCH = 32  # of a timing
@@ -28,13 +28,13 @@ _TIMES = 7
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantizedModel:
     """What int8 costs and saves, beside the same graph in fp32.
 
     Attributes
     ----------
     difference : float
-        Of the graph in fp32 from our encoder, as `fedssl.exporting.formats.difference`.
+        Of the graph in fp32 from our encoder, as `fedssl.export.formats.difference`.
     megabytes : tuple of float
         Of the files: fp32, int8.
     seconds : tuple of float
@@ -50,25 +50,25 @@ class Quantised:
     least_cosine: float
 
 
-def export_int8(source: Source, target: Path, images: Tensor) -> Quantised:
+def export_int8(source: ExportSource, target: Path, images: Tensor) -> QuantizedModel:
     """Write the encoder as an ONNX graph in int8, from one in fp32 that was compared with ours.
 
     Parameters
     ----------
     target : Path
-        The file, which is replaced; `fedssl.exporting.formats.check_target` has seen it.
+        The file, which is replaced; `fedssl.export.formats.check_target` has seen it.
     images : Tensor
         uint8 ``(n, channels, size, size)``, ``CALIBRATION + MEASURED`` of them.
 
     Raises
     ------
     InputError, RunError
-        As of `fedssl.exporting.formats.export`.
+        As of `fedssl.export.formats.export`.
     """
-    with workplace(target) as folder:
+    with staging_folder(target) as folder:
         exact, small = folder / "fp32.onnx", folder / target.name
         difference = write_checked(source, "onnx", exact)
-        quantise(exact, small, images[:-MEASURED], dynamic=source.encoder.patch_embedding is not None)
+        quantize(exact, small, images[:-MEASURED], dynamic=source.encoder.patch_embedding is not None)
         found = compare(exact, small, images[-MEASURED:], difference=difference)
         small.replace(target)
     return found
@@ -83,7 +83,7 @@ def check_calibration_size(count: int) -> None:
         )
 
 
-def quantise(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None:
+def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None:
     """Write the graph of ``exact`` in int8 to ``small``.
 
     Parameters
@@ -116,12 +116,12 @@ def quantise(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None
         logging.disable(logging.NOTSET)
 
 
-def compare(exact: Path, small: Path, images: Tensor, *, difference: float) -> Quantised:
+def compare(exact: Path, small: Path, images: Tensor, *, difference: float) -> QuantizedModel:
     """Compare two graphs of one encoder: sizes, speeds, and representations of images."""
     first, second = run_onnx(exact, images), run_onnx(small, images)
     mean = first.mean(dim=0)
     cosines = cosine_similarity(first - mean, second - mean)
-    return Quantised(
+    return QuantizedModel(
         difference=difference,
         megabytes=(exact.stat().st_size / 1e6, small.stat().st_size / 1e6),
         seconds=_times(exact, small, images[:BATCH]),

@@ -1,7 +1,7 @@
 """``format=onnx``: a graph in opset 18 that maps ``images``, as they are, to ``representations``.
 
 ``images`` are uint8 ``(batch, channels, size, size)`` with any batch; that they are standardised is in the graph.
-What `Source.described` says is JSON under ``fedssl`` in the file's metadata.
+What `ExportSource.metadata_dict` says is JSON under ``fedssl`` in the file's metadata.
 """
 
 import json
@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.exporting.source import Source
-from fedssl.exporting.torch_programs import exported_program
-from fedssl.exporting.weights import KEY
+from fedssl.export.source import ExportSource
+from fedssl.export.torch_formats import exported_program
+from fedssl.export.weights import KEY
 
 OPSET = 18
 IMAGES, REPRESENTATIONS = "images", "representations"
 
 
-def write_onnx(source: Source, file: Path) -> None:
+def write_onnx(source: ExportSource, file: Path) -> None:
     """Write the graph and its weights into one file."""
     import onnx
 
@@ -34,7 +34,7 @@ def write_onnx(source: Source, file: Path) -> None:
         )
     assert program is not None  # without a file to write
     model = program.model_proto
-    onnx.helper.set_model_props(model, {KEY: json.dumps(source.described())})
+    onnx.helper.set_model_props(model, {KEY: json.dumps(source.metadata_dict())})
     onnx.save(model, file)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fedssl import encoders
 from fedssl.errors import InputError
-from fedssl.exporting.source import Source, represent
-from fedssl.exporting.weights import KEY, write_weights
+from fedssl.export.source import ExportSource, represent
+from fedssl.export.weights import KEY, write_weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50")
 _RENAMED = (  # torchvision's names in a vision transformer, and timm's
@@ -73,13 +73,13 @@ class TimmModel:
         return model
 
 
-def has_timm(source: Source) -> bool:
+def has_timm(source: ExportSource) -> bool:
     """Whether timm has the encoder's architecture."""
     package, _, name = source.architecture.rpartition(".")
     return package == encoders.__name__ and name in (*_RESNETS, "vit_tiny")
 
 
-def timm_model(source: Source) -> TimmModel:
+def timm_model(source: ExportSource) -> TimmModel:
     """Describe the encoder's architecture in timm.
 
     Raises
@@ -112,7 +112,7 @@ def timm_model(source: Source) -> TimmModel:
     return TimmModel(name="vit_tiny_patch16_224", arguments=arguments, small_stem=False)
 
 
-def timm_weights(source: Source) -> dict[str, Tensor]:
+def timm_weights(source: ExportSource) -> dict[str, Tensor]:
     """Weights under timm's names; a transformer's fixed positions are among them."""
     weights = dict(source.encoder.state_dict())
     if source.architecture.rpartition(".")[2] != "vit_tiny":
@@ -121,14 +121,14 @@ def timm_weights(source: Source) -> dict[str, Tensor]:
     return {_renamed(name): value for name, value in weights.items()}
 
 
-def write_timm(source: Source, file: Path) -> None:
-    """Write the weights, and beside them what makes the model, what `Source.described` says."""
+def write_timm(source: ExportSource, file: Path) -> None:
+    """Write the weights, and beside them what makes the model, what `ExportSource.metadata_dict` says."""
     model = timm_model(source)
-    described = {**source.described(), "timm": {"name": model.name, **model.arguments}}
+    described = {**source.metadata_dict(), "timm": {"name": model.name, **model.arguments}}
     write_weights(file, timm_weights(source), metadata={KEY: json.dumps(described)})
 
 
-def run_timm(source: Source, file: Path, images: Tensor) -> Tensor:
+def run_timm(source: ExportSource, file: Path, images: Tensor) -> Tensor:
     """Representations ``(batch, feature_dim)`` of images, by timm's model with the weights in the file."""
     import timm
 
@@ -137,7 +137,7 @@ def run_timm(source: Source, file: Path, images: Tensor) -> Tensor:
     return represent(model.eval(), source.encoder.preprocess, images)
 
 
-def _all_settings(source: Source) -> dict[str, Any]:
+def _all_settings(source: ExportSource) -> dict[str, Any]:
     """The encoder's settings, with the values of those that its file leaves out."""
     build = vars(encoders)[source.architecture.rpartition(".")[2]]
     settings = {key: value for key, value in source.content["encoder"].items() if key != "_target_"}

@@ -22,11 +22,11 @@ from fedssl.config.targets import SEARCH, from_arguments, own_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError, RunError
 from fedssl.evaluation.cli import as_in_training, encoder_file
-from fedssl.export import load_encoder, read_content, saved_target
-from fedssl.exporting.formats import FORMATS, TOLERANCE, check_target, export
-from fedssl.exporting.quantised import BATCH, CALIBRATION, MEASURED, Quantised, check_calibration_size, export_int8
-from fedssl.exporting.source import Source
-from fedssl.exporting.timm_weights import timm_model
+from fedssl.export.encoder_file import load_encoder, read_content, saved_target
+from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export
+from fedssl.export.onnx_int8 import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size, export_int8
+from fedssl.export.source import ExportSource
+from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
 from fedssl.seeding import torch_generator
 from fedssl.untrusted import sanitize
@@ -68,7 +68,7 @@ def run(overrides: Sequence[str]) -> str:
     form, int8 = _format(own), _int8(own, others)
     file = encoder_file({key: value for key, value in own.items() if key in ("run", "encoder")})
     build = own_encoder(saved_target(file), others)
-    source = Source(
+    source = ExportSource(
         encoder=load_encoder(file, build=build),
         content=read_content(file),
         build=build,
@@ -118,7 +118,7 @@ def _beside(file: Path, form: str, *, int8: bool) -> Path:
     return file.with_name(f"{file.stem}{'-int8' if int8 else ''}{ending}")
 
 
-def _images(source: Source, own: Mapping[str, str], others: Sequence[str]) -> Tensor:
+def _images(source: ExportSource, own: Mapping[str, str], others: Sequence[str]) -> Tensor:
     """Images of the data set in the form that the encoder takes, as many as int8 needs."""
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
     images = load_federated(as_in_training(source.encoder, settings.data, own_size=False)).images
@@ -127,7 +127,7 @@ def _images(source: Source, own: Mapping[str, str], others: Sequence[str]) -> Te
     return images[chosen[: CALIBRATION + MEASURED]]
 
 
-def _told(found: Quantised, target: Path) -> str:
+def _told(found: QuantizedModel, target: Path) -> str:
     """Lines on what int8 costs and saves."""
     (exact, small), (slow, fast) = found.megabytes, found.seconds
     return "\n".join(

@@ -3,7 +3,7 @@
 import shlex
 
 from fedssl.evaluation.scores import as_scores
-from fedssl.exporting.source import Source
+from fedssl.export.source import ExportSource
 from fedssl.plots.partition import read_partition_table
 from fedssl.report.accuracy_table import format_table
 from fedssl.runs.run import Run
@@ -41,7 +41,7 @@ features = encoder(encoder.preprocess(images))  # images: uint8 (batch, channels
 ```"""
 
 
-def model_card(source: Source, *, in_timm: bool) -> str:
+def model_card(source: ExportSource, *, in_timm: bool) -> str:
     """Return ``README.md`` of a model; what nobody knows but its owner is left to fill in.
 
     Parameters
@@ -68,7 +68,7 @@ def model_card(source: Source, *, in_timm: bool) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _training(source: Source) -> dict[str, str]:
+def _training(source: ExportSource) -> dict[str, str]:
     """Rows of the table: what the run says; without one, what the encoder's file does."""
     if source.run is None:
         return {sanitize(key): sanitize(value) for key, value in source.content["metadata"].items()}

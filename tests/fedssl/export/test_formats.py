@@ -21,12 +21,11 @@ from torch import Tensor
 from fedssl import encoders
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
-from fedssl.export import load_encoder, read_content, save_encoder
-from fedssl.exporting import cli, extras, quantised
-from fedssl.exporting.formats import FORMATS, export
-from fedssl.exporting.quantised import check_calibration_size, compare, quantise
-from fedssl.exporting.source import Source
-from fedssl.exporting.timm_weights import timm_model
+from fedssl.export import cli, extras, load_encoder, onnx_int8, read_content, save_encoder
+from fedssl.export.formats import FORMATS, export
+from fedssl.export.onnx_int8 import check_calibration_size, compare, quantize
+from fedssl.export.source import ExportSource
+from fedssl.export.timm_weights import timm_model
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 8, "width": 4}
 VIT = {
@@ -54,9 +53,9 @@ def write_encoder(file: Path, settings: dict[str, Any]) -> Path:
     return file
 
 
-def source_of(folder: Path, settings: dict[str, Any]) -> Source:
+def source_of(folder: Path, settings: dict[str, Any]) -> ExportSource:
     file = write_encoder(folder / "encoder.pt", settings)
-    return Source(encoder=load_encoder(file), content=read_content(file))
+    return ExportSource(encoder=load_encoder(file), content=read_content(file))
 
 
 def images_like(encoder: Any, count: int = 3) -> Tensor:
@@ -191,7 +190,7 @@ def test_timm_makes_our_other_resnets(changes: dict[str, Any], tmp_path: Path):
     assert export(source, "huggingface", tmp_path / "folder") <= 1e-5
 
 
-def assert_code_loads(source: Source, file: Path) -> None:
+def assert_code_loads(source: ExportSource, file: Path) -> None:
     """The lines of code give a model of timm's alone with our representations."""
     names: dict[str, Any] = {}
     exec(timm_model(source).code(file), names)
@@ -297,7 +296,7 @@ def test_every_format_has_every_architecture(form: str, settings: dict[str, Any]
 
 def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_path: Path):
     small, encoder = tmp_path / "int8.onnx", load_encoder(graph.with_name("encoder.pt"))
-    quantise(graph, small, images_like(encoder, 64), dynamic=False)
+    quantize(graph, small, images_like(encoder, 64), dynamic=False)
     weights = [one for one in onnx.load(small).graph.initializer if len(one.dims) == 4]
     assert len(weights) == 4
     assert {one.data_type for one in weights} == {onnx.TensorProto.INT8}
@@ -322,7 +321,7 @@ def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_pat
 def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path: Path):
     source = source_of(tmp_path, VIT)
     export(source, "onnx", tmp_path / "encoder.onnx")
-    quantise(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder), dynamic=True)
+    quantize(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder), dynamic=True)
     kinds = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
     assert kinds.count("MatMulInteger") >= 8  # four per block
     found = compare(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder, 32), difference=0.0)
@@ -330,11 +329,11 @@ def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path
 
 
 def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeypatch, capsys):
-    def already_written(source: Source, form: str, made: Path) -> float:
+    def already_written(source: ExportSource, form: str, made: Path) -> float:
         made.write_bytes(graph.read_bytes())
         return 2e-6
 
-    monkeypatch.setattr(quantised, "write_checked", already_written)
+    monkeypatch.setattr(onnx_int8, "write_checked", already_written)
     assert command(monkeypatch, f"run={run}", "format=onnx", "precision=int8") == 0
     told = capsys.readouterr().out
     assert "in fp32: 2.0e-06 (allowed: 1e-05)" in told
@@ -360,7 +359,7 @@ def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypat
     file.write_text("what was there before")
     sound = FORMATS["torchscript"].run
 
-    def wrong(source: Source, made: Path, images: Tensor) -> Tensor:
+    def wrong(source: ExportSource, made: Path, images: Tensor) -> Tensor:
         return sound(source, made, images) + (error if len(images) == 1 else 0)
 
     monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(FORMATS["torchscript"], run=wrong))
@@ -410,7 +409,7 @@ def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypat
 def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(tmp_path: Path, monkeypatch):
     source = source_of(tmp_path, SMALL)
 
-    def full(source: Source, file: Path) -> None:
+    def full(source: ExportSource, file: Path) -> None:
         file.write_bytes(b"a part of it")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

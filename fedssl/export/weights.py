@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedssl.exporting.extras import need
+from fedssl.export.extras import require_packages
 from fedssl.untrusted import open_regular_file
 
 KEY = "fedssl"
@@ -49,7 +49,7 @@ def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
     Exception
         What safetensors and JSON raise for other files.
     """
-    need(f"{file}", "safetensors")
+    require_packages(f"{file}", "safetensors")
     from safetensors import safe_open
 
     open_regular_file(file, max_bytes=max_bytes).close()

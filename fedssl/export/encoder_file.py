@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedssl import encoders
 from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
-from fedssl.exporting.weights import read_safetensors
+from fedssl.export.weights import read_safetensors
 from fedssl.untrusted import read_tensors, sanitize
 
 FORMAT = "fedssl-encoder-1"

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.exporting.source import Source, WithPreprocessing
+from fedssl.export.source import ExportSource, WithPreprocessing
 
 
-def write_torchscript(source: Source, file: Path) -> None:
+def write_torchscript(source: ExportSource, file: Path) -> None:
     """Write what one pass over random images does; ``torch.jit.load`` reads it."""
     with warnings.catch_warnings(), torch.no_grad():
         # That it is deprecated, and that the checks of the images' size are not in it.
@@ -30,14 +30,14 @@ def run_torchscript(file: Path, images: Tensor) -> Tensor:
     return h
 
 
-def exported_program(source: Source) -> torch.export.ExportedProgram:
+def exported_program(source: ExportSource) -> torch.export.ExportedProgram:
     """The encoder with its pre-processing, for any number of images at a time."""
     shapes = ({0: torch.export.Dim("batch")},)
     with torch.no_grad():
         return torch.export.export(WithPreprocessing(source.encoder), (source.random_images(2),), dynamic_shapes=shapes)
 
 
-def write_torch_export(source: Source, file: Path) -> None:
+def write_torch_export(source: ExportSource, file: Path) -> None:
     """Write a program that ``torch.export.load`` reads."""
     torch.export.save(exported_program(source), file)
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedssl.export import Preprocess
+from fedssl.export.encoder_file import Preprocess
 from fedssl.runs.run import Run
 from fedssl.seeding import torch_generator
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Source:
+class ExportSource:
     """An encoder to be exported.
 
     Attributes
@@ -43,7 +43,7 @@ class Source:
         shape = (count, self.encoder.channels, self.encoder.size, self.encoder.size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch_generator(0, "export"))
 
-    def described(self) -> dict[str, Any]:
+    def metadata_dict(self) -> dict[str, Any]:
         """All but the weights, with the length of a representation, as values that JSON can hold."""
         rest = {key: value for key, value in self.content.items() if key != "weights"}
         return {**rest, "feature_dim": self.encoder.feature_dim}

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from fedssl.errors import InputError
 
 
-def need(what: str, *packages: str) -> None:
+def require_packages(what: str, *packages: str) -> None:
     """Refuse, by an `InputError`, what cannot be done because a package is not installed.
 
     Parameters

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fedssl.export import Preprocess, load_encoder
-from fedssl.exporting.model_card import model_card
-from fedssl.exporting.source import Source, represent
-from fedssl.exporting.timm_weights import TimmModel, has_timm, timm_model, timm_weights
-from fedssl.exporting.weights import write_safetensors, write_weights
+from fedssl.export.encoder_file import Preprocess, load_encoder
+from fedssl.export.model_card import model_card
+from fedssl.export.source import ExportSource, represent
+from fedssl.export.timm_weights import TimmModel, has_timm, timm_model, timm_weights
+from fedssl.export.weights import write_safetensors, write_weights
 
 CONFIG, WEIGHTS, PREPROCESSING, CARD = "config.json", "model.safetensors", "preprocessor_config.json", "README.md"
 
 
-def write_huggingface(source: Source, folder: Path) -> None:
+def write_huggingface(source: ExportSource, folder: Path) -> None:
     """Make the folder with its four files."""
     folder.mkdir()
     timm = _timm(source)
@@ -35,7 +35,7 @@ def write_huggingface(source: Source, folder: Path) -> None:
     (folder / CARD).write_text(model_card(source, in_timm=timm is not None), encoding="utf-8")
 
 
-def run_huggingface(source: Source, folder: Path, images: Tensor) -> Tensor:
+def run_huggingface(source: ExportSource, folder: Path, images: Tensor) -> Tensor:
     """Representations ``(batch, feature_dim)`` of images, by the folder's model as its card loads it."""
     if _timm(source) is None:
         model = load_encoder(folder / WEIGHTS, build=source.build)
@@ -48,15 +48,15 @@ def run_huggingface(source: Source, folder: Path, images: Tensor) -> Tensor:
     return represent(model, Preprocess(size=form["size"]["height"], mean=mean, std=std), images)
 
 
-def _timm(source: Source) -> TimmModel | None:
+def _timm(source: ExportSource) -> TimmModel | None:
     """What makes the model in timm by arguments alone; None if they do not."""
     model = timm_model(source) if has_timm(source) else None
     return None if model is None or model.small_stem else model
 
 
-def _config(source: Source, timm: TimmModel | None) -> dict[str, Any]:
+def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
     """``config.json``: timm's keys where timm loads the folder, and ours."""
-    ours = {"fedssl": source.described()}
+    ours = {"fedssl": source.metadata_dict()}
     if timm is None:
         return ours
     encoder = source.encoder
@@ -84,7 +84,7 @@ def _config(source: Source, timm: TimmModel | None) -> dict[str, Any]:
     }
 
 
-def _preprocessing(source: Source) -> dict[str, Any]:
+def _preprocessing(source: ExportSource) -> dict[str, Any]:
     """``preprocessor_config.json``, in the words of transformers."""
     encoder = source.encoder
     return {

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.errors import InputError, RunError
-from fedssl.export import load_encoder
-from fedssl.exporting.extras import need
-from fedssl.exporting.hub_folder import run_huggingface, write_huggingface
-from fedssl.exporting.onnx_file import run_onnx, write_onnx
-from fedssl.exporting.source import Source, represent
-from fedssl.exporting.timm_weights import run_timm, write_timm
-from fedssl.exporting.torch_programs import run_torch_export, run_torchscript, write_torch_export, write_torchscript
-from fedssl.exporting.weights import write_safetensors
+from fedssl.export.encoder_file import load_encoder
+from fedssl.export.extras import require_packages
+from fedssl.export.huggingface import run_huggingface, write_huggingface
+from fedssl.export.onnx import run_onnx, write_onnx
+from fedssl.export.source import ExportSource, represent
+from fedssl.export.timm_weights import run_timm, write_timm
+from fedssl.export.torch_formats import run_torch_export, run_torchscript, write_torch_export, write_torchscript
+from fedssl.export.weights import write_safetensors
 
 TOLERANCE = 1e-5
 
@@ -33,19 +33,19 @@ class Format:
     packages : tuple of str
         What writing and reading it need.
     write : callable
-        Writes a `Source` to a path where nothing is.
+        Writes a `ExportSource` to a path where nothing is.
     run : callable
-        From `Source`, path and images ``(batch, channels, size, size)`` in uint8 to representations ``(batch,
+        From `ExportSource`, path and images ``(batch, channels, size, size)`` in uint8 to representations ``(batch,
         feature_dim)``, with no weight but those at the path.
     """
 
     ending: str
     packages: tuple[str, ...]
-    write: Callable[[Source, Path], None]
-    run: Callable[[Source, Path, Tensor], Tensor]
+    write: Callable[[ExportSource, Path], None]
+    run: Callable[[ExportSource, Path, Tensor], Tensor]
 
 
-def _run_safetensors(source: Source, file: Path, images: Tensor) -> Tensor:
+def _run_safetensors(source: ExportSource, file: Path, images: Tensor) -> Tensor:
     encoder: Any = load_encoder(file, build=source.build)
     return represent(encoder, encoder.preprocess, images)
 
@@ -80,7 +80,7 @@ FORMATS = {
 }
 
 
-def export(source: Source, form: str, target: Path) -> float:
+def export(source: ExportSource, form: str, target: Path) -> float:
     """Write the encoder in a format, if what is written gives the representations of ours.
 
     Parameters
@@ -103,7 +103,7 @@ def export(source: Source, form: str, target: Path) -> float:
         The representations differ; nothing is left.
     """
     check_target(source, form, target)
-    with workplace(target) as folder:
+    with staging_folder(target) as folder:
         made = folder / target.name
         found = write_checked(source, form, made)
         made.replace(target)
@@ -111,7 +111,7 @@ def export(source: Source, form: str, target: Path) -> float:
 
 
 @contextmanager
-def workplace(target: Path) -> Iterator[Path]:
+def staging_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target for what is not proven yet; raises `InputError` where nothing can be written."""
     try:
         with TemporaryDirectory(dir=target.parent, prefix=".fedssl-export-") as folder:
@@ -123,7 +123,7 @@ def workplace(target: Path) -> Iterator[Path]:
         ) from error
 
 
-def write_checked(source: Source, form: str, made: Path) -> float:
+def write_checked(source: ExportSource, form: str, made: Path) -> float:
     """Write to a path where nothing is, run what was written, and return the `difference`; raises as `export` does."""
     FORMATS[form].write(source, made)
     found = [difference(source, form, made, count=count) for count in (5, 1)]
@@ -136,7 +136,7 @@ def write_checked(source: Source, form: str, made: Path) -> float:
     return max(found)
 
 
-def difference(source: Source, form: str, made: Path, *, count: int) -> float:
+def difference(source: ExportSource, form: str, made: Path, *, count: int) -> float:
     """Largest difference between our representations of random images and those of what was written.
 
     It is a share of the largest number in our representations where that is above 1.
@@ -154,9 +154,9 @@ def difference(source: Source, form: str, made: Path, *, count: int) -> float:
     return float((theirs - ours).abs().max() / max(1.0, float(ours.abs().max())))
 
 
-def check_target(source: Source, form: str, target: Path) -> None:
+def check_target(source: ExportSource, form: str, target: Path) -> None:
     """Refuse, by an `InputError`, a place that the format cannot be written to, and packages that are missing."""
-    need(f"format={form}", *FORMATS[form].packages)
+    require_packages(f"format={form}", *FORMATS[form].packages)
     ending = FORMATS[form].ending
     if not target.name.endswith(ending):
         raise InputError(f"output={target} is no name for format={form}; give one that ends in {ending}")
