@@ -15,7 +15,7 @@ from fedssl.config.overrides import parse, quote
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
-from fedssl.evaluation.subject import lacking
+from fedssl.evaluation.subject import why_not_evaluable
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import load_layers, travelling_layers
 from fedssl.report.accuracy_table import format_table
@@ -23,23 +23,23 @@ from fedssl.schedule.stages import set_active_stages
 from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import record_bytes, to_message
 from server_app.build import RunComponents, build_run
-from server_app.devices import NO_IMAGES
+from server_app.devices import NO_SERVER_DATA
 from server_app.evaluator import Judged
-from server_app.log import logging_to, writing
+from server_app.log import disk_errors_as_run_error, log_to
 from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import own_models
-from server_app.proven import Expected
+from server_app.proven import StateSchema
 from server_app.recorder import Recorder
 from server_app.run_config import overrides_of
 from server_app.screen import TERMINAL, make_screen
-from server_app.training_loop import CLIENT_CORES, in_turn, layers_of, may_overlap, rounds
+from server_app.training_loop import CLIENT_CORES, arrays_by_model, can_evaluate_in_background, load_each, run_training
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
 
 # Words without which the number of clients is that of the federation.
-SAYS_HOW_MANY = {"num_clients", "experiment", "resume"}
+SETS_NUM_CLIENTS = {"num_clients", "experiment", "resume"}
 
 app = ServerApp()
 
@@ -49,7 +49,7 @@ def main(grid: Grid, context: Context) -> None:
     """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
     overrides = overrides_of(context.run_config)
     settings = load_run(overrides)
-    if not SAYS_HOW_MANY & {word.key_or_group for word in parse(overrides)}:
+    if not SETS_NUM_CLIENTS & {word.key_or_group for word in parse(overrides)}:
         size = federation_size(grid, timeout=settings.client_timeout)
         if size not in (None, settings.num_clients):
             overrides = [f"num_clients={size}", *overrides]
@@ -61,7 +61,7 @@ def main(grid: Grid, context: Context) -> None:
     cores = context.node_config.get(CLIENT_CORES)
     client_cores = cores if isinstance(cores, int) else None
     recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
-    with writing(recorder.folder), recorder.locked(), logging_to(recorder.folder, screen), closing(screen):
+    with disk_errors_as_run_error(recorder.folder), recorder.locked(), log_to(recorder.folder, screen), closing(screen):
         screen.open(settings.rounds)
         try:
             results, models, unjudged = run(grid, settings, recorder, client_cores=client_cores)
@@ -94,7 +94,7 @@ def run(
     if resumed is not None:
         context, client_ids = components.context, components.client_manager.clients.client_ids
         state = recorder.restore(
-            Expected(
+            StateSchema(
                 untrained=context.initial_model(),
                 clients=max([settings.num_clients, *(number + 1 for number in client_ids.values())]),
                 phases=len(context.phases),
@@ -102,10 +102,10 @@ def run(
                 is_valid_strategy_state=context.strategy.server.is_valid_strategy_state,
             )
         )
-    recorder.begin(settings.recording, components.held)
+    recorder.start_run(settings.recording, components.client_data)
     recorder.register(components.client_manager.clients.client_ids)
     components.context.strategy.server.plot(recorder.folder / "figures")
-    images = f"{len(components.held.image_data.images)} images" if components.held else "their own images"
+    images = f"{len(components.client_data.image_data.images)} images" if components.client_data else "their own images"
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",
         *(settings.num_clients, images, settings.rounds),
@@ -116,15 +116,15 @@ def run(
         settings.recording.choices["strategy"],
         ", ".join(components.context.requested_metrics(state.round + 1)) or "nothing",
     )
-    problem = NO_IMAGES if settings.data.federated is None else lacking(settings.data)
+    problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
     exchange = MessageExchange(grid, keep_contents=settings.updates.buffered)
-    overlap = may_overlap(components, client_cores)
-    state = rounds(exchange, components, state, recorder, last=settings.rounds, overlap=overlap)
+    background = can_evaluate_in_background(components, client_cores)
+    state = run_training(exchange, components, state, recorder, last=settings.rounds, background=background)
     judged = finish(components, state, settings, recorder)
     if settings.evaluation.clients:
-        trained, epochs = recorder.trained(), settings.evaluation.adapt_epochs
+        trained, epochs = recorder.trained_clients(), settings.evaluation.adapt_epochs
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
             recorder.own_models(own_models(exchange, components, state, trained=trained, epochs=epochs))
     return (*judged, problem)
@@ -136,14 +136,14 @@ def finish(
     """Export and draw what the rounds have led to; returns the final comparison, and the results of every model."""
     method = components.method
     with set_active_stages(method, depth=components.context.phases[-1].depth):
-        models = layers_of(components.context, state)
+        models = arrays_by_model(components.context, state)
         untrained = build_method(settings.model).to(components.device)
         baselines = components.evaluator.baselines(untrained)
-        judged = components.evaluator.evaluate(in_turn(method, models), final=True)
+        judged = components.evaluator.evaluate(load_each(method, models), final=True)
         for name, layers in models.items():
             load_layers(method, layers)
             recorder.encoder(name, method, settings, rounds=state.round)
-    recorder.figures(components.held)
+    recorder.figures(components.client_data)
     if not baselines:  # there are no labelled images
         return {}, {}
     federated = over_models(list(judged.values()))

@@ -14,7 +14,7 @@ from fedssl.config.load import partition_without_labels
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.subject import lacking
+from fedssl.evaluation.subject import why_not_evaluable
 from fedssl.fingerprint import code_fingerprint
 from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
@@ -27,17 +27,17 @@ from fedssl.schedule.stages import check as check_phases
 from fedssl.seeding import numpy_generator
 from fedssl.training import LocalTraining
 from server_app.calibration import Calibration
-from server_app.collapse_monitor import Monitor
-from server_app.costs import Costs
-from server_app.devices import say, with_devices
+from server_app.collapse_monitor import CollapseMonitor
+from server_app.costs import TrainingCostMeter
+from server_app.devices import adapt_to_edge_clients, log_devices
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
-from server_app.held import Held
+from server_app.held import ClientData
 from server_app.nodes import ClientManager, discover_clients
 from server_app.represent import ServerFeatureExtractor
 from server_app.round_context import RoundContext, raise_no_server_images
-from server_app.stopping import check_stopping
-from server_app.teacher import give_teacher
+from server_app.stopping import validate_early_stopping
+from server_app.teacher import load_teacher
 from strategies.base import FedSSLStrategy, StrategyContext
 from strategies.server_optimizer import ServerOptimizer
 
@@ -56,12 +56,12 @@ class RunComponents:
     lr_schedule : LRSchedule
     client_manager : ClientManager
         Who is there.
-    held : Held or None
+    client_data : ClientData or None
         None: the images are on the devices.
     evaluator : Evaluator
-    monitor : Monitor or None
+    monitor : CollapseMonitor or None
         None: health is not looked at.
-    costs : Costs or None
+    costs : TrainingCostMeter or None
         None: they are not measured.
     device : torch.device
         Where the method is.
@@ -73,10 +73,10 @@ class RunComponents:
     context: RoundContext
     lr_schedule: LRSchedule
     client_manager: ClientManager
-    held: Held | None
+    client_data: ClientData | None
     evaluator: Evaluator
-    monitor: Monitor | None
-    costs: Costs | None
+    monitor: CollapseMonitor | None
+    costs: TrainingCostMeter | None
     device: torch.device
     evaluation_is_training_free: bool
 
@@ -100,8 +100,8 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     )
     task = task_of(settings).text() if clients.client_ids else None
     if task:
-        settings = with_devices(settings, clients)
-        say(settings, clients)
+        settings = adapt_to_edge_clients(settings, clients)
+        log_devices(settings, clients)
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build_method(settings.model).to(device)
@@ -110,7 +110,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, devices=bool(task))
-    held = None
+    client_data = None
     if task:
         validate_edge_method(method)
         forbid_personalized_evaluation(settings)
@@ -119,12 +119,12 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         if image_data.labels is None:
             settings = partition_without_labels(settings)
         validate_personalized_evaluation(settings, image_data)
-        held = Held(image_data, divide(settings.partition, image_data))
-        check_clients(held.parts, method)
+        client_data = ClientData(image_data, divide(settings.partition, image_data))
+        check_clients(client_data.parts, method)
     training = LocalTraining.prepare(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
-    check_stopping(settings, method, results=results, phases=len(lr_schedule.phases))
-    give_teacher(method, settings.teacher, data=data)
+    validate_early_stopping(settings, method, result_units=results, phases=len(lr_schedule.phases))
+    load_teacher(method, settings.teacher, data=data)
     context = RoundContext(
         strategy=strategy,
         method=method,
@@ -152,10 +152,10 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         context=context,
         lr_schedule=lr_schedule,
         client_manager=ClientManager(grid, clients, timeout=settings.client_timeout),
-        held=held,
+        client_data=client_data,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
-        costs=make_costs(settings, method, training, held, device, trainings=strategy.client.trainings),
+        costs=make_costs(settings, method, training, client_data, device, trainings=strategy.client.trainings),
         device=device,
         evaluation_is_training_free=results is not None,
     )
@@ -236,7 +236,7 @@ def forbid_personalized_evaluation(settings: Settings) -> None:
 
 def validate_personalized_evaluation(settings: Settings, image_data: ImageData) -> None:
     """Refuse, by an `InputError`, to judge clients' encoders without labels."""
-    problem = lacking(settings.data)
+    problem = why_not_evaluable(settings.data)
     if settings.evaluation.clients and (problem or image_data.labels is None):
         raise InputError(f"evaluate_clients=true needs labels; {problem or 'the images of the clients have none'}")
 
@@ -292,15 +292,17 @@ def make_costs(
     settings: Settings,
     method: SSLMethod,
     training: LocalTraining,
-    held: Held | None,
+    client_data: ClientData | None,
     device: torch.device,
     *,
     trainings: int,
-) -> Costs | None:
+) -> TrainingCostMeter | None:
     """What measures the costs; None: it is turned off, or nobody knows the clients' images."""
-    if held is None or not settings.evaluation.resources:
+    if client_data is None or not settings.evaluation.resources:
         return None
-    return Costs(method, training, image_data=held.image_data, parts=held.parts, device=device, trainings=trainings)
+    return TrainingCostMeter(
+        method, training, image_data=client_data.image_data, parts=client_data.parts, device=device, trainings=trainings
+    )
 
 
 def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Privacy | None:
@@ -322,12 +324,12 @@ def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Pri
 
 def make_monitor(
     settings: Settings, method: SSLMethod, training: LocalTraining, device: torch.device
-) -> Monitor | None:
+) -> CollapseMonitor | None:
     """The monitor of health; None: it is turned off."""
     num_images = settings.evaluation.health_pictures
     if not num_images:
         return None
-    return Monitor(
+    return CollapseMonitor(
         method, data=settings.data, num_images=num_images, augment=training.augment, device=device, seed=settings.seed
     )
 

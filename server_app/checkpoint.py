@@ -13,7 +13,7 @@ import torch
 from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, write_text
 from fedssl.errors import InputError
 from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
-from server_app.proven import Expected
+from server_app.proven import StateSchema
 from strategies.state import Model, ServerState
 
 log = logging.getLogger("fedssl")
@@ -27,23 +27,23 @@ def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
     file = round_file(folder, state.round)
 
     def write(stream: BinaryIO) -> None:
-        torch.save({"format": FORMAT, **_to_plain(state)}, stream)
+        torch.save({"format": FORMAT, **_to_serializable(state)}, stream)
         stream.flush()
-        write_text(_sum_file(file), _digest(Path(stream.name)))
+        write_text(_checksum_file(file), _digest(Path(stream.name)))
 
     try:
         atomic_write(file, write)
     except BaseException:
         if not file.exists():
-            _sum_file(file).unlink(missing_ok=True)
+            _checksum_file(file).unlink(missing_ok=True)
         raise
     for round in saved_rounds(folder)[:-keep]:
         old = round_file(folder, round)
         remove(old)
-        remove(_sum_file(old))
+        remove(_checksum_file(old))
 
 
-def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerState | None:
+def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> ServerState | None:
     """The newest undamaged checkpoint; None if there is no checkpoint yet.
 
     A damaged one is named in the log and the one before it is used.
@@ -51,7 +51,7 @@ def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerS
     Parameters
     ----------
     folder : Path
-    expected : Expected or None
+    schema : StateSchema or None
         What must hold of the state; None: this is not looked at.
 
     Raises
@@ -64,11 +64,11 @@ def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerS
     for round in reversed(rounds):
         file = round_file(folder, round)
         try:
-            state = _load(file, max_bytes=MAX_TENSORS_BYTES if expected is None else expected.max_bytes)
+            state = _load(file, max_bytes=MAX_TENSORS_BYTES if schema is None else schema.max_bytes)
             if state.round != round:
                 raise ValueError(f"it is of round {state.round}")
-            if expected is not None:
-                expected.check(state)
+            if schema is not None:
+                schema.check(state)
             return state
         except InputError:
             raise
@@ -82,21 +82,21 @@ def latest_checkpoint(folder: Path, expected: Expected | None = None) -> ServerS
     return None
 
 
-def drop_after(folder: Path, round: int) -> None:
+def delete_checkpoints_after(folder: Path, round: int) -> None:
     """Remove checkpoints of later rounds: damaged ones, which would count among those that are kept."""
     for later in saved_rounds(folder):
         if later > round:
             remove(round_file(folder, later))
-            remove(_sum_file(round_file(folder, later)))
+            remove(_checksum_file(round_file(folder, later)))
 
 
-def _sum_file(file: Path) -> Path:
+def _checksum_file(file: Path) -> Path:
     return file.with_suffix(".sha256")
 
 
 def _load(file: Path, *, max_bytes: int) -> ServerState:
     """Read a checkpoint; raises `InputError` if it is of an earlier version, and anything if it is something else."""
-    with open_regular_file(_sum_file(file), max_bytes=64) as stream:
+    with open_regular_file(_checksum_file(file), max_bytes=64) as stream:
         if stream.read() != _digest(file, max_bytes=max_bytes).encode():
             raise ValueError("its sum is another one")
     saved = read_tensors(file, max_bytes=max_bytes)
@@ -113,12 +113,12 @@ def _digest(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _to_plain(value: Any) -> Any:
+def _to_serializable(value: Any) -> Any:
     """Values as dictionaries and arrays as tensors, all the way down: what ``weights_only`` can read back."""
     if is_dataclass(value):
-        return {one.name: _to_plain(getattr(value, one.name)) for one in fields(value)}
+        return {one.name: _to_serializable(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _to_plain(inner) for key, inner in value.items()}
+        return {key: _to_serializable(inner) for key, inner in value.items()}
     # A scalar of NumPy, as arithmetic on an array without dimensions gives it, is such an array again.
     return torch.from_numpy(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
 

@@ -31,11 +31,11 @@ from strategies.state import GLOBAL
 log = logging.getLogger("fedssl")
 
 # Below any of these a representation has collapsed; trained encoders lie above 0.2, 5 and 2.5.
-LEAST = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
+COLLAPSE_THRESHOLDS = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
 
 
 @dataclass(frozen=True)
-class Measurement:
+class CollapseReport:
     """The global models and the clients' models of one round.
 
     Attributes
@@ -54,7 +54,7 @@ class Measurement:
 Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the unit vectors that are kept
 
 
-class Monitor:
+class CollapseMonitor:
     """Measures models on the same images of the data set, labelled or not.
 
     Health is measured on images of the clients' split. Spectra and the representations that are kept are those of
@@ -119,7 +119,7 @@ class Monitor:
             if measured:
                 self._measured[client] = measured
 
-    def finish(self, models: Mapping[str, Layers]) -> Measurement | None:
+    def finish(self, models: Mapping[str, Layers]) -> CollapseReport | None:
         """Measure the global models, beside the clients since the last call; None if no global model has numbers."""
         clients, self._measured = self._measured, {}
         names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
@@ -138,7 +138,7 @@ class Monitor:
             z=kept[1] if len(kept) > 1 else None,
             labels=self._labels,
         )
-        return Measurement(rows, representations)
+        return CollapseReport(rows, representations)
 
     def _needed(self) -> set[str]:
         """Names of the layers between images and what is kept; stages that do not run at present are not needed."""
@@ -174,7 +174,7 @@ class Monitor:
         return [F.normalize(vectors.double(), dim=1) for vectors in found]
 
 
-def summary(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize_health(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Average over the global models, and over the clients', without spectra but for that of an only global model."""
     models = [row for row in measured if row["client"] is None]
     clients = [row for row in measured if row["client"] is not None]
@@ -191,7 +191,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
     """Write a line into the log for models whose images lie on nearly one point or one line."""
-    ill = [row for row in measured if any(row[name] < least for name, least in LEAST.items())]
+    ill = [row for row in measured if any(row[name] < least for name, least in COLLAPSE_THRESHOLDS.items())]
     if ill:
         names = ", ".join(_name(row) for row in ill)
         worst = min(ill, key=lambda row: float(row["covariance_rank"]))

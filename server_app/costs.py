@@ -13,7 +13,7 @@ from fedssl.step_cost import StepCost, step_cost
 from fedssl.training import LocalTraining, number_of_batches
 
 
-class Costs:
+class TrainingCostMeter:
     """Measures steps of the server's own copy of the method, which stays as it is.
 
     Parameters

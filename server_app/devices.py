@@ -12,13 +12,13 @@ from server_app.nodes import ClientDirectory
 log = logging.getLogger("fedssl")
 
 # Why nothing is evaluated.
-NO_IMAGES = (
+NO_SERVER_DATA = (
     "the server has no images, so that health and costs are not measured either; name a labelled set of its own with "
     "dataset=NAME dataset.path=PLACE"
 )
 
 
-def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
+def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Settings:
     """The settings of a run whose clients are these devices.
 
     There are as many clients as devices that are there, and all take part in a round unless ``clients_per_round`` says
@@ -29,8 +29,8 @@ def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
     InputError
         Fewer devices are there than are to train in a round, or calibration has no images.
     """
-    number, said = len(clients.nodes), _said(settings)
-    of_all = "clients_per_round" not in said and settings.clients_per_round == settings.num_clients
+    number, explicit = len(clients.nodes), _explicit_keys(settings)
+    of_all = "clients_per_round" not in explicit and settings.clients_per_round == settings.num_clients
     per_round = number if of_all else settings.clients_per_round
     if per_round > number:
         raise InputError(
@@ -42,7 +42,7 @@ def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
             f"calibration.at={settings.calibration.at} takes a share of the clients' images, which are on the "
             "devices; name a data set of the server's with +dataset@calibration.dataset=NAME"
         )
-    data = own_data(settings)
+    data = server_data(settings)
     measured = settings.evaluation.health_pictures if data.train else 0
     return replace(
         with_clients(settings, number, per_round=per_round),
@@ -51,16 +51,16 @@ def with_devices(settings: Settings, clients: ClientDirectory) -> Settings:
     )
 
 
-def own_data(settings: Settings) -> DataSettings:
+def server_data(settings: Settings) -> DataSettings:
     """The server's labelled images; without splits if no data set was chosen, or one without a place."""
     data = settings.data
     keys = data.reader.values
-    if "dataset" not in _said(settings) or (keys.get("path", "") is None and not keys.get("hub")):
+    if "dataset" not in _explicit_keys(settings) or (keys.get("path", "") is None and not keys.get("hub")):
         return replace(data, federated=None, train=None, test=None)
     return replace(data, federated=data.train)  # what clients would share is not needed
 
 
-def say(settings: Settings, clients: ClientDirectory) -> None:
+def log_devices(settings: Settings, clients: ClientDirectory) -> None:
     """Tell people which devices there are, and what is not measured."""
     known = {number: name for name, number in clients.client_ids.items()}
     data = settings.data
@@ -73,6 +73,6 @@ def say(settings: Settings, clients: ClientDirectory) -> None:
         log.info("costs are not measured: how many images devices have is not known")
 
 
-def _said(settings: Settings) -> set[str]:
+def _explicit_keys(settings: Settings) -> set[str]:
     """Keys that the user's words have."""
     return {override.key_or_group for override in parse(settings.recording.overrides)}

@@ -9,7 +9,7 @@ from fedssl.partition import Division
 
 
 @dataclass(frozen=True)
-class Held:
+class ClientData:
     """Images and their owners.
 
     Attributes

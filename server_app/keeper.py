@@ -8,7 +8,7 @@ from fedssl.atomic_files import remove
 from fedssl.runs.snapshots import round_folder, save_layers
 
 
-class Keeper:
+class SnapshotWriter:
     """Writes models of one round after the other into a run folder.
 
     Parameters

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedssl.errors import RunError
 from fedssl.untrusted import sanitize
-from server_app.screen import Screen
+from server_app.screen import PlainConsole
 
 log = logging.getLogger("fedssl")
 
@@ -18,7 +18,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 @contextmanager
-def logging_to(folder: Path, screen: Screen) -> Iterator[None]:
+def log_to(folder: Path, screen: PlainConsole) -> Iterator[None]:
     """Send the lines of the product's logger to the screen and to ``run.log`` in the run folder."""
     file = _LogFile(folder / "run.log")
     handlers: list[logging.Handler] = [screen.handler(), file]
@@ -26,7 +26,7 @@ def logging_to(folder: Path, screen: Screen) -> Iterator[None]:
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in handlers:
-        handler.setFormatter(_Printable())
+        handler.setFormatter(_SanitizingFormatter())
         log.addHandler(handler)
     try:
         yield
@@ -37,10 +37,10 @@ def logging_to(folder: Path, screen: Screen) -> Iterator[None]:
         log.setLevel(level)
         log.propagate = propagate
     if file.problem is not None:
-        raise unwritable(folder, file.problem)
+        raise disk_error(folder, file.problem)
 
 
-class _Printable(logging.Formatter):
+class _SanitizingFormatter(logging.Formatter):
     """Lines without what a terminal would take for a command: clients and files of others have their words in them."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -67,17 +67,17 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
     """Say in one sentence what keeps the files of a run from being written, such as a full disk."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        raise unwritable(folder, error) from error
+        raise disk_error(folder, error) from error
 
 
-def unwritable(folder: Path, error: OSError) -> RunError:
+def disk_error(folder: Path, error: OSError) -> RunError:
     """Make the error for a run folder that cannot be written any more."""
     return RunError(
         f"{folder} cannot be written ({error.strerror or error}); make room there and go on with fedssl resume={folder}"

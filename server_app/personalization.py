@@ -144,9 +144,9 @@ class Judge:
 
     def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
         """What the encoder is worth on all test images, and on those like the client's."""
-        held, evaluator = self._components.held, self._components.evaluator
-        assert held is not None
-        assert held.image_data.labels is not None  # the run was refused without them
+        client_data, evaluator = self._components.client_data, self._components.evaluator
+        assert client_data is not None
+        assert client_data.image_data.labels is not None  # the run was refused without them
         key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
         load_layers(self._components.method, layers)
         if self._last is None or self._last[0] != key:
@@ -156,7 +156,7 @@ class Judge:
         subject = self._last[1]
         if key not in self._known:
             self._known[key] = evaluator.judge(subject)
-        own = held.image_data.labels[torch.from_numpy(held.parts[client])]
+        own = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
         generator = torch_generator(self._components.settings.seed, "alike", client)
         rows = alike(subject.test.labels, own, generator=generator)
         return self._known[key], evaluator.judge(part_of(subject, rows)) if len(rows) else {}

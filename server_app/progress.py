@@ -14,7 +14,7 @@ _RECENT = 5  # rounds whose mean time is the pace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class ProgressSnapshot:
     """How far a run is after a round.
 
     Attributes
@@ -27,7 +27,7 @@ class Standing:
         Empty in rounds without one.
     dropped : int
         Clients.
-    pace : float
+    seconds_per_round : float
         Seconds that the last rounds took on average.
     """
 
@@ -37,7 +37,7 @@ class Standing:
     cosine: float | None
     evaluation: Mapping[str, Score]
     dropped: int
-    pace: float
+    seconds_per_round: float
 
     @property
     def results(self) -> list[str]:
@@ -45,12 +45,12 @@ class Standing:
         return [f"{name} {score.text}" for name, score in self.evaluation.items()]
 
     @property
-    def left(self) -> str:
+    def eta(self) -> str:
         """The time that all other rounds will take."""
-        return f"{_duration(self.pace * (self.rounds - self.round))} left"
+        return f"{_duration(self.seconds_per_round * (self.rounds - self.round))} left"
 
     @property
-    def line(self) -> str:
+    def log_line(self) -> str:
         """For the log."""
         parts = [f"round {self.round}/{self.rounds}"]
         if self.loss is not None:
@@ -60,10 +60,10 @@ class Standing:
         parts += self.results
         if self.dropped:
             parts.append(f"{self.dropped} dropped")
-        return "  ".join([*parts, f"{self.pace:.1f} s/round", self.left])
+        return "  ".join([*parts, f"{self.seconds_per_round:.1f} s/round", self.eta])
 
 
-class Progress:
+class ProgressTracker:
     """Tells how far a run is after one round after another.
 
     Parameters
@@ -76,17 +76,17 @@ class Progress:
         self._rounds = rounds
         self._times: list[float] = []
 
-    def after(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> Standing:
+    def after(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> ProgressSnapshot:
         """How far it is after a round, from its row of ``metrics.jsonl`` and what was evaluated."""
         self._times.append(row["seconds"])
-        return Standing(
+        return ProgressSnapshot(
             round=row["round"],
             rounds=self._rounds,
             loss=row["loss"],
             cosine=row["model_cosine"],
             evaluation=evaluation,
             dropped=len(row["dropped"]),
-            pace=mean(self._times[-_RECENT:]),
+            seconds_per_round=mean(self._times[-_RECENT:]),
         )
 
 

@@ -12,7 +12,7 @@ from strategies.state import Model, ServerState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class StateSchema:
     """What is known of a run's state before it is read.
 
     Attributes
@@ -39,39 +39,41 @@ class Expected:
 
     def check(self, state: ServerState) -> None:
         """Refuse, by a `ValueError`, a state that no round of the run can have led to."""
-        for name, model in _mapping(state.models).items():
-            numbers = whole(model.phase, least=1) and model.phase <= self.phases and whole(model.updates, least=0)
+        for name, model in _require_mapping(state.models).items():
+            numbers = (
+                is_count(model.phase, minimum=1) and model.phase <= self.phases and is_count(model.updates, minimum=0)
+            )
             if not isinstance(name, str) or not numbers:
                 raise ValueError("a model's name, phase or updates are not those of a run")
             _check_layers(model.layers, self.untrained.layers, all_of_them=True)
             _check_layers(model.shared, self.untrained.shared, all_of_them=True)
-            for moments in _mapping(model.moments).values():
+            for moments in _require_mapping(model.moments).values():
                 _check_layers(moments, self.untrained.layers, same_dtype=False)
             _check_memory(model.memory, self.is_valid_model_state)
         _check_memory(state.memory, self.is_valid_strategy_state)
         if len(state.models) > self.clients + 1:
             raise ValueError(f"it has {len(state.models)} models")
-        for client, place in _mapping(state.took_part).items():
-            fits = isinstance(place, tuple) and len(place) == 2 and whole(place[0], least=1)
-            if not fits or not isinstance(place[1], str) or not whole(client, least=0):
+        for client, place in _require_mapping(state.took_part).items():
+            fits = isinstance(place, tuple) and len(place) == 2 and is_count(place[0], minimum=1)
+            if not fits or not isinstance(place[1], str) or not is_count(client, minimum=0):
                 raise ValueError("the rounds of its clients are not those of a run")
 
 
 def _check_memory(memory: Any, is_valid: Callable[[Mapping[str, Any]], bool]) -> None:
-    for value in iter_leaves(_mapping(memory)):
+    for value in iter_leaves(_require_mapping(memory)):
         if isinstance(value, np.ndarray | float) and not np.isfinite(value).all():
             raise ValueError("what the algorithm remembers is not finite")
     if not is_valid(memory):
         raise ValueError("what the algorithm remembers is none of its own")
 
 
-def whole(value: Any, *, least: int) -> bool:
+def is_count(value: Any, *, minimum: int) -> bool:
     """Whether it is a whole number of rounds, clients or the like."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**31
 
 
 def _check_layers(layers: Any, like: Layers, *, all_of_them: bool = False, same_dtype: bool = True) -> None:
-    names = _mapping(layers).keys()
+    names = _require_mapping(layers).keys()
     if (all_of_them and names != like.keys()) or not names <= like.keys():
         raise ValueError("its layers have other names than the model's")
     for name, array in layers.items():
@@ -84,7 +86,7 @@ def _check_layers(layers: Any, like: Layers, *, all_of_them: bool = False, same_
             raise ValueError(f"{name} has values that are not finite")
 
 
-def _mapping(value: Any) -> Mapping[Any, Any]:
+def _require_mapping(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"it holds a {type(value).__name__} in the place of several values")
     return value

@@ -36,28 +36,28 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import LOCK_FILE
 from fedssl.runs.snapshots import forget_after
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
-from server_app.checkpoint import drop_after, latest_checkpoint, save_checkpoint
-from server_app.collapse_monitor import Measurement, summary, warn_of_collapse
-from server_app.held import Held
-from server_app.keeper import Keeper
+from server_app.checkpoint import delete_checkpoints_after, latest_checkpoint, save_checkpoint
+from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
+from server_app.held import ClientData
+from server_app.keeper import SnapshotWriter
 from server_app.log import DISK_ERRORS
 from server_app.personalization import OwnModel, means
-from server_app.progress import Progress
-from server_app.proven import Expected
+from server_app.progress import ProgressTracker
+from server_app.proven import StateSchema
 from server_app.report import RoundResult
-from server_app.screen import Screen
-from server_app.tracking import Tracking
+from server_app.screen import PlainConsole
+from server_app.tracking import SafeTracker
 from strategies.state import ServerState, suffix
 
 log = logging.getLogger("fedssl")
 
-LINES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
+JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 OWN_MODELS = "own_models.json"
 
 # What a run writes, beside encoders, checkpoints and figures.
-FILES = (
+RUN_FILES = (
     *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
-    *LINES,
+    *JSONL_FILES,
     "representations.npz",
     OWN_MODELS,
 )
@@ -74,7 +74,7 @@ class Recorder:
         With a folder.
     rounds : int
         Of the run.
-    screen : Screen
+    screen : PlainConsole
         Shows how far the run is.
 
     Raises
@@ -83,19 +83,19 @@ class Recorder:
         The folder cannot be written, or holds another run.
     """
 
-    def __init__(self, settings: RecordingSettings, *, rounds: int, screen: Screen) -> None:
+    def __init__(self, settings: RecordingSettings, *, rounds: int, screen: PlainConsole) -> None:
         assert settings.folder is not None
         self.folder = settings.folder
         self._settings, self._rounds, self._screen = settings, rounds, screen
         self._make_folder()
         self._start = time.monotonic()
         self.evaluations: list[tuple[int, dict[str, float]]] = []  # rounds and results, all of them
-        self._early: str | None = None
+        self._stop_reason: str | None = None
         self._done = 0  # rounds of a resumed run
         self._client_ids: dict[str, int] = {}
         self._own: dict[str, dict[str, float]] = {}
-        self._progress = Progress(rounds)
-        self._tracking = Tracking(settings)
+        self._progress = ProgressTracker(rounds)
+        self._tracking = SafeTracker(settings)
 
     def _make_folder(self) -> None:
         try:
@@ -116,7 +116,7 @@ class Recorder:
 
     def _check_files(self) -> None:
         """Refuse what is no file but has the place of one, such as a folder or a link that leads nowhere."""
-        places = [self.folder / name for name in FILES]
+        places = [self.folder / name for name in RUN_FILES]
         places += [*self.folder.glob("encoder*.pt"), *self.folder.glob("checkpoints/*"), *self.folder.glob("figures/*")]
         for place in places:
             if os.path.lexists(place) and not place.is_file():
@@ -155,20 +155,22 @@ class Recorder:
             write_text(self.folder / DEVICES, json.dumps(dict(client_ids), indent=2) + "\n")
             self._client_ids = dict(client_ids)
 
-    def begin(self, settings: RecordingSettings, held: Held | None) -> None:
+    def start_run(self, settings: RecordingSettings, client_data: ClientData | None) -> None:
         """Make the folder that of this run: all settings have been found usable, and it is known who holds what.
 
         ``settings`` are those that the images have led to, in the place of those it was made with.
         """
         self._settings = settings
-        if held:
-            self._write_division(held)
+        if client_data:
+            self._write_division(client_data)
         save_run(self._settings, self.folder)
         self._tracking.begin(settings, done=self._done)
 
-    def _write_division(self, held: Held) -> None:
-        image_data, division, file = held.image_data, held.division, self.folder / "partition.csv"
-        text = partition_table(held.parts, (image_data.labels, image_data.classes), (division.groups, division.names))
+    def _write_division(self, client_data: ClientData) -> None:
+        image_data, division, file = client_data.image_data, client_data.division, self.folder / "partition.csv"
+        text = partition_table(
+            client_data.parts, (image_data.labels, image_data.classes), (division.groups, division.names)
+        )
         if self._settings.resumed is not None and read_text(file, max_bytes=MAX_LINES_BYTES) not in (None, text):
             raise InputError(
                 f"{file} says that clients held other images: the data, or the file of partition=file, have changed "
@@ -176,10 +178,10 @@ class Recorder:
             )
         write_text(file, text)
 
-    def restore(self, expected: Expected | None = None) -> ServerState:
+    def restore(self, schema: StateSchema | None = None) -> ServerState:
         """Read the state to go on from; what was written after it is cut off, since its rounds run again.
 
-        What a killed process has left unfinished is removed. ``expected`` is as in `latest_checkpoint`.
+        What a killed process has left unfinished is removed. ``schema`` is as in `latest_checkpoint`.
 
         Raises
         ------
@@ -187,14 +189,14 @@ class Recorder:
             The run is further than ``rounds``, or no checkpoint can be used.
         """
         remove_partial_files(self.folder)
-        state = latest_checkpoint(self.folder / "checkpoints", expected) or ServerState()
+        state = latest_checkpoint(self.folder / "checkpoints", schema) or ServerState()
         done = self._done = state.round
-        self._screen.at(done)
+        self._screen.set_completed(done)
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has done {done}; set rounds={done} or more")
-        drop_after(self.folder / "checkpoints", done)
+        delete_checkpoints_after(self.folder / "checkpoints", done)
         forget_after(self.folder, done)
-        for name in LINES:
+        for name in JSONL_FILES:
             lines = [line for line in read_jsonl(self.folder / name) if line["round"] <= done]
             write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
         rounds = read_jsonl(self.folder / "metrics.jsonl")
@@ -207,7 +209,7 @@ class Recorder:
         *,
         seconds: float,
         evaluation: Mapping[str, Mapping[str, Score]],
-        health: Measurement | None,
+        health: CollapseReport | None,
         cost: Mapping[str, float] | None = None,
     ) -> None:
         """Write the lines of a round and print its progress line.
@@ -242,16 +244,16 @@ class Recorder:
             self.evaluations.append((report.round, as_numbers(overall)))
             line |= {"evaluation": as_numbers(overall), "units": units_of(overall), **_by_model(evaluation)}
         if health:
-            line["health"] = summary(health.rows)
+            line["health"] = summarize_health(health.rows)
             warn_of_collapse(health.rows)
             _append(self.folder / "health.jsonl", [{"round": report.round, **row} for row in health.rows])
             health.representations.save(self.folder, round=report.round)
         _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
         _append(self.folder / "metrics.jsonl", [line])
         self._tracking.round(line)
-        standing = self._progress.after(line, overall)
-        log.info(standing.line)
-        self._screen.show(standing)
+        snapshot = self._progress.after(line, overall)
+        log.info(snapshot.log_line)
+        self._screen.show(snapshot)
 
     def _check_clients(self, report: RoundResult) -> None:
         """End the run where clients of this machine were dropped because its disk is full: resumed, it has them all."""
@@ -265,20 +267,20 @@ class Recorder:
         if ends:
             due = state.round > max(saved_rounds(self.folder / "checkpoints"), default=0)
         if due:
-            for name in LINES:  # a checkpoint on the disk has the lines of its rounds there, too
+            for name in JSONL_FILES:  # a checkpoint on the disk has the lines of its rounds there, too
                 fsync_file(self.folder / name)
             save_checkpoint(self.folder / "checkpoints", state, keep=self._settings.keep_checkpoints)
 
-    def stopped(self, state: ServerState, reason: str) -> None:
+    def record_early_stop(self, state: ServerState, reason: str) -> None:
         """Keep the state with which the run ends before its last round, and tell why."""
         self.checkpoint(state, ends=True)
-        self._early = reason
+        self._stop_reason = reason
         log.info("stop_when: %s; the run ends after round %d of %d", reason, state.round, self._rounds)
 
-    def keeper(self, round: int) -> Keeper | None:
+    def snapshot_writer(self, round: int) -> SnapshotWriter | None:
         """What keeps the models of this round; None: they are not to be kept."""
         every = self._settings.keep_models
-        return Keeper(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
+        return SnapshotWriter(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> None:
         """Write the encoder of the model of this name after so many rounds, for use elsewhere."""
@@ -297,7 +299,7 @@ class Recorder:
             },
         )
 
-    def trained(self) -> set[int]:
+    def trained_clients(self) -> set[int]:
         """The clients of which an update was used, ever."""
         return {line["client"] for line in read_jsonl(self.folder / "clients.jsonl", required=("client",))}
 
@@ -312,15 +314,15 @@ class Recorder:
         write_text(self.folder / OWN_MODELS, json.dumps({"means": self._own, "clients": rows}, indent=1))
         log.info("what clients would use themselves, means over clients\n%s", format_table(averages))
 
-    def figures(self, held: Held | None) -> None:
+    def figures(self, client_data: ClientData | None) -> None:
         """Draw who holds what, if that is known, and the curves of the rounds."""
-        if held:
-            image_data, division = held.image_data, held.division
+        if client_data:
+            image_data, division = client_data.image_data, client_data.division
             file = self.folder / "figures" / "partition.png"
             if division.groups is None:
-                save_partition_plot(file, held.parts, image_data.labels, image_data.classes)
+                save_partition_plot(file, client_data.parts, image_data.labels, image_data.classes)
             else:
-                save_partition_plot(file, held.parts, division.groups, division.names, kind=division.kind)
+                save_partition_plot(file, client_data.parts, division.groups, division.names, kind=division.kind)
         draw_curves(self.folder)
 
     def summary(
@@ -351,7 +353,7 @@ class Recorder:
             results["privacy"] = lines[-1]["privacy"]
         content = {
             "status": status,
-            "reason": reason or self._early,
+            "reason": reason or self._stop_reason,
             "rounds": max((line["round"] for line in lines), default=0),
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,

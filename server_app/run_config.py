@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fedssl.config.overrides import quote
 
 # Flower takes only keys that pyproject.toml has with a default; an empty one leaves the setting as it is.
-FLAT = {
+RUN_CONFIG_KEYS = {
     "experiment": "experiment",
     "strategy": "strategy",
     "method": "method",
@@ -34,8 +34,8 @@ FLAT = {
 def overrides_of(run_config: Mapping[str, bool | float | int | str]) -> list[str]:
     """The words that a run config stands for; those of ``overrides`` come last, so that they win."""
     flat = [
-        f"{FLAT[key]}={quote(value) if isinstance(value, str) else value}"
+        f"{RUN_CONFIG_KEYS[key]}={quote(value) if isinstance(value, str) else value}"
         for key, value in run_config.items()
-        if key in FLAT and value != ""
+        if key in RUN_CONFIG_KEYS and value != ""
     ]
     return [*flat, *shlex.split(str(run_config.get("overrides", "")))]

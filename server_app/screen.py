@@ -15,14 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column
 
 from fedssl.untrusted import sanitize
-from server_app.progress import Standing
+from server_app.progress import ProgressSnapshot
 
 TERMINAL = "terminal"  # in the ServerApp's node configuration: whether somebody may sit before it
 
 _PER_SECOND = 2  # how often the bar is drawn
 
 
-class Screen:
+class PlainConsole:
     """Lines alone."""
 
     def handler(self) -> logging.Handler:
@@ -32,17 +32,17 @@ class Screen:
     def open(self, rounds: int) -> None:
         """Begin to show a run."""
 
-    def at(self, round: int) -> None:
+    def set_completed(self, round: int) -> None:
         """Show that a resumed run has done so many rounds."""
 
-    def show(self, standing: Standing) -> None:
+    def show(self, snapshot: ProgressSnapshot) -> None:
         """Show how far the run is."""
 
     def close(self) -> None:
         """Leave nothing behind but lines."""
 
 
-class Bar(Screen):
+class ProgressBar(PlainConsole):
     """Lines, and below them a bar with rounds, time, loss and the latest results.
 
     Parameters
@@ -68,28 +68,28 @@ class Bar(Screen):
 
     def handler(self) -> logging.Handler:
         """Make what writes above the bar."""
-        return _Above(self._console)
+        return _LogAboveBar(self._console)
 
     def open(self, rounds: int) -> None:
         self._bar.update(self._task, total=rounds)
         self._bar.start()
 
-    def at(self, round: int) -> None:
+    def set_completed(self, round: int) -> None:
         self._bar.update(self._task, completed=round)
 
-    def show(self, standing: Standing) -> None:
-        if standing.evaluation:
-            self._results = f"{'  '.join(standing.results)} (round {standing.round})"
-        loss = "" if standing.loss is None else f"loss {standing.loss:.3f}"
-        last = standing.round == standing.rounds
-        parts = ("last evaluation" if last else standing.left, loss, sanitize(self._results))
-        self._bar.update(self._task, completed=standing.round, description="  ".join(part for part in parts if part))
+    def show(self, snapshot: ProgressSnapshot) -> None:
+        if snapshot.evaluation:
+            self._results = f"{'  '.join(snapshot.results)} (round {snapshot.round})"
+        loss = "" if snapshot.loss is None else f"loss {snapshot.loss:.3f}"
+        last = snapshot.round == snapshot.rounds
+        parts = ("last evaluation" if last else snapshot.eta, loss, sanitize(self._results))
+        self._bar.update(self._task, completed=snapshot.round, description="  ".join(part for part in parts if part))
 
     def close(self) -> None:
         self._bar.stop()
 
 
-class _Above(logging.Handler):
+class _LogAboveBar(logging.Handler):
     """Writes lines by the console that draws the bar, which moves down, word for word."""
 
     def __init__(self, console: Console) -> None:
@@ -103,7 +103,7 @@ class _Above(logging.Handler):
             self.handleError(record)
 
 
-def make_screen(*, terminal: bool) -> Screen:
+def make_screen(*, terminal: bool) -> PlainConsole:
     """Make the bar where standard output is a terminal that can move its cursor, lines elsewhere.
 
     Parameters
@@ -112,6 +112,6 @@ def make_screen(*, terminal: bool) -> Screen:
         Whether it may be one. False: it is handed on to somebody else, whatever it looks like.
     """
     if not terminal or not sys.stdout.isatty() or os.environ.get("CI"):
-        return Screen()
+        return PlainConsole()
     console = Console(file=sys.stdout)
-    return Bar(console) if console.is_terminal and not console.is_dumb_terminal else Screen()
+    return ProgressBar(console) if console.is_terminal and not console.is_dumb_terminal else PlainConsole()

@@ -14,7 +14,7 @@ from fedssl.methods.base import TEACHER, SSLMethod
 log = logging.getLogger("fedssl")
 
 
-def give_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
+def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
     """Read the teacher into the server's copy of the method, from which clients get it.
 
     Raises

@@ -10,12 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 from fedssl.config.compose import flatten
 from fedssl.config.settings import RecordingSettings
 from fedssl.untrusted import sanitize
-from server_app.trackers.base import Told, Tracker, flat, numbers_of
+from server_app.trackers.base import TrackedRun, Tracker, flatten_scalars, scalars_of
 
 log = logging.getLogger("fedssl")
 
 
-class Tracking:
+class SafeTracker:
     """Tells the tracker of a run what it is to know, until it fails.
 
     Parameters
@@ -38,16 +38,16 @@ class Tracking:
         config = OmegaConf.create(settings.text)
         assert isinstance(config, DictConfig)
         self._works = True
-        run = Told(folder=settings.folder, run_id=settings.run_id, done=done, settings=dict(flatten(config)))
+        run = TrackedRun(folder=settings.folder, run_id=settings.run_id, done=done, settings=dict(flatten(config)))
         self._call(partial(self._tracker.begin, run))
 
     def round(self, line: Mapping[str, Any]) -> None:
         """Tell the numbers in a line of ``metrics.jsonl``."""
-        self._call(partial(self._tracker.round, line["round"], numbers_of(line)))
+        self._call(partial(self._tracker.round, line["round"], scalars_of(line)))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Tell the results in a summary, and how the run ended."""
-        final = flat(summary.get("final", {}), "final/")
+        final = flatten_scalars(summary.get("final", {}), "final/")
         self._call(partial(self._tracker.end, summary["status"], round=summary["rounds"], final=final))
         self._works = False
 

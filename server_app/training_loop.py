@@ -1,6 +1,6 @@
 """The rounds of a run, one after the other, each of them evaluated and recorded.
 
-A round is evaluated while the next one runs, where that changes no number and cores are free (`may_overlap`).
+A round is evaluated while the next one runs, where that changes no number and cores are free (`can_evaluate_in_background`).
 """
 
 import logging
@@ -23,7 +23,7 @@ from fedssl.model_arrays import load_layers
 from fedssl.schedule.stages import set_active_stages
 from server_app.attempts import run_round
 from server_app.build import RunComponents
-from server_app.collapse_monitor import Measurement
+from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import Judged
 from server_app.messaging import MessageExchange
 from server_app.recorder import Recorder
@@ -37,7 +37,7 @@ log = logging.getLogger("fedssl")
 CLIENT_CORES = "client-cores"  # in the ServerApp's node configuration: cores of this machine that clients occupy
 
 
-def may_overlap(components: RunComponents, client_cores: int | None) -> bool:
+def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:
     """Whether rounds may be evaluated while the next one runs.
 
     Parameters
@@ -47,7 +47,7 @@ def may_overlap(components: RunComponents, client_cores: int | None) -> bool:
         Cores of this machine that clients occupy; None: nobody knows.
     """
     settings = components.settings
-    if components.held is None:  # clients are devices
+    if components.client_data is None:  # clients are devices
         client_cores = 0
     return (
         client_cores is not None
@@ -59,36 +59,36 @@ def may_overlap(components: RunComponents, client_cores: int | None) -> bool:
     )
 
 
-def rounds(
+def run_training(
     exchange: MessageExchange,
     components: RunComponents,
     state: ServerState,
     recorder: Recorder,
     *,
     last: int,
-    overlap: bool,
+    background: bool,
 ) -> ServerState:
     """All rounds after ``state`` up to the last one, recorded; returns the state after it.
 
     Whatever ends them early, the rounds that are done and evaluated are in a checkpoint.
     """
-    recording = Recording(components, recorder, state, overlap=overlap)
+    recording = BackgroundRecorder(components, recorder, state, background=background)
     rule = components.settings.evaluation.stop
     try:
         with recording:
             while state.round < last and not reason_to_stop(recorder.evaluations, rule):
-                state = one_round(exchange, components, state, recorder, recording)
+                state = run_next_round(exchange, components, state, recorder, recording)
     except BaseException:
         with suppress(OSError):  # the disk may be full
             recorder.checkpoint(recording.state, ends=True)
         raise
     if state.round < last:
-        recorder.stopped(state, reason_to_stop(recorder.evaluations, rule) or "")
+        recorder.record_early_stop(state, reason_to_stop(recorder.evaluations, rule) or "")
     return state
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
+class CompletedRound:
     """A round that is over.
 
     Attributes
@@ -101,7 +101,7 @@ class Done:
     depth : int or None
         How many stages of the encoder ran.
     seconds : float
-    health : Measurement or None
+    health : CollapseReport or None
     cost : mapping of str to float, or None
     """
 
@@ -110,11 +110,11 @@ class Done:
     models: Mapping[str, Layers]
     depth: int | None
     seconds: float
-    health: Measurement | None
+    health: CollapseReport | None
     cost: Mapping[str, float] | None
 
 
-class Recording:
+class BackgroundRecorder:
     """Evaluates rounds and writes them down, in their order; as a context manager, which ends when that is done.
 
     Parameters
@@ -123,7 +123,7 @@ class Recording:
     recorder : Recorder
     state : ServerState
         That the rounds begin with.
-    overlap : bool
+    background : bool
         Whether this is done in a thread of its own, with a model of its own.
 
     Attributes
@@ -132,16 +132,16 @@ class Recording:
         After the last round that is recorded.
     """
 
-    def __init__(self, components: RunComponents, recorder: Recorder, state: ServerState, *, overlap: bool) -> None:
-        self._components, self._recorder, self._overlap = components, recorder, overlap
+    def __init__(self, components: RunComponents, recorder: Recorder, state: ServerState, *, background: bool) -> None:
+        self._components, self._recorder, self._background = components, recorder, background
         self.state = state
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
         self._pending: Future[None] | None = None
         # No copy, which would share with the method what stages run.
-        own = overlap and components.settings.evaluation.every > 0
+        own = background and components.settings.evaluation.every > 0
         self._own = build_method(components.settings.model).to(components.device) if own else components.method
 
-    def __enter__(self) -> "Recording":
+    def __enter__(self) -> "BackgroundRecorder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -157,21 +157,21 @@ class Recording:
         if pending is not None:
             pending.result()
 
-    def add(self, done: Done) -> None:
+    def submit(self, done: CompletedRound) -> None:
         """Evaluate and record one round more, now or beside the next."""
         self.wait()
-        if self._overlap and done.models:
-            self._pending = self._executor.submit(self._record, done, beside=True)
+        if self._background and done.models:
+            self._pending = self._executor.submit(self._record, done, in_background=True)
         else:
             self._record(done)
 
-    def _record(self, done: Done, *, beside: bool = False) -> None:
+    def _record(self, done: CompletedRound, *, in_background: bool = False) -> None:
         evaluation: Judged = {}
-        if beside:
+        if in_background:
             torch.set_num_threads(self._components.settings.machine.threads)
         if done.models:
             with set_active_stages(self._own, depth=done.depth):
-                evaluation = self._components.evaluator.evaluate(in_turn(self._own, done.models))
+                evaluation = self._components.evaluator.evaluate(load_each(self._own, done.models))
         # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
         self._recorder.round(
             done.report, seconds=done.seconds, evaluation=evaluation, health=done.health, cost=done.cost
@@ -180,8 +180,12 @@ class Recording:
         self.state = done.state
 
 
-def one_round(
-    exchange: MessageExchange, components: RunComponents, state: ServerState, recorder: Recorder, recording: Recording
+def run_next_round(
+    exchange: MessageExchange,
+    components: RunComponents,
+    state: ServerState,
+    recorder: Recorder,
+    recording: BackgroundRecorder,
 ) -> ServerState:
     """The state after one round more, which is handed to the recording."""
 
@@ -192,8 +196,8 @@ def one_round(
 
     start, number = time.monotonic(), state.round + 1
     phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
-    monitor, keeper = components.monitor if due else None, recorder.keeper(number)
-    observers = [one.observe for one in (monitor, keeper) if one is not None]
+    monitor, snapshot_writer = components.monitor if due else None, recorder.snapshot_writer(number)
+    observers = [one.observe for one in (monitor, snapshot_writer) if one is not None]
     with set_active_stages(components.method, depth=phase.depth):
         state, report = run_round(
             exchange,
@@ -205,14 +209,14 @@ def one_round(
         exchange.flush()  # whoever resumes from this round's checkpoint finds it
         seconds = time.monotonic() - start
         clients = [row.client for row in report.clients]
-        models = layers_of(components.context, state) if due or keeper else {}
-        if keeper:
-            keeper.finish(models, used=clients)
+        models = arrays_by_model(components.context, state) if due or snapshot_writer else {}
+        if snapshot_writer:
+            snapshot_writer.finish(models, used=clients)
         health = monitor.finish(models) if monitor else None
     recording.wait()  # what a step needs of a GPU's memory is measured while nothing else needs it
     cost = components.costs(phase, clients) if components.costs else None
-    recording.add(
-        Done(
+    recording.submit(
+        CompletedRound(
             state=state,
             report=report,
             models=models if due else {},
@@ -235,12 +239,12 @@ def combine_observers(observers: Sequence[UpdateObserver]) -> UpdateObserver:
     return observe
 
 
-def layers_of(context: RoundContext, state: ServerState) -> dict[str, Layers]:
+def arrays_by_model(context: RoundContext, state: ServerState) -> dict[str, Layers]:
     """The layers of every model, by name and in order, in the phase that the state has come to."""
     return {name: context.advance_to_phase(state.models[name], state.round).layers for name in state.names()}
 
 
-def in_turn(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:
+def load_each(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:
     """The method with each of the models in it, one after the other, under its name."""
     for name, layers in models.items():
         load_layers(method, layers)

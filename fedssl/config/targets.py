@@ -22,6 +22,7 @@ MOVED = {
     "fedssl.heads.": "fedssl.methods.heads.",
     "fedssl.schedules.": "fedssl.schedule.phases.",
     "fedssl.lr_schedules.": "fedssl.schedule.lr.",
+    "server_app.trackers.base.Nothing": "server_app.trackers.base.NullTracker",
     "strategies.robust.Krum": "strategies.krum.Krum",
     "strategies.orchestra.Orchestra": "strategies.fedavg.FedAvg",
     "strategies.loss.Loss": "strategies.loss.LossWeighted",

@@ -26,7 +26,7 @@ from fedssl.config.targets import from_arguments, own_encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
-from fedssl.evaluation.subject import Subject, lacking, make_subject
+from fedssl.evaluation.subject import Subject, make_subject, why_not_evaluable
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import pick_device
 from fedssl.report.accuracy_table import format_table
@@ -118,7 +118,7 @@ def subject_of(encoder: Any, data: DataSettings, *, device: str) -> Subject:
     """Join the encoder and the labelled images of the data set; raises `InputError` if it has none."""
     subject = make_subject(encoder, data, device=pick_device(device))
     if subject is None:
-        raise InputError(f"{lacking(data)}, or choose another data set with dataset=")
+        raise InputError(f"{why_not_evaluable(data)}, or choose another data set with dataset=")
     return subject
 
 

@@ -78,7 +78,7 @@ def make_subject(encoder: nn.Module | None, data: DataSettings, *, device: torch
     return Subject(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
 
 
-def lacking(data: DataSettings) -> str | None:
+def why_not_evaluable(data: DataSettings) -> str | None:
     """Why there is nothing to evaluate with, and how to get it, in one sentence; None: there is."""
     keys = data.reader.values
     for split, name in SPLITS.items():

@@ -11,7 +11,7 @@ from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import Evaluation, evaluate
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Subject, lacking, load_labelled
+from fedssl.evaluation.subject import Subject, load_labelled, why_not_evaluable
 
 
 class Transfer:
@@ -59,5 +59,5 @@ class Transfer:
             )
         train, test = load_labelled(data, "train"), load_labelled(data, "test")
         if train is None or test is None:
-            raise InputError(f"datasets.{name}: {lacking(data)}")
+            raise InputError(f"datasets.{name}: {why_not_evaluable(data)}")
         return replace(subject, train=train, test=test)

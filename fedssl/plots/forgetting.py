@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.alike import alike, part_of
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.scores import heading
-from fedssl.evaluation.subject import Labelled, Subject, lacking, load_labelled
+from fedssl.evaluation.subject import Labelled, Subject, load_labelled, why_not_evaluable
 from fedssl.partition import split
 from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure
 from fedssl.runs.loaded_run import LoadedRun
@@ -74,7 +74,7 @@ def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
         There are no labels, or the clients' images are on devices.
     """
     data = run.settings.data
-    problem = lacking(data)
+    problem = why_not_evaluable(data)
     labels = None if data.federated is None or problem else load_federated(data).labels
     if problem or labels is None:
         reason = problem or "the images of the clients have no labels here"

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-PACKAGE = "{} needs the package {}; install it: uv sync --extra {}, or pip install {}"  # the sentence where it lacks
+MISSING_PACKAGE = (
+    "{} needs the package {}; install it: uv sync --extra {}, or pip install {}"  # the sentence where it lacks
+)
 
-_APART = ("round", "units", "dropped", "evaluation")  # keys of a line that are no numbers under their own names
+_NON_SCALARS = ("round", "units", "dropped", "evaluation")  # keys of a line that are no numbers under their own names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class TrackedRun:
     """What a tracker is told of a run before its first round.
 
     Attributes
@@ -40,7 +42,7 @@ class Told:
 class Tracker(Protocol):
     """A tracker; made before any work, where it refuses by an `InputError` what it needs and does not find."""
 
-    def begin(self, run: Told) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Make, or go on with, what stands for the run."""
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -50,10 +52,10 @@ class Tracker(Protocol):
         """Take the final results: of a run that is ``finished``, ``failed`` or ``interrupted`` after this round."""
 
 
-class Nothing:
+class NullTracker:
     """No tracker."""
 
-    def begin(self, run: Told) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Do nothing."""
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
@@ -63,13 +65,13 @@ class Nothing:
         """Do nothing."""
 
 
-def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers in a line of ``metrics.jsonl`` by the names that all trackers give them."""
-    rest = {key: value for key, value in line.items() if key not in _APART}
-    return flat({**rest, **line.get("evaluation", {}), "dropped": len(line["dropped"])})
+    rest = {key: value for key, value in line.items() if key not in _NON_SCALARS}
+    return flatten_scalars({**rest, **line.get("evaluation", {}), "dropped": len(line["dropped"])})
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def flatten_scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Numbers in nested mappings by their path; names have letters, digits and ``_-./`` and spaces only."""
     return {re.sub(r"[^\w\-./ ]", "_", name): number for name, number in _numbers(values, prefix)}
 

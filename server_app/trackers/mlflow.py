@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 
 from fedssl.errors import InputError
-from server_app.trackers.base import PACKAGE, Told
+from server_app.trackers.base import MISSING_PACKAGE, TrackedRun
 
 RUN_ID = "fedssl.run_id"  # the tag by which a resumed run finds its own
 
@@ -40,11 +40,13 @@ class MLflow:
             import mlflow.entities
             import mlflow.tracking
         except ImportError as error:
-            raise InputError(PACKAGE.format("tracker=mlflow", "mlflow-skinny", "mlflow", "mlflow-skinny")) from error
+            raise InputError(
+                MISSING_PACKAGE.format("tracker=mlflow", "mlflow-skinny", "mlflow", "mlflow-skinny")
+            ) from error
         self._entities, self._client_class = mlflow.entities, mlflow.tracking.MlflowClient
         self._experiment, self._name, self._uri = experiment, run, uri
 
-    def begin(self, run: Told) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Make the run, or find the one that has the tag; parameters that it has stay as they are."""
         self._client = self._client_class(tracking_uri=self._uri or f"sqlite:///{run.folder / 'mlflow.db'}")
         found = self._client.get_experiment_by_name(self._experiment)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedssl.errors import InputError
-from server_app.trackers.base import PACKAGE, Told
+from server_app.trackers.base import MISSING_PACKAGE, TrackedRun
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -19,10 +19,10 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             name = "tensorboard"
-            raise InputError(PACKAGE.format(f"tracker={name}", name, name, name)) from error
+            raise InputError(MISSING_PACKAGE.format(f"tracker={name}", name, name, name)) from error
         self._make = SummaryWriter
 
-    def begin(self, run: Told) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Open the events; those of rounds that a resumed run does again do not count any more."""
         purge = run.done + 1 if run.done else None
         self._writer: SummaryWriter = self._make(str(run.folder / "tensorboard"), purge_step=purge)

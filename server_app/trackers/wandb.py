@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedssl.errors import InputError
-from server_app.trackers.base import PACKAGE, Told
+from server_app.trackers.base import MISSING_PACKAGE, TrackedRun
 
 if TYPE_CHECKING:
     import wandb
@@ -39,10 +39,10 @@ class WandB:
         try:
             import wandb
         except ImportError as error:
-            raise InputError(PACKAGE.format("tracker=wandb", "wandb", "wandb", "wandb")) from error
+            raise InputError(MISSING_PACKAGE.format("tracker=wandb", "wandb", "wandb", "wandb")) from error
         self._wandb, self._project, self._name, self._mode = wandb, project, run, mode
 
-    def begin(self, run: Told) -> None:
+    def begin(self, run: TrackedRun) -> None:
         """Begin the run, or go on with it; offline each part is a folder, and ``wandb sync`` joins them by the id."""
         settings = self._wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True

@@ -15,7 +15,7 @@ from fedssl.model_arrays import travelling_layers
 from fedssl.runs.representations import read_representations
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
-from server_app.collapse_monitor import Monitor, summary, warn_of_collapse
+from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from simulation.cli import run
 from strategies.state import GLOBAL
 from tests.federation import Federation
@@ -26,7 +26,7 @@ TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "lo
 def monitor(*overrides):
     settings = compose([*TINY, *overrides])
     method = build_method(settings.model)
-    watch = Monitor(
+    watch = CollapseMonitor(
         method,
         data=settings.data,
         num_images=settings.evaluation.health_pictures,
@@ -187,13 +187,16 @@ def test_it_can_be_turned_off(tmp_path):
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():
     rows = [{"client": client, "spread": value, "spectrum": {"dim": 1}} for client, value in ((None, 1.0), (0, 2.0))]
     own = {"spread": 1.0, "spectrum": {"dim": 1}}
-    assert summary([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}
-    assert summary(rows[:1]) == {"global": own}
+    assert summarize_health([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}
+    assert summarize_health(rows[:1]) == {"global": own}
 
 
 def test_summary_averages_over_several_global_models():
     rows = [{"client": None, "model": str(n), "spread": 1.0 + n, "spectrum": {"dim": 1}} for n in range(3)]
-    assert summary([*rows, {"client": 0, "spread": 4.0}]) == {"global": {"spread": 2.0}, "clients": {"spread": 4.0}}
+    assert summarize_health([*rows, {"client": 0, "spread": 4.0}]) == {
+        "global": {"spread": 2.0},
+        "clients": {"spread": 4.0},
+    }
 
 
 def test_collapse_is_told(caplog):

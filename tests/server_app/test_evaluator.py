@@ -20,7 +20,7 @@ from fedssl.methods.build import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
 from server_app.evaluator import Evaluator
-from server_app.progress import Progress
+from server_app.progress import ProgressTracker
 from simulation.cli import run
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=1"]
@@ -189,16 +189,16 @@ def test_models_are_averaged_with_their_units():
 
 
 def test_the_progress_line():
-    progress = Progress(200)
+    progress = ProgressTracker(200)
     row = {"round": 12, "loss": 4.81, "model_cosine": 0.98123, "seconds": 14.2, "dropped": {}}
     found = {"knn": Score(0.6134), "few": Score(0.5, spread=0.05), "norm": Score(2.34567, "cm")}
     line = (
         "round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  few 50.0 ± 5.0%  norm 2.346 cm  14.2 s/round  44 min left"
     )
-    assert progress.after(row, found).line == line
+    assert progress.after(row, found).log_line == line
     row |= {"round": 13, "loss": None, "seconds": 0.2, "dropped": {"3": "late"}}
-    assert progress.after(row, {}).line == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
-    assert "cosine" not in progress.after({**row, "model_cosine": None}, {}).line  # no weights travelled
+    assert progress.after(row, {}).log_line == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
+    assert "cosine" not in progress.after({**row, "model_cosine": None}, {}).log_line  # no weights travelled
 
 
 def test_units_from_the_protocol_to_the_files(tmp_path, capsys):

@@ -144,7 +144,7 @@ def test_a_device_shows_nothing(tmp_path):
     reply = asked_of(Ask().beside(plan), device, kind="train.own")
     assert reply.has_error()
     assert "what a device uses itself stays on it" in reply.error.reason
-    assert federation.components.held is not None
+    assert federation.components.client_data is not None
 
 
 @pytest.mark.parametrize(

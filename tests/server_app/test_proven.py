@@ -7,14 +7,14 @@ import pytest
 
 from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.proven import Expected
+from server_app.proven import StateSchema
 from strategies.euc import EUC
 from strategies.state import GLOBAL, Model, ServerState
 
 LAYERS = {"weight": np.ones((2, 3), dtype=np.float32), "counter": np.array(4, dtype=np.int64)}
 SHARED = {"centre": np.zeros(2, dtype=np.float32)}
 GOOD = Model(layers=LAYERS, shared=SHARED, memory={"intervals": {"weight": 2}}, moments={"first": LAYERS}, updates=1)
-EXPECTED = Expected(
+EXPECTED = StateSchema(
     untrained=Model(layers=LAYERS, shared=SHARED),
     clients=2,
     phases=3,

@@ -10,22 +10,22 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
 from fedssl.partition import Division
-from server_app.held import Held
+from server_app.held import ClientData
 from server_app.recorder import Recorder
-from server_app.screen import Screen
+from server_app.screen import PlainConsole
 
 
-def held(*parts):
+def client_data(*parts):
     image_data = ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 0, 1, 1, 1]))
-    return Held(image_data, Division([np.array(part) for part in parts]))
+    return ClientData(image_data, Division([np.array(part) for part in parts]))
 
 
 def test_a_run_goes_on_with_the_images_that_its_clients_had(tmp_path):
     new = compose([f"output_dir={tmp_path / 'run'}"]).recording
-    Recorder(new, rounds=1, screen=Screen()).begin(new, held([0, 1, 2], [3, 4, 5]))
+    Recorder(new, rounds=1, screen=PlainConsole()).start_run(new, client_data([0, 1, 2], [3, 4, 5]))
     resumed = replace(new, resumed=0)
-    recorder = Recorder(resumed, rounds=2, screen=Screen())
-    recorder.begin(resumed, held([0, 1, 2], [3, 4, 5]))
+    recorder = Recorder(resumed, rounds=2, screen=PlainConsole())
+    recorder.start_run(resumed, client_data([0, 1, 2], [3, 4, 5]))
     with pytest.raises(InputError, match=r"partition.csv says that clients held other images: .*file of partition"):
-        recorder.begin(resumed, held([0, 1, 3], [2, 4, 5]))
+        recorder.start_run(resumed, client_data([0, 1, 3], [2, 4, 5]))
     assert (tmp_path / "run" / "partition.csv").read_text().splitlines()[1:] == ["0,3,3,0", "1,3,0,3"]

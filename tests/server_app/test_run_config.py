@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from fedssl.config.load import compose
-from server_app.run_config import FLAT, overrides_of
+from server_app.run_config import RUN_CONFIG_KEYS, overrides_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
 
 def test_flower_knows_every_key_and_no_other():
-    assert dict.fromkeys([*FLAT, "overrides"], "") == DECLARED
+    assert dict.fromkeys([*RUN_CONFIG_KEYS, "overrides"], "") == DECLARED
 
 
 def test_what_is_left_empty_is_not_said():
@@ -35,7 +35,7 @@ def test_overrides_win():
     assert compose(overrides_of(run_config)).rounds == 3
 
 
-@pytest.mark.parametrize("key", FLAT)
+@pytest.mark.parametrize("key", RUN_CONFIG_KEYS)
 def test_every_key_stands_for_a_setting(key):
     example = {"experiment": "fedu2/base", "partition-alpha": 1.0, "optimizer-lr": 0.1, "output-dir": "/there"}
     example |= {"strategy": "fedavg", "method": "byol", "regularizer": "fur", "schedule": "layer_wise"}

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from fedssl.evaluation.scores import Score
-from server_app.log import log, logging_to
-from server_app.progress import Standing
-from server_app.screen import Bar, Screen, make_screen
+from server_app.log import log, log_to
+from server_app.progress import ProgressSnapshot
+from server_app.screen import PlainConsole, ProgressBar, make_screen
 from simulation.cli import run
 
 LINE = "round 1/2  [red]x[/red] :smile:  " + "long " * 40 + "end"
@@ -24,19 +24,19 @@ QUICK = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "enc
 QUICK += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
 
 
-def standing(round, **changes):
-    values = {"loss": 4.81, "cosine": 0.9, "evaluation": {}, "dropped": 0, "pace": 14.2} | changes
-    return Standing(round=round, rounds=200, **values)
+def snapshot(round, **changes):
+    values = {"loss": 4.81, "cosine": 0.9, "evaluation": {}, "dropped": 0, "seconds_per_round": 14.2} | changes
+    return ProgressSnapshot(round=round, rounds=200, **values)
 
 
 def shown(screen, folder):
     """Log a line, and show the standing after it, with this screen."""
-    with logging_to(folder, screen):
+    with log_to(folder, screen):
         screen.open(200)
         log.info(LINE)
-        screen.show(standing(12, evaluation={"knn": Score(0.6134)}))
+        screen.show(snapshot(12, evaluation={"knn": Score(0.6134)}))
         log.info("second\nthird")
-        screen.show(standing(13))
+        screen.show(snapshot(13))
         screen.close()
 
 
@@ -59,10 +59,10 @@ def on_terminal(text):
 
 def test_lines_stay_as_they_are_above_the_bar(tmp_path, monkeypatch):
     stream = io.StringIO()
-    shown(Bar(Console(file=stream, force_terminal=True, width=100, color_system=None)), tmp_path)
+    shown(ProgressBar(Console(file=stream, force_terminal=True, width=100, color_system=None)), tmp_path)
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stdout", plain)
-    shown(Screen(), tmp_path)
+    shown(PlainConsole(), tmp_path)
     assert plain.getvalue() == f"{LINE}\nsecond\nthird\n"
     assert stream.getvalue() != plain.getvalue()
     assert on_terminal(stream.getvalue()) == plain.getvalue()
@@ -71,7 +71,7 @@ def test_lines_stay_as_they_are_above_the_bar(tmp_path, monkeypatch):
 
 def test_the_bar_has_rounds_time_loss_and_the_latest_results(tmp_path):
     stream = io.StringIO()
-    shown(Bar(Console(file=stream, force_terminal=True, width=100, color_system=None)), tmp_path)
+    shown(ProgressBar(Console(file=stream, force_terminal=True, width=100, color_system=None)), tmp_path)
     bars = [line for line in re.split(r"[\r\n]", stream.getvalue()) if "left" in line]
     # The results stay those of the last evaluation; 14.2 s times 187 are 44 minutes still.
     assert re.search(r" 13/200 0:00:0\d 44 min left  loss 4.810  knn 61.3% \(round 12\)", bars[-1])
@@ -79,9 +79,9 @@ def test_the_bar_has_rounds_time_loss_and_the_latest_results(tmp_path):
 
 def test_a_resumed_run_begins_where_it_was():
     stream = io.StringIO()
-    bar = Bar(Console(file=stream, force_terminal=True, width=100, color_system=None))
+    bar = ProgressBar(Console(file=stream, force_terminal=True, width=100, color_system=None))
     bar.open(200)
-    bar.at(7)
+    bar.set_completed(7)
     bar.close()
     assert " 7/200 " in stream.getvalue()
 
@@ -116,15 +116,15 @@ def terminal(monkeypatch):
 
 def test_a_bar_is_for_a_terminal_that_is_nobody_elses(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal[0])
-    assert isinstance(make_screen(terminal=True), Bar)
-    assert type(make_screen(terminal=False)) is Screen
+    assert isinstance(make_screen(terminal=True), ProgressBar)
+    assert type(make_screen(terminal=False)) is PlainConsole
     for name, value in (("CI", "true"), ("TERM", "dumb")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert type(make_screen(terminal=True)) is Screen
+            assert type(make_screen(terminal=True)) is PlainConsole
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert type(make_screen(terminal=True)) is Screen
+    assert type(make_screen(terminal=True)) is PlainConsole
 
 
 def test_a_run_on_a_terminal_leaves_its_log(terminal, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.datasets import base, cache
 from fedssl.errors import InputError
-from fedssl.evaluation.subject import lacking
+from fedssl.evaluation.subject import why_not_evaluable
 from fedssl.losses import barlow_twins
 from simulation.cli import run
 from tests.federation import Federation
@@ -116,7 +116,7 @@ def test_an_encoder_that_does_not_fit_the_images_is_refused(classes, tmp_path, o
 
 def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     own = ["dataset=image_folder", f"dataset.path={classes}"]
-    assert lacking(compose(own).data) is None
+    assert why_not_evaluable(compose(own).data) is None
     for overrides, message in (
         (
             [*own, "dataset.test_fraction=0"],
@@ -135,7 +135,7 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
             "dataset.splits.train=NAME of a split that has them",
         ),
     ):
-        assert lacking(compose(overrides).data) == message
+        assert why_not_evaluable(compose(overrides).data) == message
 
 
 # --- clients and batches that are too small ---

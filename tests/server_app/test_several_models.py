@@ -16,7 +16,7 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.replies import receive
 from server_app.round import Round
-from server_app.training_loop import layers_of
+from server_app.training_loop import arrays_by_model
 from simulation.cli import run
 from strategies.eua import eua
 from strategies.state import GLOBAL, ServerState
@@ -170,7 +170,7 @@ def test_a_model_that_nobody_drew_is_seen_in_the_phase_of_the_others(tmp_path):
     federation.run(4)  # the second phase begins with round 4
     behind = [name for name, model in federation.state.models.items() if model.phase == 1]
     assert behind
-    layers = layers_of(federation.components.context, federation.state)
+    layers = arrays_by_model(federation.components.context, federation.state)
     for name in behind:
         for layer, array in layers[name].items():
             if "encoder_layer_1" in layer:

@@ -11,7 +11,7 @@ from fedssl.export import save_encoder
 from fedssl.methods.build import build_method
 from server_app.build import make_lr_schedule
 from server_app.round import Round
-from server_app.teacher import give_teacher
+from server_app.teacher import load_teacher
 from tests.federation import Federation
 
 WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]
@@ -28,7 +28,7 @@ def give(*overrides):
     settings = compose([*WORDS, *overrides])
     method = build_method(settings.model)
     make_lr_schedule(settings, method)
-    give_teacher(method, settings.teacher, data=settings.data)
+    load_teacher(method, settings.teacher, data=settings.data)
     return method
 
 
@@ -78,7 +78,7 @@ def test_another_method_takes_no_teacher(tmp_path):
     file, _ = save(tmp_path)
     settings = compose(["encoder.width=4", f"teacher={file}"])
     with pytest.raises(InputError, match="but SimCLR learns from no teacher"):
-        give_teacher(build_method(settings.model), settings.teacher, data=settings.data)
+        load_teacher(build_method(settings.model), settings.teacher, data=settings.data)
 
 
 def test_a_file_that_is_no_encoder(tmp_path):

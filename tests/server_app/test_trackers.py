@@ -14,8 +14,8 @@ import pytest
 from fedssl.atomic_files import reject_symlinks
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from server_app.trackers.base import Told, flat, numbers_of
-from server_app.tracking import Tracking
+from server_app.trackers.base import TrackedRun, flatten_scalars, scalars_of
+from server_app.tracking import SafeTracker
 from simulation.cli import run
 
 LINE = {"round": 1, "loss": 2.5, "model_cosine": None, "seconds": 1.0, "dropped": {"3": "late"}, "units": {"knn": "x"}}
@@ -27,9 +27,9 @@ FINAL = {"final/federated/knn": 0.9, "final/pixels/knn": 0.4}
 
 
 def test_names():
-    assert numbers_of(LINE) == NUMBERS
-    assert flat(SUMMARY["final"], "final/") == FINAL
-    assert flat({"a": {"b": True, "c": [1.0], "d": "1"}}) == {}
+    assert scalars_of(LINE) == NUMBERS
+    assert flatten_scalars(SUMMARY["final"], "final/") == FINAL
+    assert flatten_scalars({"a": {"b": True, "c": [1.0], "d": "1"}}) == {}
 
 
 def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
@@ -38,7 +38,7 @@ def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
     overrides = [f"tracker={name}", f"output_dir={folder}", "run_id=r12"]
     for done, rounds, more in ((0, (1, 2), []), (1, (2, 3), ["rounds=40"])):
         settings = compose([*overrides, *more]).recording
-        tracking = Tracking(settings)
+        tracking = SafeTracker(settings)
         tracking.begin(settings, done=done)
         for round in rounds:
             tracking.round({**LINE, "round": round, "loss": 2.5 + round})
@@ -139,13 +139,13 @@ def test_a_missing_package_is_one_sentence_before_any_work(tmp_path, monkeypatch
 )
 def test_what_is_refused(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        Tracking(compose(overrides).recording)
+        SafeTracker(compose(overrides).recording)
 
 
 class Broken:
     """A tracker whose server goes away in round 1."""
 
-    def begin(self, run: Told) -> None:
+    def begin(self, run: TrackedRun) -> None:
         assert run.settings["strategy.metrics"] == ["seconds"]
 
     def round(self, round: int, numbers: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ STAGES = [
 ]
 WAIT = 60  # seconds after which something is never to come
 
-may_overlap = training_loop.may_overlap
+can_evaluate_in_background = training_loop.can_evaluate_in_background
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,9 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
     """In one process clients take as many cores as they have threads, and the evaluation as many more."""
     found = []
     monkeypatch.setattr(training_loop, "available_cores", lambda: there)
-    monkeypatch.setattr(app, "may_overlap", lambda *given: found.append(may_overlap(*given)) or False)
+    monkeypatch.setattr(
+        app, "can_evaluate_in_background", lambda *given: found.append(can_evaluate_in_background(*given)) or False
+    )
     overrides = [*TINY, "rounds=1", "evaluate_every=0", f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
     run_local(overrides, num_clients=3, machine=compose(overrides).machine)
     assert found == [overlaps]
@@ -136,7 +138,9 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
 
 def test_nothing_overlaps_where_nobody_knows_what_clients_occupy(tmp_path, monkeypatch, cores):
     found = []
-    monkeypatch.setattr(app, "may_overlap", lambda components, client_cores: found.append(client_cores) or False)
+    monkeypatch.setattr(
+        app, "can_evaluate_in_background", lambda components, client_cores: found.append(client_cores) or False
+    )
     monkeypatch.setattr("simulation.local_grid.pick_device", lambda name: type("Device", (), {"type": "cuda"}))
     run([*TINY, "rounds=1", "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
     assert found == [None]
@@ -147,7 +151,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.begun = [threading.Event() for _ in range(9)]
-        evaluate, one_round = Evaluator.evaluate, training_loop.one_round
+        evaluate, run_next_round = Evaluator.evaluate, training_loop.run_next_round
         self.evaluated = 0
 
         def waits(evaluator, models, *, final=False):
@@ -158,10 +162,10 @@ class Held:
 
         def begins(exchange, components, state, recorder, recording):
             self.begun[state.round + 1].set()
-            return self.next(state, lambda: one_round(exchange, components, state, recorder, recording))
+            return self.next(state, lambda: run_next_round(exchange, components, state, recorder, recording))
 
         monkeypatch.setattr(Evaluator, "evaluate", waits)
-        monkeypatch.setattr(training_loop, "one_round", begins)
+        monkeypatch.setattr(training_loop, "run_next_round", begins)
 
     def next(self, state, round):
         return round()

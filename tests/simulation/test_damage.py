@@ -17,9 +17,9 @@ from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
 from fedssl.runs.jsonl import SCHEMAS, read_jsonl
-from server_app.log import logging_to
+from server_app.log import log_to
 from server_app.recorder import Recorder
-from server_app.screen import Screen
+from server_app.screen import PlainConsole
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
@@ -117,8 +117,8 @@ def composed(folder):
 def restored(folder, settings=None):
     """Read what else a resumed run reads, and write what it writes; ``settings`` are those of a copy."""
     settings = settings or composed(folder)
-    recorder = Recorder(replace(settings.recording, folder=folder), rounds=settings.rounds, screen=Screen())
-    with recorder.locked(), logging_to(recorder.folder, Screen()):
+    recorder = Recorder(replace(settings.recording, folder=folder), rounds=settings.rounds, screen=PlainConsole())
+    with recorder.locked(), log_to(recorder.folder, PlainConsole()):
         state = recorder.restore()
         for client in (0, 1):
             load_state(folder / "clients" / str(client), before=state.round + 1)

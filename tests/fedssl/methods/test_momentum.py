@@ -58,7 +58,7 @@ def test_the_server_averages_the_targets(tmp_path, method):
     for name, array in first.items():  # begins as a copy of the untrained online network
         np.testing.assert_array_equal(array, federation.layers[name.removeprefix("target_")])
     federation.run(1)
-    sizes = [len(part) for part in federation.components.held.parts]
+    sizes = [len(part) for part in federation.components.client_data.parts]
     assert sizes[0] != sizes[1]
     sent = [of_targets(from_record(update.array_records[ARRAYS])) for update in federation.updates]
     assert all(set(layers) == set(first) for layers in sent)

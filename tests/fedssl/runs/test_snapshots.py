@@ -25,7 +25,7 @@ from fedssl.runs.snapshots import forget_after, kept_rounds, read_layers, save_l
 from fedssl.seeding import torch_generator
 from server_app.build import validate_aggregation
 from server_app.checkpoint import latest_checkpoint
-from server_app.keeper import Keeper
+from server_app.keeper import SnapshotWriter
 from simulation.cli import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]
@@ -170,15 +170,15 @@ def test_a_file_in_the_place_of_models_is_named(tmp_path: Path, use):
 
 
 def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
-    keeper, layers = Keeper(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
-    keeper.observe(0, layers)
-    keeper.observe(4, layers)
+    snapshot_writer, layers = SnapshotWriter(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
+    snapshot_writer.observe(0, layers)
+    snapshot_writer.observe(4, layers)
     with pytest.raises(InputError, match="keeps no models of its rounds"):
         kept_rounds(tmp_path)
-    keeper.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
+    snapshot_writer.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
     (kept,) = kept_rounds(tmp_path)
     assert list(kept.clients) == [4]
-    Keeper(tmp_path, 5).finish({"global": layers}, used=[])
+    SnapshotWriter(tmp_path, 5).finish({"global": layers}, used=[])
     forget_after(tmp_path, 3)  # resumed behind round 3
     assert [one.round for one in kept_rounds(tmp_path)] == [3]
     assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
