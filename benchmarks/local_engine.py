@@ -29,8 +29,8 @@ os.environ.update(WAITING | os.environ)  # before torch is imported, as the comm
 import torch
 
 from client_app.app import app as client_app
-from client_app.store import FILES, Store, WriteBehind
-from client_app.worker import resident
+from client_app.store import FILE_STORE, StateStore, WriteBehind
+from client_app.worker import worker_for
 from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.config.load import compose, read_client
 from fedssl.training import batches
@@ -38,7 +38,7 @@ from server_app.app import build_run
 from server_app.attempts import run_round
 from server_app.messaging import MessageExchange
 from simulation.local_grid import LocalGrid
-from strategies.base import State
+from strategies.base import ClientState
 from strategies.state import ServerState
 
 COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
@@ -64,11 +64,11 @@ class Federation:
 
     def bare(self) -> float:
         """The same optimiser steps in a bare loop on the resident model; its seconds."""
-        client = resident(read_client(self.settings.client_text))
+        client = worker_for(read_client(self.settings.client_text))
         generator = torch.Generator().manual_seed(0)
         client.method.train()
         start = time.perf_counter()
-        for indices in client.parts:
+        for indices in client.client_indices:
             for batch in batches(torch.as_tensor(indices), client.training.batch_size, generator=generator):
                 views = client.training.augment(client.images[batch], generator)
                 view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
@@ -100,11 +100,11 @@ def whole_round(repeats: int = 5) -> None:
 class Pickled:
     """A client's state as earlier versions wrote it."""
 
-    def load(self, folder: Path, *, before: int, like: Mapping[str, torch.Tensor]) -> State | None:
+    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
         rounds = [round for round in saved_rounds(folder) if round < before]
         return torch.load(round_file(folder, rounds[-1]), weights_only=True) if rounds else None
 
-    def save(self, folder: Path, state: State, *, round: int, keep_from: int) -> None:
+    def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(round_file(folder, round), lambda partial: torch.save(state, partial))
         for version in [version for version in saved_rounds(folder) if version <= keep_from][:-1]:
@@ -114,17 +114,17 @@ class Pickled:
 class Chosen:
     """One store of several: all clients of a federation in turn use the one that is chosen."""
 
-    store: Store = FILES
+    store: StateStore = FILE_STORE
 
-    def load(self, folder: Path, *, before: int, like: Mapping[str, torch.Tensor]) -> State | None:
-        return self.store.load(folder, before=before, like=like)
+    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
+        return self.store.load(folder, before=before, template=template)
 
-    def save(self, folder: Path, state: State, *, round: int, keep_from: int) -> None:
+    def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
         self.store.save(folder, state, round=round, keep_from=keep_from)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         if isinstance(self.store, WriteBehind):
-            self.store.settle()
+            self.store.flush()
 
 
 def kept(repeats: int = 9) -> None:
@@ -132,7 +132,7 @@ def kept(repeats: int = 9) -> None:
     chosen = Chosen()
     federation = Federation("local_epochs=0", "method=byol", "num_clients=4", store=chosen)
     with WriteBehind() as behind:
-        stores: dict[str, Store] = {"written behind": behind, "files": FILES, "torch.save": Pickled()}
+        stores: dict[str, StateStore] = {"written behind": behind, "files": FILE_STORE, "torch.save": Pickled()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in stores}
         for _ in range(repeats + 2):
             for name, chosen.store in stores.items():

@@ -86,7 +86,7 @@ class Client:
         self.method = build_method(self.settings.model).to(device)
         layers = travelling_layers(self.method)
         plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), keep_from=0, code="")
-        self.settings.algorithm.strategy.make().client.load(self.method, plan, None)
+        self.settings.algorithm.strategy.make().client.load_start(self.method, plan, None)
         self.method.train()
         self.training = LocalTraining.prepare(self.settings.training, self.method)
         self.generator = torch.Generator().manual_seed(seed)

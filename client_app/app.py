@@ -13,11 +13,11 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from client_app.edge_client import Device, told
+from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.limits import check_message, check_plan
-from client_app.secure import answer, is_secure
-from client_app.simulated import Simulated, is_simulated
-from client_app.worker import resident
+from client_app.secure import is_secure, secagg_reply
+from client_app.simulated import SimulatedClient, is_simulated
+from client_app.worker import worker_for
 from fedssl.config.load import read_client
 from fedssl.config.settings import EXACT
 from fedssl.errors import RequestRefused
@@ -35,7 +35,7 @@ def node_info(message: Message, context: Context) -> Message:
     try:
         return node_info_reply(message, _client(context).node_info)
     except Exception as error:  # the server is told, whatever is wrong with the node
-        return _failed(message, context, error)
+        return _failure_reply(message, context, error)
 
 
 @app.train()
@@ -44,67 +44,71 @@ def train(message: Message, context: Context) -> Message:
     try:
         return train_round(message, context)
     except Exception as error:  # the server decides what follows from a failed client, whatever failed
-        return _failed(message, context, error)
+        return _failure_reply(message, context, error)
 
 
 @app.train("own")
-def own(message: Message, context: Context) -> Message:
+def personalized(message: Message, context: Context) -> Message:
     """Show the encoder that this client would use itself; it leaves no device."""
     try:
         client = _client(context)
-        if isinstance(client, Device):
+        if isinstance(client, EdgeClient):
             raise RequestRefused("what a device uses itself stays on it")
         plan, ask = TrainPlan.from_content(message.content), Ask.from_content(message.content)
         settings = read_client(plan.settings)
         folder = settings.states / client.name
-        shown = resident(settings).show(plan, client.number, folder, ask=ask, store=client.store)
+        shown = worker_for(settings).personalized_encoder(plan, client.number, folder, ask=ask, store=client.store)
         return Message(shown.to_content(replace(plan, transport=EXACT)), reply_to=message)
     except Exception as error:  # as for a failure of training
-        return _failed(message, context, error)
+        return _failure_reply(message, context, error)
 
 
 def train_round(message: Message, context: Context) -> Message:
     """Unpack the plan, train, pack the update; or take the next step of secure aggregation."""
     if is_secure(message):
-        return answer(message, context, _trained)
+        return secagg_reply(message, context, _train)
     client = _client(context)
-    if isinstance(client, Device) and client.sums_only:
-        raise RequestRefused("this device takes part in secure aggregation only (sums-only); set secure=secagg_plus")
-    plan, update = _trained(message, context)
+    if isinstance(client, EdgeClient) and client.secure_aggregation_only:
+        raise RequestRefused(
+            "this device takes part in secure aggregation only (secure-aggregation-only); set secure=secagg_plus"
+        )
+    plan, update = _train(message, context)
     return Message(update.to_content(plan), reply_to=message)
 
 
-def _trained(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdate]:
+def _train(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdate]:
     client = _client(context)
-    if isinstance(client, Device):
+    if isinstance(client, EdgeClient):
         check_message(message.content, client.limits)
     plan = TrainPlan.from_content(message.content)
     if plan.code != code_fingerprint():
         raise RequestRefused(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
-    if isinstance(client, Device):
+    if isinstance(client, EdgeClient):
         check_plan(plan)
-        settings, clock = client.settings(plan.settings), client.limits.clock()
+        settings, check_deadline = client.settings(plan.settings), client.limits.make_deadline_check()
     else:
-        settings, clock = read_client(plan.settings), _no_end
+        settings, check_deadline = read_client(plan.settings), _no_deadline
     folder = settings.states / client.name
-    return plan, resident(settings).train(plan, client.number, folder, store=client.store, before_step=clock)
+    return plan, worker_for(settings).train(
+        plan, client.number, folder, store=client.store, on_step_start=check_deadline
+    )
 
 
-def _client(context: Context) -> Device | Simulated:
+def _client(context: Context) -> EdgeClient | SimulatedClient:
     config = context.node_config
-    return Simulated.read(config) if is_simulated(config) else Device.read(config)
+    return SimulatedClient.read(config) if is_simulated(config) else EdgeClient.read(config)
 
 
-def _failed(message: Message, context: Context, error: Exception) -> Message:
+def _failure_reply(message: Message, context: Context, error: Exception) -> Message:
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
     if is_simulated(context.node_config):
         log.debug("the client failed", exc_info=error)
     else:
         log.error("%s", reason, exc_info=None if isinstance(error, RequestRefused) else error)
-        reason = told(error)
+        reason = safe_error_message(error)
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
 
-def _no_end() -> None:
+def _no_deadline() -> None:
     """The user's own machine takes as long as it takes."""

@@ -11,7 +11,7 @@ The SuperNode's ``--node-config`` has these keys, of which only the first is nee
 ``threads``       CPU threads
 ``device``        ``auto``, ``cpu`` or ``cuda``
 ``partition-id``  its place in the order of the clients and in the seeds, in place of its name
-``sums-only``     ``true``: it takes part in secure aggregation alone
+``secure-aggregation-only``     ``true``: it takes part in secure aggregation alone
 ================  ====================================================================================================
 
 No message changes any of them.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from client_app.limits import Limits, check_settings, read_limits
-from client_app.store import FILES, Store
+from client_app.store import FILE_STORE, StateStore
 from fedssl.atomic_files import write_text
 from fedssl.config.device_task import read_task
 from fedssl.config.settings import ClientSettings, Component
@@ -42,8 +42,8 @@ from fedssl.wire.messages import NodeInfo, check_device_name
 
 log = logging.getLogger("fedssl")
 
-DEVICES = ("auto", "cpu", "cuda")
-KEYS = (
+TORCH_DEVICES = ("auto", "cpu", "cuda")
+NODE_CONFIG_KEYS = (
     "data-path",
     "client-name",
     "state-path",
@@ -52,15 +52,15 @@ KEYS = (
     "threads",
     "device",
     "partition-id",
-    "sums-only",
+    "secure-aggregation-only",
 )
-ALSO = ("num-partitions",)  # what Flower's templates set for a simulation; a device does not need it
+IGNORED_KEYS = ("num-partitions",)  # what Flower's templates set for a simulation; a device does not need it
 
 Value = bool | float | int | str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class EdgeClient:
     """A device by its configuration.
 
     Attributes
@@ -73,8 +73,8 @@ class Device:
         Of settings beside ``conf/``.
     threads : int or None
         None: by the size of the images.
-    device : {"auto", "cpu", "cuda"}
-    sums_only : bool
+    torch_device : {"auto", "cpu", "cuda"}
+    secure_aggregation_only : bool
         Whether it takes part in secure aggregation alone.
     limits : Limits
     """
@@ -85,27 +85,27 @@ class Device:
     partition: int | None = None
     folders: tuple[Path, ...] = ()
     threads: int | None = None
-    device: str = "auto"
-    sums_only: bool = False
+    torch_device: str = "auto"
+    secure_aggregation_only: bool = False
     limits: Limits = field(default_factory=Limits)
-    store: ClassVar[Store] = FILES  # what a device keeps is on its disk before its reply is sent
+    store: ClassVar[StateStore] = FILE_STORE  # what a device keeps is on its disk before its reply is sent
 
     @classmethod
-    def read(cls, node_config: Mapping[str, Value]) -> "Device":
+    def read(cls, node_config: Mapping[str, Value]) -> "EdgeClient":
         """The device of a node's configuration; raises `InputError`."""
-        unknown = sorted(node_config.keys() - {*KEYS, *ALSO})
+        unknown = sorted(node_config.keys() - {*NODE_CONFIG_KEYS, *IGNORED_KEYS})
         if unknown:
-            raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(KEYS)}")
+            raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(NODE_CONFIG_KEYS)}")
         if not node_config.get("data-path"):
             raise InputError(
                 "this SuperNode does not say where its images are; start it with --node-config 'data-path=\"FOLDER\"'"
             )
-        partition = _number(node_config, "partition-id", least=0)
-        name = str(node_config.get("client-name", "")) or _host(partition)
+        partition = _number(node_config, "partition-id", minimum=0)
+        name = str(node_config.get("client-name", "")) or _default_name(partition)
         check_device_name(name)
         device = str(node_config.get("device", "auto"))
-        if device not in DEVICES:
-            raise InputError(f"device={device} is unknown; choose one of {', '.join(DEVICES)}")
+        if device not in TORCH_DEVICES:
+            raise InputError(f"device={device} is unknown; choose one of {', '.join(TORCH_DEVICES)}")
         limits, folder = node_config.get("limits"), node_config.get("config-dir")
         states = node_config.get("state-path")
         return cls(
@@ -114,9 +114,9 @@ class Device:
             name=name,
             partition=partition,
             folders=tuple(search_folders([searchpath_override([_path(folder)])])) if folder else (),
-            threads=_number(node_config, "threads", least=1),
-            device=device,
-            sums_only=_flag(node_config, "sums-only"),
+            threads=_number(node_config, "threads", minimum=1),
+            torch_device=device,
+            secure_aggregation_only=_flag(node_config, "secure-aggregation-only"),
             limits=read_limits(_path(limits)) if limits else Limits(),
         )
 
@@ -141,30 +141,30 @@ class Device:
         InputError
             Its own configuration is at fault.
         """
-        settings = self._with_own(read_task(text, states=self.states, folders=self.folders))
-        check_settings(settings, self.limits, num_images=self._count())
-        _remember(settings.states, text)
+        settings = self._with_local_settings(read_task(text, states=self.states, folders=self.folders))
+        check_settings(settings, self.limits, num_images=self._count_images())
+        _bind_run_to_task(settings.states, text)
         return settings
 
-    def _with_own(self, settings: ClientSettings) -> ClientSettings:
+    def _with_local_settings(self, settings: ClientSettings) -> ClientSettings:
         """These settings, with what is about the machine and the images."""
         threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)
         own = {"path": str(self.data_path), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
         reader = Component({**settings.data.reader.values, **own})
         return replace(
             settings,
-            machine=replace(settings.machine, device=self.device, threads=threads),
+            machine=replace(settings.machine, device=self.torch_device, threads=threads),
             data=replace(settings.data, reader=reader, federated="train", train=None, test=None),
         )
 
-    def _count(self) -> int:
+    def _count_images(self) -> int:
         """How many images there are."""
         if not self.data_path.is_dir():
             raise InputError(f"data-path={self.data_path} is not a folder; name the folder of the device's images")
         return sum(1 for file in self.data_path.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
-def told(error: Exception) -> str:
+def safe_error_message(error: Exception) -> str:
     """What a server is told of an error: nothing of the device but its limits.
 
     A sentence that could have a path in it stays on the device, and so does whatever another error says.
@@ -175,7 +175,7 @@ def told(error: Exception) -> str:
     return sanitize_line(text)
 
 
-def _remember(run: Path, text: str) -> None:
+def _bind_run_to_task(run: Path, text: str) -> None:
     """Bind the run's states to its task: no other task, under the same name of a run, comes to them."""
     task = json.loads(text)
     task["values"].pop("rounds")  # a run may go on for longer
@@ -198,7 +198,7 @@ def _data_home() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path("~/.local/share").expanduser())
 
 
-def _host(partition: int | None) -> str:
+def _default_name(partition: int | None) -> str:
     """The name of the host, as far as it can name a device."""
     host = re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).lstrip("-.")[:30] or "device"
     return host if partition is None else f"{host}-{partition}"
@@ -211,10 +211,10 @@ def _flag(node_config: Mapping[str, Value], key: str) -> bool:
     return value
 
 
-def _number(node_config: Mapping[str, Value], key: str, *, least: int) -> int | None:
+def _number(node_config: Mapping[str, Value], key: str, *, minimum: int) -> int | None:
     value = node_config.get(key)
     if value is None:
         return None
-    if type(value) is not int or not least <= value < 2**31:
-        raise InputError(f"{key}={value} of the node's configuration must be a whole number of at least {least}")
+    if type(value) is not int or not minimum <= value < 2**31:
+        raise InputError(f"{key}={value} of the node's configuration must be a whole number of at least {minimum}")
     return value

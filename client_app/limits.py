@@ -44,14 +44,14 @@ class Limits:
     threads: int = 64
     minutes: float = 60.0
 
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """The memory that may be used."""
         if self.memory is not None:
             return int(self.memory * 1e9)
         available = available_memory()
         return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
 
-    def clock(self) -> Callable[[], None]:
+    def make_deadline_check(self) -> Callable[[], None]:
         """What raises `RequestRefused` once the time for a round is up."""
         end = time.monotonic() + 60 * self.minutes
 
@@ -122,10 +122,10 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
             if part.values.get(name, value) != value:
                 raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
     _check("the images take", num_images * data.channels * data.size**2, limits)
-    _check("a training step takes about", step_bytes(settings, num_images=num_images), limits)
+    _check("a training step takes about", estimate_step_memory(settings, num_images=num_images), limits)
 
 
-def step_bytes(settings: ClientSettings, *, num_images: int) -> int:
+def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
     """Memory of a training step, roughly: nothing is computed, and nothing allocated.
 
     Weights with gradients and two moments of an optimiser; two views of a batch, and the matrices that make them along
@@ -158,7 +158,7 @@ def step_bytes(settings: ClientSettings, *, num_images: int) -> int:
 
 
 def _check(what: str, needed: int, limits: Limits) -> None:
-    allowed = limits.bytes()
+    allowed = limits.memory_bytes()
     if needed > allowed:
         raise RequestRefused(f"{what} {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}")
 

@@ -12,14 +12,14 @@ from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, batches, taken
 
 
-class Sample:
+class LocalDataSample:
     """A client's images; what is drawn of them is the same at every call.
 
     Parameters
     ----------
     images : Tensor
         All images of the data set, uint8, ``(n, channels, height, width)``.
-    rows : Tensor
+    indices : Tensor
         Where the client's are, int64, ``(m,)``.
     data : DataSettings
         Tells mean and standard deviation of pixels.
@@ -29,30 +29,30 @@ class Sample:
         Of the client and the round in the run, see `fedssl.seeding`.
     labels : Tensor or None
         Classes of all images, int64, ``(n,)``, for methods that use them.
-    before_step : callable
+    on_step_start : callable
         Called before every batch; what it raises ends the choosing.
     """
 
     def __init__(
         self,
         images: Tensor,
-        rows: Tensor,
+        indices: Tensor,
         *,
         data: DataSettings,
         training: LocalTraining,
         place: tuple[int | str, ...],
         labels: Tensor | None,
-        before_step: Callable[[], None],
+        on_step_start: Callable[[], None],
     ) -> None:
-        self._images, self._rows, self._labels, self._before_step = images, rows, labels, before_step
+        self._images, self._indices, self._labels, self._on_step_start = images, indices, labels, on_step_start
         self._data, self._training = data, training
         self._seed, self._path = int(place[0]), place[1:]
 
-    def represent(self, method: SSLMethod, number: int) -> Tensor:
+    def features(self, method: SSLMethod, max_images: int) -> Tensor:
         """What the encoder makes of at most so many images, float32 ``(n, feature_dim)``, on the CPU."""
-        self._before_step()
+        self._on_step_start()
         device, span = next(method.parameters()).device, method.encoder.active_stages
-        images = taken(self._images, self._few(number), device)
+        images = taken(self._images, self._subset(max_images), device)
         frozen, span.frozen = span.frozen, 0  # all stages that run, whichever are trained
         try:
             return extract(method.encoder, images, mean=self._data.mean, std=self._data.std, device=device)
@@ -60,15 +60,15 @@ class Sample:
             span.frozen = frozen
 
     @torch.no_grad()
-    def loss(self, method: SSLMethod, number: int) -> float:
+    def loss(self, method: SSLMethod, max_images: int) -> float:
         """Mean training loss of at most so many images, in training mode; nothing is learned."""
         device = next(method.parameters()).device
         generator, training = torch_generator(self._seed, *self._path, "views"), self._training
         seed_torch(derive_seed(self._seed, *self._path, "loss"), device)
         method.train()
-        few, total = self._few(number), 0.0
+        few, total = self._subset(max_images), 0.0
         for batch in batches(few, training.batch_size, generator=generator, min_batch_size=method.min_batch_size):
-            self._before_step()
+            self._on_step_start()
             views = training.augment(taken(self._images, batch, device), generator)
             inputs = list(method.inputs(*views))
             if method.frozen:
@@ -77,6 +77,6 @@ class Sample:
             total += float(method.loss(*inputs, *known)) * len(batch)
         return total / len(few)
 
-    def _few(self, number: int) -> Tensor:
-        order = torch.randperm(len(self._rows), generator=torch_generator(self._seed, *self._path, "rows"))
-        return self._rows[order[:number]]
+    def _subset(self, max_images: int) -> Tensor:
+        order = torch.randperm(len(self._indices), generator=torch_generator(self._seed, *self._path, "rows"))
+        return self._indices[order[:max_images]]

@@ -17,18 +17,18 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 log = logging.getLogger("fedssl")
 
 # Flower's names of the record in which the stages of the protocol travel, and of what a client keeps between them.
-CONFIGS, STATE = "secaggplus_configs", "secaggplus_state"
-LEAST_CLIENTS = 3  # of two, each knows the other's update from the sum
+SECAGG_CONFIG_KEY, STATE = "secaggplus_configs", "secaggplus_state"
+MIN_CLIENTS = 3  # of two, each knows the other's update from the sum
 # How updates become whole numbers under masks; with others, masks may not cover all of a number.
-NUMBERS = {"target_range": 1 << 22, "mod_range": 1 << 32, "max_weight": 1.0}
+SECAGG_PARAMETERS = {"target_range": 1 << 22, "mod_range": 1 << 32, "max_weight": 1.0}
 
 
 def is_secure(message: Message) -> bool:
     """Whether a message belongs to the protocol."""
-    return CONFIGS in message.content.config_records
+    return SECAGG_CONFIG_KEY in message.content.config_records
 
 
-def answer(
+def secagg_reply(
     message: Message, context: Context, train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]]
 ) -> Message:
     """The answer to one stage of the protocol; ``train`` is asked in the one that collects.
@@ -42,10 +42,10 @@ def answer(
     from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
     from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 
-    configs = message.content.config_records[CONFIGS]
+    configs = message.content.config_records[SECAGG_CONFIG_KEY]
     _check(configs)
     # A copy, because the mod takes parts out and in a simulation clients share what they receive.
-    message.content = RecordDict({**message.content, CONFIGS: ConfigRecord(dict(configs))})
+    message.content = RecordDict({**message.content, SECAGG_CONFIG_KEY: ConfigRecord(dict(configs))})
 
     def call(message: Message, context: Context) -> Message:
         plan, update = train(message, context)
@@ -58,14 +58,14 @@ def answer(
     return secaggplus_mod(message, context, call)
 
 
-def summed(layers: Layers) -> list[str]:
+def summed_names(layers: Layers) -> list[str]:
     """Names of the layers that are summed: all but counters, in order."""
     return [name for name, array in layers.items() if array.dtype.kind == "f"]
 
 
 def delta_of(layers: Layers, start: Layers) -> np.ndarray:
     """How far all summed layers went, as one vector."""
-    deltas = [layers[name].astype(np.float64) - start[name] for name in summed(start)]
+    deltas = [layers[name].astype(np.float64) - start[name] for name in summed_names(start)]
     return np.concatenate([delta.reshape(-1) for delta in deltas])
 
 
@@ -87,12 +87,12 @@ def _check(configs: ConfigRecord) -> None:
         if len(numbers) < 3:
             raise RequestRefused("secure aggregation was proposed without saying for how many clients")
         clients, shares, threshold = numbers
-        if min(clients, shares) < LEAST_CLIENTS or not shares < 2 * threshold <= 2 * shares:
+        if min(clients, shares) < MIN_CLIENTS or not shares < 2 * threshold <= 2 * shares:
             raise RequestRefused(
                 f"secure aggregation of {clients} clients with {shares} shares, {threshold} of which reveal a mask, "
-                f"was proposed; at least {LEAST_CLIENTS} clients and more than half of the shares are needed"
+                f"was proposed; at least {MIN_CLIENTS} clients and more than half of the shares are needed"
             )
-        for key, expected in NUMBERS.items():
+        for key, expected in SECAGG_PARAMETERS.items():
             if values.get(key) != expected:
                 raise RequestRefused(
                     f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}"

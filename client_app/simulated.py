@@ -10,28 +10,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from client_app.store import FILES, Store
+from client_app.store import FILE_STORE, StateStore
 from fedssl.wire.messages import NodeInfo
 
-MARK = "simulation"  # key of the node's configuration
+MARKER_KEY = "simulation"  # key of the node's configuration
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """What the engines of this project put into the configuration of a node, under `MARK`.
+class SimulationMarker:
+    """What the engines of this project put into the configuration of a node, under `MARKER_KEY`.
 
     Attributes
     ----------
-    store : Store
+    store : StateStore
         Where clients have what they keep.
     """
 
-    store: Store = FILES
+    store: StateStore = FILE_STORE
 
 
 def is_simulated(node_config: Mapping[str, Any]) -> bool:
     """Whether a node with this configuration is one of a simulation."""
-    if isinstance(node_config.get(MARK), Simulation):
+    if isinstance(node_config.get(MARKER_KEY), SimulationMarker):
         return True
     return node_config.keys() == {"partition-id", "num-partitions"} and _in_ray_actor()
 
@@ -42,7 +42,7 @@ def _in_ray_actor() -> bool:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedClient:
     """One of the clients of a simulation.
 
     Attributes
@@ -51,19 +51,19 @@ class Simulated:
         Its partition.
     partitions : int
         How many there are.
-    store : Store
+    store : StateStore
         Where it has what it keeps.
     """
 
     number: int
     partitions: int
-    store: Store = FILES
+    store: StateStore = FILE_STORE
 
     @classmethod
-    def read(cls, node_config: Mapping[str, Any]) -> "Simulated":
+    def read(cls, node_config: Mapping[str, Any]) -> "SimulatedClient":
         """The client that the node's configuration names."""
-        mark = node_config.get(MARK, Simulation())  # under Flower's own runtime there is none
-        return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]), mark.store)
+        marker = node_config.get(MARKER_KEY, SimulationMarker())  # under Flower's own runtime there is none
+        return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]), marker.store)
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 Versions make a resumed run exact: a run that goes back to round r finds what each client had kept before round r + 1,
 whatever the client wrote later.
 
-A file is a preface (`_PREFACE`), a list of the tensors in JSON, and their bytes, each tensor at a multiple of 64. It is
+A file is a preface (`_HEADER`), a list of the tensors in JSON, and their bytes, each tensor at a multiple of 64. It is
 mapped when it is read, so that a state costs the copy into the model and no more, and nothing in it can be code.
 """
 
@@ -20,12 +20,12 @@ import torch
 
 from fedssl.atomic_files import atomic_write, mmap_bytes, round_file, saved_rounds
 from fedssl.untrusted import MAX_TENSORS_BYTES
-from strategies.base import State
+from strategies.base import ClientState
 
 log = logging.getLogger("fedssl")
 
-KIND = "state"  # end of the files' names
-_PREFACE = struct.Struct("<8sQQ40x")  # mark, bytes of the list, sum of all that follows the preface
+STATE_SUFFIX = "state"  # end of the files' names
+_HEADER = struct.Struct("<8sQQ40x")  # mark, bytes of the list, sum of all that follows the preface
 _MARK = b"fedssl 1"
 _ALIGNED = 64
 _DTYPES = {
@@ -37,25 +37,25 @@ _DTYPES = {
 }
 
 
-def load_state(folder: Path, *, before: int, like: Mapping[str, torch.Tensor] | None = None) -> State | None:
+def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor] | None = None) -> ClientState | None:
     """The state of the last round before round ``before``; None if the client kept nothing until then.
 
     A damaged one is named in the log and the one before it is used, also where a tensor differs in shape or dtype from
-    the one of its name in ``like``, or is not finite.
+    the one of its name in ``template``, or is not finite.
     """
-    for round in reversed(saved_rounds(folder, KIND)):
+    for round in reversed(saved_rounds(folder, STATE_SUFFIX)):
         if round < before:
-            file = round_file(folder, round, KIND)
+            file = round_file(folder, round, STATE_SUFFIX)
             try:
-                state = read_state(file, max_bytes=MAX_TENSORS_BYTES if like is None else _most(like))
-                check(state, like or {})
+                state = read_state(file, max_bytes=MAX_TENSORS_BYTES if template is None else _max_bytes(template))
+                check_state(state, template or {})
                 return state
             except Exception as error:  # there is no end to how reading a damaged file can fail
                 log.warning("%s is damaged (%s); trying the one before", file, error)
     return None
 
 
-def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> None:
+def save_state(folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
     """Write the state after ``round``, all of it or nothing, and drop versions that no resumed run can ask for.
 
     Parameters
@@ -67,19 +67,19 @@ def save_state(folder: Path, state: State, *, round: int, keep_from: int) -> Non
     listed = [(name, str(value.dtype), list(value.shape)) for name, value in state.items()]
     text = _padded(np.frombuffer(json.dumps(listed).encode(), dtype=np.uint8))
     pieces = [text, *(_padded(value.flatten().view(torch.uint8).numpy()) for value in state.values())]
-    preface = _PREFACE.pack(_MARK, len(text), sum(map(_sum, pieces)) % 2**64)
+    preface = _HEADER.pack(_MARK, len(text), sum(map(_sum, pieces)) % 2**64)
 
     def write(stream: BinaryIO) -> None:
         stream.write(preface)
         stream.writelines(piece.data for piece in pieces)
 
-    atomic_write(round_file(folder, round, KIND), write)
-    reachable = [version for version in saved_rounds(folder, KIND) if version <= keep_from]
+    atomic_write(round_file(folder, round, STATE_SUFFIX), write)
+    reachable = [version for version in saved_rounds(folder, STATE_SUFFIX) if version <= keep_from]
     for version in reachable[:-1]:
-        round_file(folder, version, KIND).unlink(missing_ok=True)
+        round_file(folder, version, STATE_SUFFIX).unlink(missing_ok=True)
 
 
-def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> State:
+def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState:
     """Read one file; the tensors lie in it, for reading only.
 
     Raises
@@ -88,8 +88,8 @@ def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> State:
         It is not whole, something else, or larger than ``max_bytes`` bytes.
     """
     content = mmap_bytes(file, max_bytes=max_bytes)
-    mark, length, total = _PREFACE.unpack_from(content.numpy().data)
-    body = content[_PREFACE.size :]
+    mark, length, total = _HEADER.unpack_from(content.numpy().data)
+    body = content[_HEADER.size :]
     if mark != _MARK or _sum(body.numpy()) != total:
         raise ValueError("it is not as it was written")
     state, start = {}, length
@@ -104,19 +104,19 @@ def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> State:
     return state
 
 
-def check(state: State, like: Mapping[str, torch.Tensor]) -> None:
-    """Raise a `ValueError` if a tensor is not like the one of its name in ``like``, or is not finite."""
-    for name in state.keys() & like.keys():
-        value, wanted = state[name], like[name]
+def check_state(state: ClientState, template: Mapping[str, torch.Tensor]) -> None:
+    """Raise a `ValueError` if a tensor is not like the one of its name in ``template``, or is not finite."""
+    for name in state.keys() & template.keys():
+        value, wanted = state[name], template[name]
         if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(f"{name} does not fit the model")
         if not value.isfinite().all():
             raise ValueError(f"{name} has values that are not finite")
 
 
-def _most(like: Mapping[str, torch.Tensor]) -> int:
+def _max_bytes(template: Mapping[str, torch.Tensor]) -> int:
     """Bytes that a file may have: an algorithm may keep a few models."""
-    return 2**24 + 8 * sum(value.nbytes for value in like.values())
+    return 2**24 + 8 * sum(value.nbytes for value in template.values())
 
 
 def _padded(piece: np.ndarray) -> np.ndarray:

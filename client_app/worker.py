@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from client_app.local_data import Sample
+from client_app.local_data import LocalDataSample
 from client_app.state import load_state, save_state
-from client_app.store import FILES, Store
+from client_app.store import FILE_STORE, StateStore
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
@@ -26,10 +26,10 @@ from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTraining, TrainResult, train
 from fedssl.wire.messages import OWN, Ask, ClientUpdate, TrainPlan
-from strategies.base import ClientStrategy, State
+from strategies.base import ClientState, ClientStrategy
 
 
-class Resident:
+class ClientWorker:
     """Everything of a run that does not differ between the clients of a process."""
 
     def __init__(self, settings: ClientSettings) -> None:
@@ -37,8 +37,8 @@ class Resident:
         self.device = set_up(settings.machine)
         image_data = load_federated(settings.data)
         self.images = settled(image_data.images, self.device)
-        self.parts = None if settings.partition is None else split(settings.partition, image_data)
-        self.half: ClientStrategy = settings.strategy.make().client
+        self.client_indices = None if settings.partition is None else split(settings.partition, image_data)
+        self.client_strategy: ClientStrategy = settings.strategy.make().client
         self.method = build_method(settings.model).to(self.device)
         if self.method.uses_labels and settings.partition is None:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
@@ -54,8 +54,8 @@ class Resident:
         client: int,
         state_folder: Path,
         *,
-        store: Store = FILES,
-        before_step: Callable[[], None] = lambda: None,
+        store: StateStore = FILE_STORE,
+        on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientUpdate:
         """One client's part in a round.
 
@@ -66,9 +66,9 @@ class Resident:
             Its partition, or another number that stands for it in the seeds if it has all images.
         state_folder : Path
             For what it keeps.
-        store : Store
+        store : StateStore
             That has it.
-        before_step : callable
+        on_step_start : callable
             See `fedssl.training.train`.
         """
         start = time.perf_counter()
@@ -76,17 +76,17 @@ class Resident:
             private = set(plan.upload_names or ()) - set(travelling_names(self.method))
             if private:
                 raise RequestRefused(f"layer {min(private)!r} was asked for, which is not exchanged")
-            arrived, rows = {*plan.layers, *plan.shared}, self._rows(client)
+            arrived, indices = {*plan.layers, *plan.shared}, self._indices(client)
             plan, state = self._received(plan, state_folder, store)
-            chosen, plan = self._choose(plan, client, rows, state, before_step)
+            chosen, plan = self._choose(plan, client, indices, state, on_step_start)
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive_seed(*place), self.device)
-            begun_with = self.half.load(self.method, plan, state)
-            result = self._train(self.training, plan, rows, torch_generator(*place), before_step)
+            begun_with = self.client_strategy.load_start(self.method, plan, state)
+            result = self._train(self.training, plan, indices, torch_generator(*place), on_step_start)
             self.method.end_round()
-            again = functools.partial(self._train_own, plan, rows, place, before_step)
-            own = self.half.train_own(self.method, plan, state, train=again)
-            kept = self.half.keep(self.method, plan, start=begun_with, state=state) | own
+            again = functools.partial(self._train_again, plan, indices, place, on_step_start)
+            own = self.client_strategy.train_personalized(self.method, plan, state, train=again)
+            kept = self.client_strategy.state_to_save(self.method, plan, start=begun_with, state=state) | own
             if kept:
                 store.save(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
             frozen = frozen_names(self.method) if plan.hold else []
@@ -96,7 +96,7 @@ class Resident:
                     held = {name: torch.from_numpy(source[name]) for name in names}
                     save_state(state_folder / folder, held, round=plan.round, keep_from=plan.keep_from)
             return ClientUpdate(
-                layers=self.half.send(self.method, plan),
+                layers=self.client_strategy.layers_to_upload(self.method, plan),
                 gathered=copied_layers(self.method, layers_of(self.method, self.method.uploaded_parts)),
                 partition_id=client,
                 chosen=chosen,
@@ -105,26 +105,28 @@ class Resident:
                 seconds=time.perf_counter() - start,
             )
 
-    def show(self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask, store: Store = FILES) -> ClientUpdate:
+    def personalized_encoder(
+        self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask, store: StateStore = FILE_STORE
+    ) -> ClientUpdate:
         """The encoder that the client would use itself, with parts that never travel; nothing is kept.
 
         A client that never trained may have nothing to tell models apart by: before it chooses between several, it
         learns from the one that it would take otherwise.
         """
         with set_active_stages(self.method, depth=plan.depth, frozen=plan.frozen, depth_dropout=plan.depth_dropout):
-            training, rows = replace(self.training, epochs=ask.epochs), self._rows(client)
+            training, indices = replace(self.training, epochs=ask.epochs), self._indices(client)
             plan, state = self._received(plan, state_folder, store)
             offered, place = plan, (self.settings.seed, OWN, plan.round, client)
-            chosen, plan = self._choose(offered, client, rows, state, _nothing)
+            chosen, plan = self._choose(offered, client, indices, state, _nothing)
             if plan.others and ask.epochs:
-                begun_with = self.half.load(self.method, plan, state)
-                self._train(training, plan, rows, torch_generator(*place, "first"), _nothing)
-                state = self.half.keep(self.method, plan, start=begun_with, state=state)
-                chosen, plan = self._choose(offered, client, rows, state, _nothing)
+                begun_with = self.client_strategy.load_start(self.method, plan, state)
+                self._train(training, plan, indices, torch_generator(*place, "first"), _nothing)
+                state = self.client_strategy.state_to_save(self.method, plan, start=begun_with, state=state)
+                chosen, plan = self._choose(offered, client, indices, state, _nothing)
             seed_torch(derive_seed(*place), self.device)
-            load_layers(self.method, self.half.own(self.method, plan, state))
+            load_layers(self.method, self.client_strategy.personalized_model(self.method, plan, state))
             if ask.adapted:
-                self._train(training, plan, rows, torch_generator(*place), _nothing)
+                self._train(training, plan, indices, torch_generator(*place), _nothing)
             names = [
                 name
                 for name in self.method.named_tensors
@@ -132,11 +134,11 @@ class Resident:
             ]
             return ClientUpdate(layers=copied_layers(self.method, names), partition_id=client, chosen=chosen)
 
-    def _received(self, plan: TrainPlan, state_folder: Path, store: Store) -> tuple[TrainPlan, State | None]:
+    def _received(self, plan: TrainPlan, state_folder: Path, store: StateStore) -> tuple[TrainPlan, ClientState | None]:
         """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
-        state = store.load(state_folder, before=plan.round, like=self.method.named_tensors)
-        plan = self._with_held(plan, state, state_folder / "frozen")
-        plan = self._with_constant(plan, state_folder / "constant")
+        state = store.load(state_folder, before=plan.round, template=self.method.named_tensors)
+        plan = self._add_cached_frozen(plan, state, state_folder / "frozen")
+        plan = self._add_cached_static(plan, state_folder / "constant")
         load_layers(self.method, plan.shared)
         return plan, state
 
@@ -144,9 +146,9 @@ class Resident:
         self,
         plan: TrainPlan,
         client: int,
-        rows: torch.Tensor,
-        state: State | None,
-        before_step: Callable[[], None],
+        indices: torch.Tensor,
+        state: ClientState | None,
+        on_step_start: Callable[[], None],
     ) -> tuple[int, TrainPlan]:
         """The model that the client takes of those in the plan, and the plan with it in their place."""
         if not plan.others:
@@ -155,19 +157,19 @@ class Resident:
             raise RequestRefused("the models of the plan are not of the same layers")
         plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
         place = (self.settings.seed, "choose", plan.round, client)
-        local_data = Sample(
+        local_data = LocalDataSample(
             self.images,
-            rows,
+            indices,
             data=self.settings.data,
             training=self.training,
             place=place,
             labels=self.labels,
-            before_step=before_step,
+            on_step_start=on_step_start,
         )
-        chosen = self.half.choose(self.method, plans, state, local_data)
+        chosen = self.client_strategy.select_model(self.method, plans, state, local_data)
         return chosen, replace(plans[chosen], others=plan.others)
 
-    def _with_held(self, plan: TrainPlan, state: State | None, folder: Path) -> TrainPlan:
+    def _add_cached_frozen(self, plan: TrainPlan, state: ClientState | None, folder: Path) -> TrainPlan:
         """The plan with the frozen layers that the client has from an earlier round.
 
         Raises
@@ -176,14 +178,14 @@ class Resident:
             A layer of the model is then still missing.
         """
         if plan.frozen:
-            before = load_state(folder, before=plan.round, like=self.method.named_tensors) or {}
+            before = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
             raise RequestRefused(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         return plan
 
-    def _with_constant(self, plan: TrainPlan, folder: Path) -> TrainPlan:
+    def _add_cached_static(self, plan: TrainPlan, folder: Path) -> TrainPlan:
         """The plan with what of the method's server half the client has from an earlier round.
 
         Raises
@@ -194,7 +196,7 @@ class Resident:
         wanted = set(layers_of(self.method, self.method.broadcast_parts))
         if wanted <= plan.shared.keys():
             return plan
-        before = load_state(folder, before=plan.round, like=self.method.named_tensors) or {}
+        before = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
         plan = replace(plan, shared={name: value.numpy() for name, value in before.items()} | plan.shared)
         absent = wanted - plan.shared.keys()
         if absent:
@@ -203,24 +205,26 @@ class Resident:
             )
         return plan
 
-    def _rows(self, client: int) -> torch.Tensor:
+    def _indices(self, client: int) -> torch.Tensor:
         """Where the client's images are."""
         return (
-            torch.arange(len(self.images)) if self.parts is None else torch.from_numpy(np.asarray(self.parts[client]))
+            torch.arange(len(self.images))
+            if self.client_indices is None
+            else torch.from_numpy(np.asarray(self.client_indices[client]))
         )
 
-    def _train_own(
+    def _train_again(
         self,
         plan: TrainPlan,
         own: torch.Tensor,
         place: tuple[int, str, int, int],
-        before_step: Callable[[], None],
+        on_step_start: Callable[[], None],
         term: Regularizer,
     ) -> None:
         """Train the method as it is now, with what was random in the first training, and with one term more."""
         seed_torch(derive_seed(*place), self.device)
         training = replace(self.training, regularizer=CombinedRegularizer(self.training.regularizer, term))
-        self._train(training, plan, own, torch_generator(*place), before_step)
+        self._train(training, plan, own, torch_generator(*place), on_step_start)
 
     def _train(
         self,
@@ -228,7 +232,7 @@ class Resident:
         plan: TrainPlan,
         own: torch.Tensor,
         generator: torch.Generator,
-        before_step: Callable[[], None],
+        on_step_start: Callable[[], None],
     ) -> TrainResult:
         if len(own) < self.method.min_batch_size:
             raise RequestRefused(
@@ -243,7 +247,7 @@ class Resident:
             training=training,
             generator=generator,
             labels=self.labels,
-            before_step=before_step,
+            on_step_start=on_step_start,
         )
         if training.epochs and not math.isfinite(result.loss):
             raise RequestRefused(f"training diverged: the loss is {result.loss}; what it kept from before stays")
@@ -251,9 +255,9 @@ class Resident:
 
 
 @functools.lru_cache(maxsize=1)
-def resident(settings: ClientSettings) -> Resident:
+def worker_for(settings: ClientSettings) -> ClientWorker:
     """The resident client of this process for these settings."""
-    return Resident(settings)
+    return ClientWorker(settings)
 
 
 def _nothing() -> None:

@@ -154,7 +154,7 @@ def train(
     training: LocalTraining,
     generator: torch.Generator,
     labels: Tensor | None = None,
-    before_step: Callable[[], None] = lambda: None,
+    on_step_start: Callable[[], None] = lambda: None,
 ) -> TrainResult:
     """Train ``method`` in place.
 
@@ -170,7 +170,7 @@ def train(
         CPU generator of everything random in this training.
     labels : Tensor or None
         Classes of all images ``(n,)``, int64, on the method's device; needed by methods that use them.
-    before_step : callable
+    on_step_start : callable
         Called before every step; what it raises ends the training.
 
     Notes
@@ -193,7 +193,7 @@ def train(
         places = to_device(torch.cat(cut), images.device)
         classes = () if labels is None else taken(labels, places, device).split(sizes)
         for number, (rows, of_batch) in enumerate(zip(places.split(sizes), drawn, strict=True)):
-            before_step()
+            on_step_start()
             batch_images = taken(images, rows, device)
             view1, view2 = training.augment.make(batch_images, of_batch, layout=layout)
             inputs = list(method.inputs(view1, view2))

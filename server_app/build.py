@@ -155,7 +155,9 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         client_data=client_data,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
-        costs=make_costs(settings, method, training, client_data, device, trainings=strategy.client.trainings),
+        costs=make_costs(
+            settings, method, training, client_data, device, trainings_per_round=strategy.client.trainings_per_round
+        ),
         device=device,
         evaluation_is_training_free=results is not None,
     )
@@ -295,13 +297,18 @@ def make_costs(
     client_data: ClientData | None,
     device: torch.device,
     *,
-    trainings: int,
+    trainings_per_round: int,
 ) -> TrainingCostMeter | None:
     """What measures the costs; None: it is turned off, or nobody knows the clients' images."""
     if client_data is None or not settings.evaluation.resources:
         return None
     return TrainingCostMeter(
-        method, training, image_data=client_data.image_data, parts=client_data.parts, device=device, trainings=trainings
+        method,
+        training,
+        image_data=client_data.image_data,
+        parts=client_data.parts,
+        device=device,
+        trainings_per_round=trainings_per_round,
     )
 
 

@@ -27,7 +27,7 @@ class TrainingCostMeter:
         The images of each client.
     device : torch.device
         Where the method is.
-    trainings : int
+    trainings_per_round : int
         How often a client trains in a round.
     """
 
@@ -39,9 +39,9 @@ class TrainingCostMeter:
         image_data: ImageData,
         parts: Sequence[np.ndarray],
         device: torch.device,
-        trainings: int = 1,
+        trainings_per_round: int = 1,
     ) -> None:
-        self._method, self._training, self._trainings = method, training, trainings
+        self._method, self._training, self._trainings_per_round = method, training, trainings_per_round
         self._num_images = [len(part) for part in parts]
         # The largest batch of any client: batches of an epoch differ by one image at most.
         min_batch_size = method.min_batch_size
@@ -66,7 +66,7 @@ class TrainingCostMeter:
                 )
         step = self._steps[phase.number]
         num_images = float(np.mean([self._num_images[client] for client in clients]))
-        num_images *= self._training.epochs * self._trainings
+        num_images *= self._training.epochs * self._trainings_per_round
         return {
             "flops": step.flops_per_image * num_images,
             "flops_per_image": step.flops_per_image,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fedssl.atomic_files import append_text, fsync_file, reject_symlinks, remove_partial_files, saved_rounds, write_text
-from fedssl.config.load import DEVICES, save_run
+from fedssl.config.load import DEVICE_NUMBERS_FILE, save_run
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
@@ -56,7 +56,16 @@ OWN_MODELS = "own_models.json"
 
 # What a run writes, beside encoders, checkpoints and figures.
 RUN_FILES = (
-    *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICES, "partition.csv", "summary.json"),
+    *(
+        LOCK_FILE,
+        "run.log",
+        "config.yaml",
+        "overrides.yaml",
+        "choices.yaml",
+        DEVICE_NUMBERS_FILE,
+        "partition.csv",
+        "summary.json",
+    ),
     *JSONL_FILES,
     "representations.npz",
     OWN_MODELS,
@@ -140,7 +149,7 @@ class Recorder:
         InputError
             The file is damaged.
         """
-        file = self.folder / DEVICES
+        file = self.folder / DEVICE_NUMBERS_FILE
         found = read_yaml(file, dict) or {}
         numbers = list(found.values())
         if not all(isinstance(name, str) and type(number) is int and number >= 0 for name, number in found.items()):
@@ -152,7 +161,7 @@ class Recorder:
     def register(self, client_ids: Mapping[str, int]) -> None:
         """Keep the numbers of devices, by name, for when the run is resumed."""
         if client_ids != self._client_ids:
-            write_text(self.folder / DEVICES, json.dumps(dict(client_ids), indent=2) + "\n")
+            write_text(self.folder / DEVICE_NUMBERS_FILE, json.dumps(dict(client_ids), indent=2) + "\n")
             self._client_ids = dict(client_ids)
 
     def start_run(self, settings: RecordingSettings, client_data: ClientData | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from client_app.secure import LEAST_CLIENTS, NUMBERS, summed
+from client_app.secure import MIN_CLIENTS, SECAGG_PARAMETERS, summed_names
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import RunError
@@ -32,7 +32,7 @@ class SecureMean:
     Attributes
     ----------
     delta : ndarray
-        Mean over the clients of how far they went, as one vector in the order of `client_app.secure.summed`.
+        Mean over the clients of how far they went, as one vector in the order of `client_app.secure.summed_names`.
     nodes : list of int
         Of the clients in it.
     bytes_down, bytes_up : dict of int to int
@@ -66,14 +66,14 @@ def secure_mean_delta(
     from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
     from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 
-    if len(contents) < LEAST_CLIENTS:
-        raise TooFewParticipants(f"{len(contents)} clients are there, and secure aggregation needs {LEAST_CLIENTS}")
+    if len(contents) < MIN_CLIENTS:
+        raise TooFewParticipants(f"{len(contents)} clients are there, and secure aggregation needs {MIN_CLIENTS}")
     workflow = SecAggPlusWorkflow(
         1.0,
         settings.threshold,
-        max_weight=NUMBERS["max_weight"],
-        quantization_range=int(NUMBERS["target_range"]),
-        modulus_range=int(NUMBERS["mod_range"]),
+        max_weight=SECAGG_PARAMETERS["max_weight"],
+        quantization_range=int(SECAGG_PARAMETERS["target_range"]),
+        modulus_range=int(SECAGG_PARAMETERS["mod_range"]),
         clipping_range=float(settings.clipping_range),
         timeout=timeout,
     )
@@ -113,7 +113,7 @@ def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
     TooFewParticipants
         The delta is of another length or not finite.
     """
-    names = summed(layers)
+    names = summed_names(layers)
     if delta.ndim != 1 or len(delta) != sum(layers[name].size for name in names) or not np.isfinite(delta).all():
         raise TooFewParticipants("the sum of secure aggregation does not fit the model")
     found, start = dict(layers), 0

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from client_app.simulated import MARK, Simulation
+from client_app.simulated import MARKER_KEY, SimulationMarker
 
 log = logging.getLogger("fedssl")
 
@@ -69,14 +69,18 @@ def assign_message_id(message: Message) -> str:
     return message.metadata.message_id
 
 
-def make_context(node: int, *, num_clients: int, mark: Simulation | None = None) -> Context:
+def make_context(node: int, *, num_clients: int, marker: SimulationMarker | None = None) -> Context:
     """What the ClientApp is told of the node it runs on; ``mark`` has more of it than usual."""
     partition = node - SERVER_NODE - 1
     return Context(
         run_id=RUN_ID,
         node_id=node,
         # Flower's type of a value leaves out what no command line can write, which is what the mark is.
-        node_config={"partition-id": partition, "num-partitions": num_clients, MARK: mark or Simulation()},  # type: ignore[dict-item]
+        node_config={
+            "partition-id": partition,
+            "num-partitions": num_clients,
+            MARKER_KEY: marker or SimulationMarker(),  # type: ignore[dict-item]
+        },
         state=RecordDict(),
         run_config={},
     )

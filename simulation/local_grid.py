@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from client_app.simulated import Simulation
+from client_app.simulated import SimulationMarker
 from client_app.store import WriteBehind
 from fedssl.config.settings import MachineSettings
 from fedssl.machine.devices import pick_device
@@ -36,9 +36,9 @@ class LocalGrid(SimulatedGrid):
     def __init__(self, client_app: ClientApp, *, num_clients: int, store: WriteBehind | None = None) -> None:
         super().__init__(num_clients=num_clients)
         self._client_app, self._store = client_app, store
-        mark = Simulation(store) if store else None
+        marker = SimulationMarker(store) if store else None
         nodes = self.get_node_ids()
-        self._contexts = {node: make_context(node, num_clients=num_clients, mark=mark) for node in nodes}
+        self._contexts = {node: make_context(node, num_clients=num_clients, marker=marker) for node in nodes}
         self._queue: dict[str, Message] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -57,7 +57,7 @@ class LocalGrid(SimulatedGrid):
     def settle(self) -> None:
         """Return when what clients keep is in their files; raises what prevented that."""
         if self._store:
-            self._store.settle()
+            self._store.flush()
 
 
 def run_local(overrides: Sequence[str], *, num_clients: int, machine: MachineSettings) -> None:

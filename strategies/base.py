@@ -20,7 +20,7 @@ from fedssl.regularizers.base import Regularizer
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.state import GLOBAL, Model, ServerState
 
-State = dict[str, torch.Tensor]
+ClientState = dict[str, torch.Tensor]
 TrainAgain = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
 
 
@@ -156,7 +156,7 @@ class ServerStrategy:
     def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
         """Names of the models of which a client chooses its start; it takes the first if it cannot tell.
 
-        Of several it receives all, as wholes, and `ClientStrategy.choose` chooses.
+        Of several it receives all, as wholes, and `ClientStrategy.select_model` chooses.
         """
         return (self.starting_model(state, round, client),)
 
@@ -249,13 +249,13 @@ class ServerStrategy:
 
 
 class LocalData(Protocol):
-    """A client's own images, for `ClientStrategy.choose`; what is drawn of them is the same at every call."""
+    """A client's own images, for `ClientStrategy.select_model`; what is drawn of them is the same at every call."""
 
-    def represent(self, method: SSLMethod, number: int) -> torch.Tensor:
+    def features(self, method: SSLMethod, max_images: int) -> torch.Tensor:
         """What the encoder makes of at most so many, float32 ``(n, feature_dim)``, on the CPU."""
         ...
 
-    def loss(self, method: SSLMethod, number: int) -> float:
+    def loss(self, method: SSLMethod, max_images: int) -> float:
         """The mean training loss of at most so many; nothing is learned."""
         ...
 
@@ -265,50 +265,56 @@ class ClientStrategy:
 
     Attributes
     ----------
-    trainings : int
+    trainings_per_round : int
         How often it trains in a round, for what that costs.
     """
 
-    trainings: int = 1
+    trainings_per_round: int = 1
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, local_data: LocalData) -> int:
+    def select_model(
+        self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData
+    ) -> int:
         """The place of the plan that the client follows, among several that differ in their layers only.
 
         The first is the one to take if the client cannot tell. The method is left as it happens to be.
         """
         return 0
 
-    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+    def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         """Merge the received layers with what this client kept, load them, and return what it so starts from.
 
-        ``state`` is what `keep` returned last; None: the client kept nothing yet.
+        ``state`` is what `state_to_save` returned last; None: the client kept nothing yet.
         """
         return start_from(method, {**plan.layers, **layers_in_state(state or {}, method)})
 
-    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
-        """What the client keeps until its next participation; called after training, before `send`.
+    def state_to_save(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
+    ) -> ClientState:
+        """What the client keeps until its next participation; called after training, before `layers_to_upload`.
 
         Its memory is not the method's, which other clients train next.
-        ``start`` is what `load` returned, and ``state`` what it was given. What is empty changes nothing: the client
+        ``start`` is what `load_start` returned, and ``state`` what it was given. What is empty changes nothing: the client
         goes on with ``state``.
         """
         return copies(method, kept_names(method))
 
-    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
-        """Train what the client has beside the model that it sends; what is returned is kept beside `keep`'s.
+    def train_personalized(
+        self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
+    ) -> ClientState:
+        """Train what the client has beside the model that it sends; what is returned is kept beside `state_to_save`'s.
 
-        Called after training, before `keep`; the method is left as it was found. ``state`` is what `load` was given.
+        Called after training, before `state_to_save`; the method is left as it was found. ``state`` is what `load_start` was given.
         """
         return {}
 
-    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         """The model that this client itself would use, of what it receives and what it kept last.
 
         It is loaded into the method; layers that are not returned are as the method prepares them.
         """
-        return self.load(method, plan, state)
+        return self.load_start(method, plan, state)
 
-    def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
+    def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         """The layers that the client sends back; they may be taken out of the model."""
         return take_layers(method, upload_names_of(method, plan))
 
@@ -360,6 +366,6 @@ def upload_names_of(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
     return tuple(travelling_names(method)) if plan.upload_names is None else plan.upload_names
 
 
-def layers_in_state(state: State, method: SSLMethod) -> Layers:
+def layers_in_state(state: ClientState, method: SSLMethod) -> Layers:
     """What of a client's state are layers of the method."""
     return {name: value.numpy() for name, value in state.items() if name in method.named_tensors}

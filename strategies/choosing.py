@@ -11,7 +11,7 @@ from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, load_layers
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientStrategy, LocalData, State, Travels
+from strategies.base import ClientState, ClientStrategy, LocalData, Travels
 
 # In a client's state, before the names of its encoder's layers as its last training left them.
 LAST_ENCODER_PREFIX = "own."
@@ -47,7 +47,9 @@ class SelectByFeatures(ClientStrategy):
     def __init__(self, *, pictures: int) -> None:
         self.pictures = pictures
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, local_data: LocalData) -> int:
+    def select_model(
+        self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData
+    ) -> int:
         own = {
             name.removeprefix(LAST_ENCODER_PREFIX): value.numpy()
             for name, value in (state or {}).items()
@@ -58,15 +60,17 @@ class SelectByFeatures(ClientStrategy):
         encoders = [{name: plan.layers[name] for name in encoder_names(plan)} for plan in plans]
         # Where the encoder has grown since, what is new is in the client's own model as in the first that is offered.
         load_layers(method, encoders[0] | {name: array for name, array in own.items() if name in encoders[0]})
-        mine = local_data.represent(method, self.pictures)
+        mine = local_data.features(method, self.pictures)
         distances = []
         for encoder in encoders:
             load_layers(method, encoder)
-            distances.append(feature_distance(mine, local_data.represent(method, self.pictures)))
+            distances.append(feature_distance(mine, local_data.features(method, self.pictures)))
         return argmin(distances)
 
-    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
-        kept = super().keep(method, plan, start=start, state=state)
+    def state_to_save(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
+    ) -> ClientState:
+        kept = super().state_to_save(method, plan, start=start, state=state)
         if not plan.others:
             return kept
         return {
@@ -90,9 +94,11 @@ class SelectByLoss(ClientStrategy):
     def __init__(self, *, pictures: int) -> None:
         self.pictures = pictures
 
-    def choose(self, method: SSLMethod, plans: Sequence[TrainPlan], state: State | None, local_data: LocalData) -> int:
+    def select_model(
+        self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData
+    ) -> int:
         losses = []
         for plan in plans:
-            self.load(method, plan, state)
+            self.load_start(method, plan, state)
             losses.append(local_data.loss(method, self.pictures))
         return argmin(losses)

@@ -27,10 +27,10 @@ from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
     Aggregator,
+    ClientState,
     ClientStrategy,
     FedSSLStrategy,
     ServerStrategy,
-    State,
     StrategyContext,
     Travels,
     layers_in_state,
@@ -179,10 +179,12 @@ class EUCClient(ClientStrategy):
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.local_parts]))
 
-    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+    def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         return start_from(method, layers_in_state(state or {}, method) | plan.layers)
 
-    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+    def state_to_save(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
+    ) -> ClientState:
         sent = upload_names_of(method, plan)
         return copies(method, [*kept_names(method), *(name for name in travelling_names(method) if name not in sent)])
 

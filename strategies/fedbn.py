@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, part_of
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, State, StrategyContext, Travels
+from strategies.base import ClientState, ClientStrategy, FedSSLStrategy, ServerStrategy, StrategyContext, Travels
 from strategies.fedavg import mean
 
 
@@ -42,7 +42,9 @@ class FedBNClient(ClientStrategy):
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, local_state=", ".join(["its batch norm", *method.local_parts]))
 
-    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+    def state_to_save(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
+    ) -> ClientState:
         own = {*kept_names(method), *batch_norm_names(method)}
         return copies(
             method, [name for name in method.named_tensors if name in own and name not in method.inactive_names]

@@ -31,10 +31,10 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, start_from
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
+    ClientState,
     ClientStrategy,
     FedSSLStrategy,
     ServerStrategy,
-    State,
     StrategyContext,
     Travels,
     layers_in_state,
@@ -105,7 +105,7 @@ class FedEMAClient(ClientStrategy):
             local_state=", ".join([f"own weights of {usual.download}", *method.local_parts, "distance and lambda"]),
         )
 
-    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+    def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         layers = plan.layers
         if state is not None:
             mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
@@ -114,7 +114,9 @@ class FedEMAClient(ClientStrategy):
             layers = blend(plan.layers, own, mu=mu)
         return start_from(method, layers)
 
-    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+    def state_to_save(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
+    ) -> ClientState:
         distance = encoder_divergence(method, start, distance=self.distance)
         if not math.isfinite(distance):
             return {}  # training failed: the client goes on from what it kept before

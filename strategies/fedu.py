@@ -31,10 +31,10 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copies, kept_names, start_from, take_layers, travelling_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
+    ClientState,
     ClientStrategy,
     FedSSLStrategy,
     ServerStrategy,
-    State,
     StrategyContext,
     Travels,
     layers_in_state,
@@ -133,7 +133,7 @@ class FedUClient(ClientStrategy):
             local_state=", ".join(local_state) or "nothing",
         )
 
-    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+    def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         layers = dict(plan.layers)
         if state is not None:
             if self.options.update != "online":
@@ -142,7 +142,9 @@ class FedUClient(ClientStrategy):
             layers |= {name: array for name, array in layers_in_state(state, method).items() if name in mine}
         return start_from(method, layers)
 
-    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
+    def state_to_save(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
+    ) -> ClientState:
         options = self.options
         if options.predictor != "dapu":
             return copies(
@@ -158,7 +160,7 @@ class FedUClient(ClientStrategy):
         }
         return decision | copies(method, self._own(method, upload_names_of(method, plan), local_head=not take_global))
 
-    def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
+    def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         sources = self._sources(method, upload_names_of(method, plan))
         taken = take_layers(method, sources.values())
         return {name: taken[source] for name, source in sources.items()}

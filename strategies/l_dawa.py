@@ -30,10 +30,10 @@ from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import (
     Aggregator,
+    ClientState,
     ClientStrategy,
     FedSSLStrategy,
     ServerStrategy,
-    State,
     StrategyContext,
     TrainAgain,
     Travels,
@@ -140,22 +140,26 @@ class LDAWAScalingClient(ClientStrategy):
 
     def __init__(self, client: ClientStrategy, *, buffers: str, warmup_rounds: int) -> None:
         self._client, self._buffers, self._warmup_rounds = client, buffers, warmup_rounds
-        self.trainings = client.trainings
+        self.trainings_per_round = client.trainings_per_round
 
-    def load(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
-        return self._client.load(method, plan, state)
+    def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
+        return self._client.load_start(method, plan, state)
 
-    def keep(self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: State | None) -> State:
-        return self._client.keep(method, plan, start=start, state=state)
+    def state_to_save(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
+    ) -> ClientState:
+        return self._client.state_to_save(method, plan, start=start, state=state)
 
-    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
-        return self._client.train_own(method, plan, state, train=train)
+    def train_personalized(
+        self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
+    ) -> ClientState:
+        return self._client.train_personalized(method, plan, state, train=train)
 
-    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
-        return self._client.own(method, plan, state)
+    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
+        return self._client.personalized_model(method, plan, state)
 
-    def send(self, method: SSLMethod, plan: TrainPlan) -> Layers:
-        layers = self._client.send(method, plan)
+    def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
+        layers = self._client.layers_to_upload(method, plan)
         if plan.round <= self._warmup_rounds:
             return layers
         return scale_layers(plan.layers, layers, buffers=self._buffers)

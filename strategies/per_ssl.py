@@ -30,7 +30,7 @@ from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, State, TrainAgain, Travels
+from strategies.base import ClientState, ClientStrategy, FedSSLStrategy, ServerStrategy, TrainAgain, Travels
 from strategies.fedavg import mean
 
 PERSONAL = "personal."  # before the names of v_k's layers in a client's state: they are no layers of the method
@@ -76,7 +76,7 @@ class PersonalClient(ClientStrategy):
         ``weight`` is negative.
     """
 
-    trainings = 2
+    trainings_per_round = 2
 
     def __init__(self, *, weight: float) -> None:
         if not 0 <= weight < math.inf:
@@ -89,9 +89,11 @@ class PersonalClient(ClientStrategy):
     def travels(self, method: SSLMethod, usual: Travels) -> Travels:
         return replace(usual, local_state=", ".join([f"a personal model ({usual.download})", *method.local_parts]))
 
-    def train_own(self, method: SSLMethod, plan: TrainPlan, state: State | None, *, train: TrainAgain) -> State:
+    def train_personalized(
+        self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
+    ) -> ClientState:
         found = {name: value.detach().clone() for name, value in method.named_tensors.items()}
-        self.own(method, plan, state)
+        self.personalized_model(method, plan, state)
         train(ProximalTo(plan.layers, weight=self.weight))
         names = [*travelling_names(method), *kept_names(method)]
         personal = {PERSONAL + name: value for name, value in copies(method, names).items()}
@@ -100,7 +102,7 @@ class PersonalClient(ClientStrategy):
                 method.named_tensors[name].copy_(value)
         return personal
 
-    def own(self, method: SSLMethod, plan: TrainPlan, state: State | None) -> Layers:
+    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         personal = {
             name.removeprefix(PERSONAL): value.numpy()
             for name, value in (state or {}).items()

@@ -39,7 +39,7 @@ from fedssl.untrusted import corrupt_file_error
 
 log = logging.getLogger("fedssl")
 
-DEVICES = "devices.json"  # in the run folder: which device has which number
+DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: which device has which number
 _LISTED = 8  # settings that an error names
 
 # What a simulated client must know; engine, evaluation and tracking are no concern of it.
@@ -87,7 +87,7 @@ def load_run(overrides: Sequence[str]) -> Settings:
         )
     own, overrides = ("resume", "output_dir", "run_id"), with_folders(overrides)
     # How many devices there are they say themselves.
-    counted = ("num_clients", "clients_per_round") if (folder / DEVICES).exists() else ()
+    counted = ("num_clients", "clients_per_round") if (folder / DEVICE_NUMBERS_FILE).exists() else ()
     said = {word.partition("=")[0] for word in overrides}
     check_saved_overrides(
         [word for word in saved_overrides if word.partition("=")[0] not in said], folder / "overrides.yaml"

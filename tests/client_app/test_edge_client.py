@@ -10,9 +10,9 @@ import pytest
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from client_app import limits as limits_module
-from client_app.edge_client import Device, told
+from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.limits import Limits, read_limits
-from client_app.simulated import MARK, is_simulated
+from client_app.simulated import MARKER_KEY, is_simulated
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.wire.messages import PLAN, ClientUpdate, NodeInfo, read_node_info
@@ -189,7 +189,7 @@ def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
 
 
 def test_images_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits_module, "step_bytes", lambda settings, num_images: 0)
+    monkeypatch.setattr(limits_module, "estimate_step_memory", lambda settings, num_images: 0)
     (tmp_path / "limits.yaml").write_text("memory: 0.001\n")
     bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
     reason = refusal(bigger, node | {"limits": tmp_path / "limits.yaml"})
@@ -214,9 +214,9 @@ def test_limits_that_are_none(text, sentence, tmp_path):
 
 
 def test_limits_by_default():
-    assert 0 < Limits().bytes() < 10**13
-    assert Limits(memory=1.5).bytes() == 1_500_000_000
-    clock = Limits(minutes=0.001).clock()
+    assert 0 < Limits().memory_bytes() < 10**13
+    assert Limits(memory=1.5).memory_bytes() == 1_500_000_000
+    clock = Limits(minutes=0.001).make_deadline_check()
     clock()
     time.sleep(0.07)
     with pytest.raises(RequestRefused, match="takes longer than the 0.001 minutes"):
@@ -230,7 +230,7 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
     (tmp_path / "limits.yaml").write_text("threads: 2")
     task = str(plan.config_records[PLAN]["settings"])
     config = context(**node, limits=tmp_path / "limits.yaml", threads=3, device="cpu").node_config
-    settings = Device.read(config).settings(task)
+    settings = EdgeClient.read(config).settings(task)
     assert (settings.machine.threads, settings.machine.device) == (2, "cpu")
     assert settings.data.reader.values["path"] == str(tmp_path / "images")
     assert settings.data.reader.values["cache"] == str(tmp_path / "states" / ".pictures")
@@ -241,7 +241,10 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
     [
         ({}, "this SuperNode does not say where its images are; start it with --node-config 'data-path=\"FOLDER\"'"),
         ({"partition-id": 0, "num-partitions": 2}, "this SuperNode does not say where its images are"),
-        ({MARK: True, "partition-id": 0, "num-partitions": 2}, "the node's configuration has simulation; known are"),
+        (
+            {MARKER_KEY: True, "partition-id": 0, "num-partitions": 2},
+            "the node's configuration has simulation; known are",
+        ),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; the log of the device says more"),
         ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is no name of a device"),
@@ -262,27 +265,30 @@ def test_a_node_that_is_configured_wrongly_says_so(config, sentence, plan):
 def test_who_a_device_is(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.node", lambda: "-Büro 2.lan")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert Device.read({"data-path": "x"}).states == tmp_path / "fedssl"
+    assert EdgeClient.read({"data-path": "x"}).states == tmp_path / "fedssl"
     for config, who in (
         ({}, NodeInfo(partition=None, name="B-ro-2.lan")),
         ({"partition_id": 4}, NodeInfo(partition=4, name="B-ro-2.lan-4")),
         ({"client_name": "roof", "partition_id": 4}, NodeInfo(partition=4, name="roof")),
     ):
         assert read_node_info(ask(RecordDict(), context(data_path="x", **config), "query.node_info")) == who
-    assert Device.read({"data-path": "x", "partition-id": 4}).number == 4
-    assert Device.read({"data-path": "x", "client-name": "a"}).number > 2**31
+    assert EdgeClient.read({"data-path": "x", "partition-id": 4}).number == 4
+    assert EdgeClient.read({"data-path": "x", "client-name": "a"}).number > 2**31
 
 
 def test_what_is_a_simulation():
     assert is_simulated(make_context(2, num_clients=3).node_config)
-    for config in ({}, {"partition-id": 0, "num-partitions": 2}, {MARK: True}, {MARK: "Simulation()"}):
+    for config in ({}, {"partition-id": 0, "num-partitions": 2}, {MARKER_KEY: True}, {MARKER_KEY: "Simulation()"}):
         assert not is_simulated(config)
 
 
 def test_what_is_told_of_an_error():
-    assert told(InputError("no /home/anna/images here")) == "InputError; the log of the device says more"
-    assert told(ValueError("secret")) == "ValueError; the log of the device says more"
-    assert told(RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500)) == "method=fedu/byol [2J " + "x" * 279
+    assert safe_error_message(InputError("no /home/anna/images here")) == "InputError; the log of the device says more"
+    assert safe_error_message(ValueError("secret")) == "ValueError; the log of the device says more"
+    assert (
+        safe_error_message(RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500))
+        == "method=fedu/byol [2J " + "x" * 279
+    )
 
 
 def test_images_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from client_app.local_data import Sample
+from client_app.local_data import LocalDataSample
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
@@ -14,19 +14,19 @@ from fedssl.training import LocalTraining
 WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
 
 
-def sample(*overrides, place=(0, "choose", 1, 2), before_step=lambda: None):
+def sample(*overrides, place=(0, "choose", 1, 2), on_step_start=lambda: None):
     settings = compose([*WORDS, *overrides])
     method = build_method(settings.model)
     images = load_federated(settings.data)
     labels = images.labels if method.uses_labels else None
-    made = Sample(
+    made = LocalDataSample(
         images.images,
         torch.arange(10, 50),
         data=settings.data,
         training=LocalTraining.prepare(settings.training, method),
         place=place,
         labels=labels,
-        before_step=before_step,
+        on_step_start=on_step_start,
     )
     return made, method
 
@@ -38,7 +38,7 @@ def test_calls_see_the_same(name, frozen):
     with set_active_stages(method, depth=3, frozen=frozen):
         losses = {images.loss(method, 24) for _ in range(3)}
         assert len(losses) == 1
-        one, other = (images.represent(method, 24) for _ in range(2))
+        one, other = (images.features(method, 24) for _ in range(2))
         assert one.shape == (24, method.encoder.feature_dim)
         assert one.equal(other)
         assert method.encoder.active_stages.frozen == frozen
@@ -46,9 +46,9 @@ def test_calls_see_the_same(name, frozen):
 
 def test_other_rounds_and_clients_see_others():
     (one, method), (other, _) = sample(), sample(place=(0, "choose", 2, 2))
-    assert not one.represent(method, 8).equal(other.represent(method, 8))
+    assert not one.features(method, 8).equal(other.features(method, 8))
     assert one.loss(method, 8) != other.loss(method, 8)
-    assert len(one.represent(method, 1000)) == 40  # all that there are
+    assert len(one.features(method, 1000)) == 40  # all that there are
 
 
 def test_what_limits_training_limits_choosing():
@@ -59,7 +59,7 @@ def test_what_limits_training_limits_choosing():
         if len(calls) > 3:
             raise RequestRefused("the time is up")
 
-    images, method = sample(before_step=clock)
+    images, method = sample(on_step_start=clock)
     images.loss(method, 40)  # three batches
     with pytest.raises(RequestRefused, match="the time is up"):
-        images.represent(method, 8)
+        images.features(method, 8)

@@ -8,7 +8,7 @@ import torch
 
 from client_app import store as module
 from client_app.state import load_state, save_state
-from client_app.store import FILES, WriteBehind
+from client_app.store import FILE_STORE, WriteBehind
 from fedssl.errors import RunError
 from server_app.checkpoint import latest_checkpoint
 from server_app.recorder import Recorder
@@ -67,10 +67,10 @@ def slow(monkeypatch):
 def test_what_is_saved_is_there_before_it_is_written(tmp_path, store, slow):
     held = state(3)
     store.save(tmp_path / "0", held, round=3, keep_from=0)
-    assert store.load(tmp_path / "0", before=4, like=LIKE) is held
+    assert store.load(tmp_path / "0", before=4, template=LIKE) is held
     assert not (tmp_path / "0").exists()
     slow.set()
-    store.settle()
+    store.flush()
     assert value(load_state(tmp_path / "0", before=4)) == 3
 
 
@@ -78,20 +78,20 @@ def test_it_answers_as_files_do(tmp_path, store):
     """Any order of rounds: new ones, one that is run again, one before which nothing was kept, another client."""
     saved = [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 5, 2), (0, 5, 2), (1, 6, 5)]
     for step, (client, round, keep_from) in enumerate(saved):
-        for kind, folder in ((store, tmp_path / "memory"), (FILES, tmp_path / "files")):
+        for kind, folder in ((store, tmp_path / "memory"), (FILE_STORE, tmp_path / "files")):
             kind.save(folder / str(client), state(step), round=round, keep_from=keep_from)
         for before in range(8):
             for asked in "012":
-                found = store.load(tmp_path / "memory" / asked, before=before, like=LIKE)
-                assert value(found) == value(FILES.load(tmp_path / "files" / asked, before=before, like=LIKE))
-    store.settle()
+                found = store.load(tmp_path / "memory" / asked, before=before, template=LIKE)
+                assert value(found) == value(FILE_STORE.load(tmp_path / "files" / asked, before=before, template=LIKE))
+    store.flush()
     assert contents(tmp_path / "memory") == contents(tmp_path / "files") != {}
 
 
 def test_what_is_not_finite_is_no_state(tmp_path, store):
     store.save(tmp_path, state(1), round=1, keep_from=0)
     store.save(tmp_path, state(float("nan")), round=2, keep_from=0)
-    assert value(store.load(tmp_path, before=3, like=LIKE)) == 1
+    assert value(store.load(tmp_path, before=3, template=LIKE)) == 1
 
 
 def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkeypatch):
@@ -102,21 +102,26 @@ def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkey
         return load_state(folder, **given)
 
     monkeypatch.setattr(module, "load_state", noted)
-    with WriteBehind(most=2 * SIZE) as store:
+    with WriteBehind(max_bytes=2 * SIZE) as store:
         for client in range(4):
             store.save(tmp_path / str(client), state(client), round=1, keep_from=0)
-        assert [value(store.load(tmp_path / str(client), before=2, like=LIKE)) for client in range(4)] == [0, 1, 2, 3]
+        assert [value(store.load(tmp_path / str(client), before=2, template=LIKE)) for client in range(4)] == [
+            0,
+            1,
+            2,
+            3,
+        ]
         assert read == ["0", "1"]
         store.save(tmp_path / "2", state(9), round=2, keep_from=0)  # takes the place of its own, and no other's
-        store.load(tmp_path / "3", before=2, like=LIKE)
+        store.load(tmp_path / "3", before=2, template=LIKE)
         assert read == ["0", "1"]
 
 
 def test_one_that_is_larger_than_the_memory_is_in_its_file(tmp_path):
-    with WriteBehind(most=SIZE - 1) as store:
+    with WriteBehind(max_bytes=SIZE - 1) as store:
         store.save(tmp_path, state(1), round=1, keep_from=0)
         assert (tmp_path / "round-000001.state").exists()
-        assert value(store.load(tmp_path, before=2, like=LIKE)) == 1
+        assert value(store.load(tmp_path, before=2, template=LIKE)) == 1
 
 
 def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeypatch):
@@ -126,7 +131,7 @@ def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeyp
     monkeypatch.setattr(module, "save_state", full)
     store.save(tmp_path, state(1), round=1, keep_from=0)
     with pytest.raises(OSError, match="No space left"):
-        store.settle()
+        store.flush()
 
 
 def test_what_prevented_an_older_file_is_told_although_others_took_its_place(tmp_path, monkeypatch):
@@ -136,12 +141,12 @@ def test_what_prevented_an_older_file_is_told_although_others_took_its_place(tmp
         save_state(folder, state, **given)
 
     monkeypatch.setattr(module, "save_state", fails_once)
-    with WriteBehind(most=SIZE) as store:
+    with WriteBehind(max_bytes=SIZE) as store:
         for client in range(3):
             store.save(tmp_path / str(client), state(client), round=1, keep_from=0)
-        assert store.load(tmp_path / "0", before=2, like=LIKE) is None
+        assert store.load(tmp_path / "0", before=2, template=LIKE) is None
         with pytest.raises(PermissionError):
-            store.settle()
+            store.flush()
 
 
 def test_the_end_waits_for_the_files(tmp_path, slow):

@@ -35,7 +35,9 @@ class Fault:
         self.count, self.at, self.error = 0, -1, None
         sync, append = os.fsync, recorder.append_text
         monkeypatch.setattr(os, "fsync", lambda descriptor: self.step() or sync(descriptor))
-        monkeypatch.setattr(recorder, "append_text", lambda file, text: self.half(file, text) or append(file, text))
+        monkeypatch.setattr(
+            recorder, "append_text", lambda file, text: self.client_strategy(file, text) or append(file, text)
+        )
 
     def step(self):
         self.count += 1

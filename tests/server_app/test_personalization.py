@@ -87,13 +87,13 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
     federation = Federation(tmp_path, "strategy=featarc", "strategy.pictures=16", *NEW)
     federation.run(1)
     learned = []  # whether the client had an encoder of its own when it chose
-    original = choosing.SelectByFeatures.choose
+    original = choosing.SelectByFeatures.select_model
 
     def choose(half, method, plans, state, local_data):
         learned.append(any(name.startswith(choosing.LAST_ENCODER_PREFIX) for name in state or {}))
         return original(half, method, plans, state, local_data)
 
-    monkeypatch.setattr(choosing.SelectByFeatures, "choose", choose)
+    monkeypatch.setattr(choosing.SelectByFeatures, "select_model", choose)
     name, layers = encoders(federation, [3], Ask(epochs=1))[3]
     assert learned == [False, True]
     model = federation.state.models.get(name, federation.components.context.initial_model())

@@ -92,7 +92,7 @@ def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
 
 
 def _file(reply):
-    return io.BytesIO(reply.content.config_records[client_side.CONFIGS]["masked_params"][1])
+    return io.BytesIO(reply.content.config_records[client_side.SECAGG_CONFIG_KEY]["masked_params"][1])
 
 
 @pytest.mark.parametrize(("stage", "used"), [(1, [0, 2, 3]), (2, [0, 2, 3]), (3, [0, 2, 3]), (4, [0, 1, 2, 3])])
@@ -178,7 +178,7 @@ SETUP = {
     ],
 )
 def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
-    message = Message(RecordDict({client_side.CONFIGS: ConfigRecord(configs)}), 2, "train")
+    message = Message(RecordDict({client_side.SECAGG_CONFIG_KEY: ConfigRecord(configs)}), 2, "train")
     state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises((RequestRefused, ValueError), match=reason):
         client_side.answer(message, state, lambda message, context: pytest.fail("it trained"))
@@ -203,7 +203,9 @@ def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path
 
 
 def test_a_device_that_gives_sums_only_answers_no_plain_plan(tmp_path):
-    device = context(data_path=images(tmp_path / "p", 4), state_path=tmp_path / "s", client_name="a", sums_only=True)
+    device = context(
+        data_path=images(tmp_path / "p", 4), state_path=tmp_path / "s", client_name="a", secure_aggregation_only=True
+    )
     plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x")
     reply = ask(plan.to_content(), device)
     assert "this device takes part in secure aggregation only" in reply.error.reason
@@ -215,7 +217,7 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
             data_path=images(tmp_path / f"p{number}", 12, seed=number),
             state_path=tmp_path / "s",
             client_name=f"d{number}",
-            sums_only=True,
+            secure_aggregation_only=True,
         )
         for number in range(3)
     ]

@@ -87,7 +87,7 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     for client, (own, state) in enumerate(zip(sent, states, strict=True)):
         plan = TrainPlan.from_content(federation.plans[2 + client])
         assert set(state) == set(kept_names(federation.method))  # BYOL's target; all else is with the server
-        federation.strategy.client.load(federation.method, plan, state)
+        federation.strategy.client.load_start(federation.method, plan, state)
         assert set(own) | set(state) == set(federation.method.named_tensors)
         for name, array in own.items():
             assert torch.equal(federation.method.named_tensors[name], torch.from_numpy(array)), name

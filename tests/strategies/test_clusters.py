@@ -112,7 +112,7 @@ def test_who_clients_are_changes_no_division(seed):
 class FakeImages:
     """Images of which an encoder makes its weights, each along an axis of its own, and a method a loss: their sum."""
 
-    def represent(self, method, number):
+    def features(self, method, max_images):
         return torch.diag(method.encoder.weight.detach())
 
     def loss(self, method, number):
@@ -130,32 +130,34 @@ PLANS = [plan(-1, 1, 1), plan(1, 1, 1), plan(1, -1, -1)]
 def test_a_client_takes_the_model_that_sees_as_its_own_last_one_did():
     half, method = SelectByFeatures(pictures=8), Small()
     own = {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
-    assert half.choose(method, PLANS, own, FakeImages()) == 2  # signs of all three agree
+    assert half.select_model(method, PLANS, own, FakeImages()) == 2  # signs of all three agree
     assert (
-        half.choose(
+        half.select_model(
             method, PLANS[:2], {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, 1.0, -2.0])}, FakeImages()
         )
         == 1
     )
-    assert half.choose(method, PLANS, None, FakeImages()) == 0
-    assert half.choose(method, PLANS, {"encoder.weight": torch.ones(3)}, FakeImages()) == 0  # kept for something else
+    assert half.select_model(method, PLANS, None, FakeImages()) == 0
+    assert (
+        half.select_model(method, PLANS, {"encoder.weight": torch.ones(3)}, FakeImages()) == 0
+    )  # kept for something else
 
 
 def test_what_of_the_encoder_is_new_does_not_depend_on_what_a_process_held_before():
     class Shifted(FakeImages):
-        def represent(self, method, number):
-            return super().represent(method, number) + method.encoder.bn.running_mean
+        def features(self, method, max_images):
+            return super().features(method, max_images) + method.encoder.bn.running_mean
 
     half, own = SelectByFeatures(pictures=8), {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
     for held in (0.0, 50.0, math.nan):
         method = Small()
         method.encoder.bn.running_mean.fill_(held)
-        assert half.choose(method, PLANS, own, Shifted()) == 2
+        assert half.select_model(method, PLANS, own, Shifted()) == 2
 
 
 def test_a_client_takes_the_model_with_the_least_loss():
-    assert SelectByLoss(pictures=8).choose(Small(), PLANS, None, FakeImages()) == 2
-    assert SelectByLoss(pictures=8).choose(Small(), [PLANS[1], PLANS[1]], None, FakeImages()) == 0
+    assert SelectByLoss(pictures=8).select_model(Small(), PLANS, None, FakeImages()) == 2
+    assert SelectByLoss(pictures=8).select_model(Small(), [PLANS[1], PLANS[1]], None, FakeImages()) == 0
 
 
 # --- what travels ---

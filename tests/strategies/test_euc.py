@@ -181,17 +181,17 @@ class Toys:
             for value in self.method.named_tensors.values():
                 value.data.fill_(7777)  # whatever the client before left behind
             state = self.states.get(client)
-            begun_with = half.load(self.method, plan, state)
+            begun_with = half.load_start(self.method, plan, state)
             self.begun[plan.round, client] = {name: value.clone() for name, value in self.method.named_tensors.items()}
             for name, value in self.method.named_tensors.items():
                 new = trained(name, value.detach().numpy(), round=plan.round, client=client)
                 value.data.copy_(torch.from_numpy(np.asarray(new)))
-            kept = half.keep(self.method, plan, start=begun_with, state=state)
+            kept = half.state_to_save(self.method, plan, start=begun_with, state=state)
             if kept:
                 self.states[client] = kept
             if (plan.round, client) in crashes:
                 raise RuntimeError("the battery is empty")
-            layers = half.send(self.method, plan)
+            layers = half.layers_to_upload(self.method, plan)
             self.plans[plan.round, client] = plan
             self.bytes_down[plan.round, client] = sum(array.nbytes for array in plan.layers.values())
             self.bytes_up[plan.round, client] = sum(array.nbytes for array in layers.values())
@@ -425,13 +425,13 @@ def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_ever
 
 def test_clients_start_at_every_process_from_files_alone(tmp_path):
     """The same bits when the model object of the clients is new in every round."""
-    from client_app.worker import resident
+    from client_app.worker import worker_for
 
     overrides = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
     usual, forgetful = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)
     for _ in range(5):
         expected = usual.run(1)
-        resident.cache_clear()
+        worker_for.cache_clear()
         layers = forgetful.run(1)
         assert all(np.array_equal(layers[name], expected[name]) for name in expected)
 

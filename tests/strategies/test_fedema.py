@@ -56,19 +56,19 @@ def snapshot(method):
 
 
 def participate(method, strategy, plan, folder, *, step):
-    """One client's part in a round as `Resident` plays it; training moves kernels by ``step`` and all else by 1."""
+    """One client's part in a round as `ClientWorker` plays it; training moves kernels by ``step`` and all else by 1."""
     half, state = strategy.client, load_state(folder, before=plan.round)
-    start = half.load(method, plan, state)
+    start = half.load_start(method, plan, state)
     began = snapshot(method)
     assert all(np.array_equal(array, began[name]) for name, array in start.items())
     with torch.no_grad():
         for value in method.named_tensors.values():
             value.add_(step if value.ndim == 4 else 1)
     ended = snapshot(method)
-    kept = half.keep(method, plan, start=start, state=state)
+    kept = half.state_to_save(method, plan, start=start, state=state)
     if kept:
         save_state(folder, kept, round=plan.round, keep_from=0)
-    sent = half.send(method, plan)
+    sent = half.layers_to_upload(method, plan)
     assert list(sent) == travelling_names(method)
     for name, array in sent.items():
         np.testing.assert_array_equal(array, ended[name])  # NaN equals NaN here
@@ -189,15 +189,15 @@ def test_without_training_the_global_model_is_taken(tmp_path):
     for round, step in {1: 0.0, 2: 0.0, 3: 0.5}.items():
         plan = make_plan(round, method, round)
         before = load_state(tmp_path, before=round)
-        start = strategy.client.load(method, plan, before)
+        start = strategy.client.load_start(method, plan, before)
         assert same(snapshot(method), plan.layers)
         with torch.no_grad():
             method.named_tensors[name].add_(step)
-        state = strategy.client.keep(method, plan, start=start, state=before)
+        state = strategy.client.state_to_save(method, plan, start=start, state=before)
         assert (LAMBDA in state) == (step > 0)  # set by the first d that is not 0
         save_state(tmp_path, state, round=round, keep_from=0)
     ended, plan = snapshot(method), make_plan(4, method, 4)
-    strategy.client.load(method, plan, load_state(tmp_path, before=4))
+    strategy.client.load_start(method, plan, load_state(tmp_path, before=4))
     expected = 0.7 * ended[name].astype(float) + 0.3 * plan.layers[name].astype(float)
     np.testing.assert_allclose(snapshot(method)[name], expected, rtol=1e-5)
 
@@ -242,15 +242,15 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
     begun = []
 
     def watch(half):
-        usual = half.load
+        usual = half.load_start
 
-        def load(self, method, plan, state):
+        def load_start(self, method, plan, state):
             layers = usual(self, method, plan, state)
             loaded = {name: value.detach().clone().numpy() for name, value in method.named_tensors.items()}
             begun.append((plan, loaded, state))
             return layers
 
-        monkeypatch.setattr(half, "load", load)
+        monkeypatch.setattr(half, "load_start", load_start)
 
     watch(FedEMAClient)
     watch(FedUClient)

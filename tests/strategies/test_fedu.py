@@ -68,17 +68,17 @@ def train(method, *, step):
 
 
 def participate(method, strategy, plan, folder, *, step=0.25):
-    """One client's part in a round as `Resident` plays it; the layers it began with, ended with and sent."""
+    """One client's part in a round as `ClientWorker` plays it; the layers it began with, ended with and sent."""
     half, state = strategy.client, load_state(folder, before=plan.round)
-    start = half.load(method, plan, state)
+    start = half.load_start(method, plan, state)
     began = snapshot(method)
     assert all(np.array_equal(array, began[name]) for name, array in start.items())
     train(method, step=step)
     ended = snapshot(method)
-    kept = half.keep(method, plan, start=start, state=state)
+    kept = half.state_to_save(method, plan, start=start, state=state)
     if kept:
         save_state(folder, kept, round=plan.round, keep_from=0)
-    sent = {name: array.copy() for name, array in half.send(method, plan).items()}
+    sent = {name: array.copy() for name, array in half.layers_to_upload(method, plan).items()}
     return began, ended, sent
 
 
@@ -136,7 +136,7 @@ def test_what_travels_is_said():
 
 def test_the_first_target_is_a_copy():
     method, strategy = make_byol(), FedU()
-    strategy.client.load(method, make_plan(1, some_layers(method, 1)), None)
+    strategy.client.load_start(method, make_plan(1, some_layers(method, 1)), None)
     before = snapshot(method)
     with torch.no_grad():
         for name in travelling_names(method):
@@ -192,8 +192,10 @@ def test_the_threshold_itself_is_far(tmp_path):
     method = make_simclr()
     plan = make_plan(1, some_layers(method, 0))
     strategy = FedU(predictor_threshold=0.0)
-    start = strategy.client.load(method, plan, None)
-    state = strategy.client.keep(method, plan, start=start, state=None)  # nothing was trained: d = 0 < 0 is false
+    start = strategy.client.load_start(method, plan, None)
+    state = strategy.client.state_to_save(
+        method, plan, start=start, state=None
+    )  # nothing was trained: d = 0 < 0 is false
     assert (float(state[DISTANCE]), bool(state[USE_GLOBAL_PREDICTOR])) == (0, False)
 
 
@@ -203,9 +205,9 @@ def test_the_squared_distance_counts_every_weight_of_the_encoder(threshold, take
     # 2 + 4 + 8 + 8 = 22 channels a scale and a shift, which move by 1: 954 * 4 + 44 = 3860.
     method, strategy = make_byol(), FedU(distance="squared_l2", predictor_threshold=threshold)
     plan = make_plan(1, some_layers(method, 0))
-    start = strategy.client.load(method, plan, None)
+    start = strategy.client.load_start(method, plan, None)
     train(method, step=2)
-    state = strategy.client.keep(method, plan, start=start, state=None)
+    state = strategy.client.state_to_save(method, plan, start=start, state=None)
     assert float(state[DISTANCE]) == pytest.approx(3860, rel=1e-5)
     assert bool(state[USE_GLOBAL_PREDICTOR]) == takes_global
 

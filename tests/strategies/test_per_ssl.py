@@ -93,10 +93,10 @@ def test_a_step_by_hand(weight, expected):
 def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way():
     method, half = make_byol(), PersonalClient(weight=0.1)
     received = travelling_layers(make_byol())
-    half.load(method, plan_of(received), None)
+    half.load_start(method, plan_of(received), None)
     add_one(method)(Regularizer())  # the global model is trained
     before = snapshot(method)
-    state = half.train_own(method, plan_of(received), None, train=add_one(method))
+    state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
     assert same(snapshot(method), before)  # and is sent as it was
     assert state.keys() == {PERSONAL + name for name in [*travelling_names(method), *kept_names(method)]}
     assert not method.named_tensors.keys() & state.keys()
@@ -105,7 +105,7 @@ def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way(
         np.testing.assert_array_equal(array, received[name.removeprefix("target_")] + 1)
 
     received = {name: array + array.dtype.type(7) for name, array in received.items()}
-    second = personal_of(half.train_own(method, plan_of(received, 2), state, train=add_one(method)))
+    second = personal_of(half.train_personalized(method, plan_of(received, 2), state, train=add_one(method)))
     for name, array in second.items():
         np.testing.assert_array_equal(array, first[name] + 1)
 
@@ -114,9 +114,9 @@ def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way(
 def test_targets_of_a_personal_model(target):
     method, half = make_byol(target), PersonalClient(weight=0.1)
     received = travelling_layers(make_byol(target))
-    state = half.train_own(method, plan_of(received), None, train=add_one(method))
+    state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
     moved = {name: value + 5 if name.startswith(f"{PERSONAL}target") else value for name, value in state.items()}
-    half.own(method, plan_of(received, 2), moved)
+    half.personalized_model(method, plan_of(received, 2), moved)
     found = snapshot(method)
     for name in found:
         if name.startswith("target_encoder."):
@@ -127,9 +127,9 @@ def test_targets_of_a_personal_model(target):
 def test_own_is_the_personal_model_or_else_the_received_one():
     method, half = make_byol(), PersonalClient(weight=0.1)
     received = travelling_layers(make_byol())
-    assert same(half.own(method, plan_of(received), None), received)
-    state = half.train_own(method, plan_of(received), None, train=add_one(method))
-    own = half.own(method, plan_of(received, 2), state)
+    assert same(half.personalized_model(method, plan_of(received), None), received)
+    state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
+    own = half.personalized_model(method, plan_of(received, 2), state)
     assert same(own, personal_of(state))
     assert all(np.array_equal(snapshot(method)[name], array) for name, array in own.items())
 
@@ -140,7 +140,7 @@ def test_own_of_other_strategies_is_what_they_would_train(tmp_path):
     half, method = federation.strategy.client, make_byol()
     kept = {name: value + 1 for name, value in method.state_dict().items() if name == "encoder.blocks.0.1.weight"}
     plan = plan_of(travelling_layers(method), 2)
-    own = half.own(method, plan, kept)
+    own = half.personalized_model(method, plan, kept)
     assert np.array_equal(own["encoder.blocks.0.1.weight"], kept["encoder.blocks.0.1.weight"].numpy())
     assert same({**own, **plan.layers}, plan.layers)
 

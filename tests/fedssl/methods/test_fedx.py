@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from client_app.worker import Resident
+from client_app.worker import ClientWorker
 from fedssl.config.load import read_client
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -203,8 +203,8 @@ def test_a_round_starts_with_the_received_model_and_keeps_nothing(tmp_path) -> N
 def test_clients_of_one_process_do_not_see_what_the_others_received(tmp_path) -> None:
     federation = Federation(tmp_path, "method=fedx", "strategy=fedavg", "num_clients=2")
     plan = TrainPlan(round=1, layers=federation.layers, settings="", metrics=(), keep_from=0, code="")
-    alone = Resident(read_client(federation.settings.client_text)).train(plan, 1, tmp_path / "alone")
-    shared = Resident(read_client(federation.settings.client_text))
+    alone = ClientWorker(read_client(federation.settings.client_text)).train(plan, 1, tmp_path / "alone")
+    shared = ClientWorker(read_client(federation.settings.client_text))
     shared.train(plan, 0, tmp_path / "first")
     second = shared.train(plan, 1, tmp_path / "second")
     assert all((second.layers[name] == array).all() for name, array in alone.layers.items())
