@@ -46,7 +46,7 @@ from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes, from_record
 from server_app.round import Round
 from server_app.round_context import RoundContext
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.state import GLOBAL, Model, ServerState
 
 WAYS = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")

@@ -37,7 +37,7 @@ from fedssl.training import batches
 from server_app.app import build_run
 from server_app.attempts import run_round
 from server_app.messaging import MessageExchange
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.base import ClientState
 from strategies.state import ServerState
 

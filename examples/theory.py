@@ -40,7 +40,7 @@ from threadpoolctl import threadpool_limits
 from fedssl.atomic_files import write_text
 from fedssl.errors import InputError
 from fedssl.plots.style import new_figure, write_png
-from fedssl.report.tables import align, to_csv
+from fedssl.report.text_table import align, to_csv
 from fedssl.seeding import numpy_generator
 
 RARE = 2  # images of every class that is not the source's own

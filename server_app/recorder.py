@@ -34,12 +34,11 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import sum_costs
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import LOCK_FILE
-from fedssl.runs.snapshots import forget_after
+from fedssl.runs.snapshots import SnapshotWriter, forget_after
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from server_app.checkpoint import delete_checkpoints_after, latest_checkpoint, save_checkpoint
 from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
 from server_app.held import ClientData
-from server_app.keeper import SnapshotWriter
 from server_app.log import DISK_ERRORS
 from server_app.personalization import OwnModel, means
 from server_app.progress import ProgressTracker

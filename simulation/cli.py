@@ -154,7 +154,7 @@ def _run_here(settings: Settings, folder: Path) -> None:
             machine=settings.machine,
         )
     else:
-        from simulation.local_grid import run_local
+        from simulation.grid import run_local
 
         run_local(overrides, num_clients=settings.num_clients, machine=settings.machine)
 

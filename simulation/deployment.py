@@ -99,8 +99,8 @@ class _Run:
             except httpx.TransportError as error:
                 if time.monotonic() - answered > RECONNECT_TIMEOUT:
                     raise RunError(
-                        f"the SuperLink has not answered for {RECONNECT_TIMEOUT:.0f} s ({error}); once it runs again, look at "
-                        f"`flwr list`, and go on with {self.resume_command}"
+                        f"the SuperLink has not answered for {RECONNECT_TIMEOUT:.0f} s ({error}); once it runs again, "
+                        f"look at `flwr list`, and go on with {self.resume_command}"
                     ) from error
             else:
                 if status.status == "finished":

@@ -1,6 +1,6 @@
-"""What the engines share: nodes with fixed ids, messages with ids, and the client's answer to a message.
+"""A Flower ``Grid`` for simulations: what the engines share, and the engine ``local``, which runs all in one process.
 
-They make what Flower's runtime otherwise makes, so they need names that Flower keeps to itself (`flwr.supercore`,
+The grid makes what Flower's runtime otherwise makes, so it needs names that Flower keeps to itself (`flwr.supercore`,
 `flwr.common`, the id in a message's metadata); flwr<1.42 keeps them as they are.
 """
 
@@ -18,6 +18,9 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
+from client_app.store import WriteBehind
+from fedssl.config.settings import MachineSettings
+from fedssl.machine.devices import pick_device
 
 log = logging.getLogger("fedssl")
 
@@ -137,3 +140,52 @@ def run_server_app(
             run_config={"overrides": shlex.join(overrides)},
         ),
     )
+
+
+class LocalGrid(SimulatedGrid):
+    """Nodes whose clients run one after the other in this process.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+    num_clients : int
+    store : WriteBehind, optional
+        Where clients have what they keep; None: in their files alone.
+    """
+
+    def __init__(self, client_app: ClientApp, *, num_clients: int, store: WriteBehind | None = None) -> None:
+        super().__init__(num_clients=num_clients)
+        self._client_app, self._store = client_app, store
+        marker = SimulationMarker(store) if store else None
+        nodes = self.get_node_ids()
+        self._contexts = {node: make_context(node, num_clients=num_clients, marker=marker) for node in nodes}
+        self._queue: dict[str, Message] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Queue messages in the place of older ones, which nobody waits for any more; nothing runs yet."""
+        self._queue = {assign_message_id(message): message for message in messages}
+        return list(self._queue)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Run the client of the first of these messages that is still queued, and return its reply."""
+        for message_id in message_ids:
+            message = self._queue.pop(message_id, None)
+            if message is not None:
+                return [run_client_app(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
+        return []
+
+    def settle(self) -> None:
+        """Return when what clients keep is in their files; raises what prevented that."""
+        if self._store:
+            self._store.flush()
+
+
+def run_local(overrides: Sequence[str], *, num_clients: int, machine: MachineSettings) -> None:
+    """Run the app to its end in this process; what it raises is raised.
+
+    ``machine`` are the clients' device and threads.
+    """
+    on_gpu = pick_device(machine.device).type != "cpu"  # which one process had better not ask for two things at once
+    with WriteBehind() as store:
+        grid = LocalGrid(load_client_app(), num_clients=num_clients, store=store)
+        run_server_app(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)

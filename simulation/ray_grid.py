@@ -23,7 +23,6 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from fedssl.config.settings import EngineSettings, MachineSettings
 from fedssl.errors import RunError
-from simulation.cluster import check_hosts
 from simulation.grid import (
     SimulatedGrid,
     assign_message_id,
@@ -34,8 +33,8 @@ from simulation.grid import (
     run_server_app,
     set_task_identity,
 )
-from simulation.ray_session import ray_session
-from simulation.share import ClientResources, plan_client_resources
+from simulation.ray_session import check_hosts, ray_session
+from simulation.resources import ClientResources, plan_client_resources
 
 log = logging.getLogger("fedssl")
 
@@ -149,7 +148,7 @@ class RayGrid(SimulatedGrid):
         self._start_actor()
 
     def _done(self) -> list[Any]:
-        """The task of a client that has ended, if one has within `POLL_SECONDS` seconds; actors that are ready become idle."""
+        """The task of a client that has ended, if one has within `POLL_SECONDS`; actors that are ready become idle."""
         tasks = [*self._starting, *self._running]
         done, _ = ray.wait(tasks, timeout=POLL_SECONDS) if tasks else ([], [])
         for task in [task for task in done if task in self._starting]:

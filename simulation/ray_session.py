@@ -1,7 +1,11 @@
-"""Ray for one run: a private session on this machine, which leaves neither processes nor files, or a cluster."""
+"""Ray for one run: a private session on this machine, which leaves neither processes nor files, or a cluster.
+
+The hosts of a cluster must run the same code and see the run folder, in which clients keep their state.
+"""
 
 import logging
 import os
+import platform
 import signal
 import socket
 import sys
@@ -9,13 +13,22 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from fedssl.errors import InputError, RunError
+from fedssl.fingerprint import code_fingerprint
 from fedssl.machine.threads import WAITING, available_cores
+from fedssl.waiting import log_while_waiting
+from simulation.resources import Host
 from simulation.sandbox import ProcessSandbox, process_sandbox
-from simulation.share import Host
+
+if TYPE_CHECKING:
+    import ray
 
 CONNECT_TIMEOUT = 20.0  # seconds
 ENVIRONMENT = {
@@ -27,6 +40,7 @@ ENVIRONMENT = {
     "RAY_free_objects_period_milliseconds": "20",  # Ray waits for a second, in which dozens of models arrive
     **WAITING,
 }
+COMPARED_VERSIONS = ("python", "torch", "flwr")  # that must be the same
 
 
 @contextmanager
@@ -115,3 +129,96 @@ def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[No
         os.environ.update(before)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)  # Ray sets its own
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """What must be the same on all hosts of a run.
+
+    Attributes
+    ----------
+    code : str
+        Fingerprint of fedssl's source files.
+    python, torch, flwr : str
+        Versions.
+    folder : bool
+        Whether the run folder can be seen.
+    """
+
+    code: str
+    python: str
+    torch: str
+    flwr: str
+    folder: bool
+
+
+def host_info(probe_file: Path) -> HostInfo:
+    """Those of the host on which this is called; ``probe_file`` is a file that only the run's file system has."""
+    versions = {package: version(package) for package in ("torch", "flwr")}
+    return HostInfo(code=code_fingerprint(), python=platform.python_version(), folder=probe_file.exists(), **versions)
+
+
+def check_hosts(folder: Path) -> None:
+    """Ask every host of the cluster that this process has joined.
+
+    A client may train on another host in each round. What it keeps from round to round, such as a target network or
+    frozen layers, lies in the run folder, so all hosts must see the same one.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the run; need not exist yet.
+
+    Raises
+    ------
+    InputError
+        A host runs other code or other versions, or does not see the folder; it is named.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    probe_file = folder.with_name(f".{folder.name}-{uuid4().hex}")
+    probe_file.touch()
+    try:
+        expected = host_info(probe_file)
+        ask = ray.remote(num_cpus=0, max_retries=0)(host_info)
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        replies = {
+            host: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe_file)
+            for node, host in hosts.items()
+        }
+        with log_while_waiting("hosts of the cluster do not answer yet"):
+            for host, reply in replies.items():
+                check_host(host, _get_reply(host, reply), expected, folder)
+    finally:
+        probe_file.unlink()
+
+
+def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(reply)
+    except RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise InputError(
+            f"host {host} cannot run fedssl ({reason}); install the same environment on all hosts"
+        ) from error
+
+
+def check_host(host: str, info: HostInfo, expected: HostInfo, folder: Path) -> None:
+    """Refuse a host that differs from this one in what a run needs to be the same; raises `InputError`."""
+    theirs, ours = asdict(info), asdict(expected)
+    for name, what in (("code", "code of fedssl"), *((name, f"version of {name}") for name in COMPARED_VERSIONS)):
+        if theirs[name] != ours[name]:
+            raise InputError(
+                f"host {host} has another {what} ({theirs[name]}) than this one ({ours[name]}); install the same on "
+                "all hosts"
+            )
+    if not info.folder:
+        raise InputError(
+            f"host {host} does not see {folder.parent}, where the run folder is to be: what clients keep from round to "
+            "round lies there; set output_dir to a folder that all hosts share"
+        )

@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import IO
 
 TERMINATE_GRACE_SECONDS = 2.0  # seconds between SIGTERM and SIGKILL
-MAX_TERMINATE_SECONDS = (
-    10.0  # seconds after which a process that survives even SIGKILL (it waits for a dead disk) is given up
-)
+MAX_TERMINATE_SECONDS = 10.0  # after which a process that survives even SIGKILL (it waits for a dead disk) is given up
 
 
 @dataclass
@@ -121,7 +119,7 @@ def _is_in(entry: Path, sandbox: Path) -> bool:
 
 
 def terminate(sandbox: Path, *, spared_group: int) -> None:
-    """End the processes of a place: SIGTERM, and SIGKILL for those that are still there after ``TERMINATE_GRACE_SECONDS`` seconds."""
+    """End the processes of a place: SIGTERM, and SIGKILL for those that remain after the grace period."""
     start = time.monotonic()
     asked: set[int] = set()
     while (pids := sandbox_pids(sandbox, spared_group=spared_group)) and (

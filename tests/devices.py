@@ -7,8 +7,7 @@ from flwr.app import Context, Message, RecordDict
 from PIL import Image
 
 from client_app.app import app as client_app
-from simulation.grid import RUN_ID, set_task_identity
-from simulation.local_grid import LocalGrid
+from simulation.grid import RUN_ID, LocalGrid, set_task_identity
 
 
 def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> Path:

@@ -13,7 +13,7 @@ from server_app.messaging import MessageExchange
 from server_app.report import RoundResult
 from server_app.round import UpdateObserver
 from server_app.round_context import RoundContext
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy
 from strategies.state import GLOBAL, Model, ServerState
 

@@ -4,8 +4,7 @@ from flwr.app import Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-from simulation.grid import assign_message_id, set_task_identity
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid, assign_message_id, set_task_identity
 
 
 def objects(message: Message) -> dict[str, bytes]:

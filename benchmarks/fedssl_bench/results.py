@@ -13,7 +13,7 @@ from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
 from benchmarks.fedssl_bench.suites import BOUNDS, IDLE, Suite
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
-from fedssl.report.tables import markdown
+from fedssl.report.text_table import markdown
 from fedssl.runs.run import read_run
 
 REFERENCE = "fedavg"

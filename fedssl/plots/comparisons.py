@@ -1,24 +1,93 @@
-"""Accuracy of runs over rounds (L-DAWA, Figure 6), and over the bytes and the FLOPs that a client paid for it.
+"""Plots that compare several runs; runs that differ only in their seed make one line, in the color of their strategy.
 
-Costs are counted as in `fedssl.report.cost_table`; LW-FedSSL's Figure 5 has them without the accuracy.
+- accuracy over rounds (L-DAWA, Figure 6), and over the bytes and the FLOPs that a client paid for it. Costs are counted
+  as in `fedssl.report.cost_table`; LW-FedSSL's Figure 5 has them without the accuracy
+- the mean cosine of clients' models with the global one over the rounds (L-DAWA, Figure 4); for a single run, and with
+  its layers, see `fedssl.plots.curves`
+- final accuracy over a setting that was swept: FedU2's Figure 6 (weight of FUR), FedU's Figure 5 (its threshold)
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, as_scores, heading
-from fedssl.plots.groups import group_by_seed, line_styles, plot_line
-from fedssl.plots.style import SCREEN_FORMATS, PlotData, new_figure, save_figure
+from fedssl.plots.style import MARKERS, SCREEN_FORMATS, PlotData, axes_over_rounds, line_style, new_figure, save_figure
+from fedssl.report.accuracy_table import LEFT_OUT, MAIN
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 COSTS = {"round": "round", "bytes": "sent and received by a client", "flops": "FLOPs of a client"}
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ in nothing but the seed.
+
+    Attributes
+    ----------
+    settings : dict
+        Key to value, as on the command line, of what differs between groups.
+    strategy : str
+        The name of the strategy.
+    runs : list of Run
+    """
+
+    settings: dict[str, str]
+    strategy: str
+    runs: list[Run]
+
+    @property
+    def label(self) -> str:
+        """For a legend: the rule, and what else differs."""
+        others = [f"{key}={value}" for key, value in self.settings.items() if key != "strategy" and value]
+        return ", ".join([self.strategy, *others])
+
+
+def group_by_seed(runs: Sequence[Run]) -> list[RunGroup]:
+    """Put runs with the same settings together, one for every seed."""
+    given = dict.fromkeys(key for run in runs for key in run.overrides if not {key, key.partition(".")[0]} & LEFT_OUT)
+    keys = dict.fromkeys([*MAIN, *given])
+    found: dict[tuple[str, ...], dict[str, Run]] = {}
+    for run in runs:
+        found.setdefault(tuple(run.value(key) for key in keys), {}).setdefault(run.seed, run)
+    differs = [place for place in range(len(keys)) if len({values[place] for values in found}) > 1]
+    names = list(keys)
+    return [
+        RunGroup(
+            {names[place]: values[place] for place in differs}, values[names.index("strategy")], list(same.values())
+        )
+        for values, same in found.items()
+    ]
+
+
+def line_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+    """How the line of every group looks: colour and dashes of its rule, and a mark of its own among the same rule's."""
+    found: list[dict[str, Any]] = []
+    for number, one in enumerate(groups):
+        before = sum(other.strategy == one.strategy for other in groups[:number])
+        found.append(
+            {**line_style(one.strategy)._asdict(), "marker": MARKERS[before % len(MARKERS)], "label": one.label}
+        )
+    return found
+
+
+def plot_line(axes: "Axes", x: Sequence[Any], points: np.ndarray, style: Mapping[str, Any]) -> None:
+    """Plot means with a band of one deviation to either side, ``(n, 2)``."""
+    axes.plot(x, points[:, 0], markersize=4, **style)
+    if points[:, 1].any():
+        axes.fill_between(
+            x, points[:, 0] - points[:, 1], points.sum(axis=1), color=style["color"], alpha=0.2, linewidth=0
+        )
 
 
 @dataclass(frozen=True)
@@ -120,3 +189,108 @@ def accuracies(runs: Sequence[Run]) -> PlotData | None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize="small", frameon=False)
     return PlotData(figure, rows)
+
+
+def mean_cosines(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Mean over clients of the cosine of their model with the global one, by round: mu_delta of L-DAWA's Figure 4."""
+    rounds: dict[int, list[float]] = {}
+    for line in lines:
+        if line.get("model_cosine") is not None:
+            rounds.setdefault(line["round"], []).append(line["model_cosine"])
+    return {round: mean(values) for round, values in sorted(rounds.items())}
+
+
+def draw_divergence(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
+    """Draw the mean cosine of clients' models with the global one over rounds to ``figures/divergence.png``.
+
+    Raises
+    ------
+    InputError
+        No run has cosines.
+    """
+    groups = group_by_seed(runs)
+    cosines = [
+        [mean_cosines(read_jsonl(run.folder / "clients.jsonl", required=("client",))) for run in g.runs] for g in groups
+    ]
+    if not any(found for group in cosines for found in group):
+        raise InputError("no run has cosines of clients' models; they are there where weights travel, also with fedavg")
+    figure = new_figure(height=3.6)
+    axes = axes_over_rounds(figure, (1, 1, 1), "mean cosine with the global model")
+    rows: list[list[object]] = [["run", "round", "cosine", "deviation"]]
+    for one, style, found in zip(groups, line_styles(groups), cosines, strict=True):
+        common = sorted(set.intersection(*map(set, found)))
+        values = np.array([[own[round] for own in found] for round in common]).reshape(-1, len(found))
+        points = np.stack([values.mean(axis=1), values.std(axis=1)], axis=1)
+        plot_line(axes, common, points, style)
+        rows += [[one.label, round, *point] for round, point in zip(common, points.tolist(), strict=True)]
+    axes.legend(fontsize="small")
+    return save_figure(figure, folder, "divergence", rows=rows, formats=formats)
+
+
+def swept_setting(groups: Sequence[RunGroup]) -> str:
+    """The only setting whose values are numbers and differ.
+
+    Raises
+    ------
+    InputError
+        There is none, or more than one.
+    """
+    keys = [key for key in (groups[0].settings if groups else {}) if all(_number(one.settings[key]) for one in groups)]
+    if len(keys) != 1:
+        found = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
+        raise InputError(
+            f"sensitivity needs runs in which one number differs, and {found}; give the folder of a sweep such as "
+            "fedssl -m regularizer.weight=0,0.1,0.5"
+        )
+    return keys[0]
+
+
+def draw_sensitivity(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
+    """Draw final accuracies over the value that was swept to ``figures/sensitivity.png``; values are evenly spaced.
+
+    Raises
+    ------
+    InputError
+        No run has finished with an accuracy, or not exactly one number differs.
+    """
+    groups = group_by_seed([run for run in runs if run.finished])
+    key = swept_setting(groups)
+    values = sorted({float(one.settings[key]) for one in groups})
+    scores = [{name: s for name, s in run.results.items() if s.unit == ACCURACY} for g in groups for run in g.runs]
+    protocols = list(dict.fromkeys(name for found in scores for name in found))
+    if not protocols:
+        raise InputError("no run has a final accuracy; run again with final_evaluation=probes")
+    lines: dict[str, list[RunGroup]] = {}
+    for one in groups:
+        others = {name: value for name, value in one.settings.items() if name != key}
+        lines.setdefault(RunGroup(others, one.strategy, []).label, []).append(one)
+    figure = new_figure(height=3.4, width=max(4.5, 3.6 * len(protocols)))
+    rows: list[list[object]] = [["run", "protocol", key, "accuracy", "deviation", "runs"]]
+    for column, protocol in enumerate(protocols, start=1):
+        axes = figure.add_subplot(1, len(protocols), column, xlabel=key, ylabel=heading(f"{protocol} accuracy", "%"))
+        for (label, members), style in zip(lines.items(), line_styles([one[0] for one in lines.values()]), strict=True):
+            found = final_scores(members, key, protocol)
+            points = 100 * np.array([point[1:3] for point in found]).reshape(-1, 2)
+            plot_line(axes, [values.index(point[0]) for point in found], points, {**style, "label": label})
+            rows += [[label, protocol, *point] for point in found]
+        axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+        if column == 1:
+            axes.legend(fontsize="small")
+    return save_figure(figure, folder, "sensitivity", rows=rows, formats=formats)
+
+
+def final_scores(groups: Sequence[RunGroup], key: str, protocol: str) -> list[tuple[float, float, float, int]]:
+    """Value of a setting, mean and deviation (divisor n) of a final accuracy over seeds, and runs; by the value."""
+    found = []
+    for one in groups:
+        results = [run.results[protocol].value for run in one.runs if protocol in run.results]
+        if results:
+            found.append((float(one.settings[key]), mean(results), pstdev(results), len(results)))
+    return sorted(found)
+
+
+def _number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -11,9 +11,16 @@ import numpy as np
 
 from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
-from fedssl.plots.style import MARKERS, SCREEN_FORMATS, PlotData, axes_over_rounds, line_style, new_figure, save_figure
+from fedssl.plots.style import (
+    MARKERS,
+    SCREEN_FORMATS,
+    PlotData,
+    axes_over_rounds,
+    new_figure,
+    save_figure,
+    strategy_color,
+)
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.runs.run import strategy_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +55,7 @@ def metrics(folder: Path) -> PlotData | None:
             panels.setdefault(score.unit or name, {}).setdefault(name, []).append((line["round"], score.value))
     if not panels:
         return None
-    figure, color = new_figure(height=3.0 * len(panels)), line_style(strategy_of(folder)).color
+    figure, color = new_figure(height=3.0 * len(panels)), strategy_color(folder)
     for position, (title, series) in enumerate(panels.items(), start=1):
         axes = axes_over_rounds(figure, (len(panels), 1, position), title)
         for number, (name, points) in enumerate(series.items()):
@@ -80,7 +87,7 @@ def cosines(folder: Path) -> PlotData | None:
     several = len({line.get("model") for line in lines}) > 1
     reference = "the client's global model" if several else "the global model"
     figure = new_figure(height=6.5)
-    color = line_style(strategy_of(folder)).color
+    color = strategy_color(folder)
     _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines, color)
     _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines, color)
     for axes in figure.axes:
@@ -150,7 +157,7 @@ def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Pa
         if line["client"] is not None:
             axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="0.7", alpha=0.6, label="clients")
     models = [line for line in lines if line["client"] is None]
-    _plot_models(axes, models, round=round, color=line_style(strategy_of(folder)).color)
+    _plot_models(axes, models, round=round, color=strategy_color(folder))
     reference = gaussian_spectrum(one["images"], one["dim"])[:TOP].tolist()
     axes.plot(_logarithms(reference), color="0.3", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()

@@ -20,7 +20,7 @@ from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.scores import heading
 from fedssl.evaluation.subject import Labelled, Subject, load_labelled, why_not_evaluable
 from fedssl.partition import split
-from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure
+from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.snapshots import KeptRound
 from fedssl.seeding import torch_generator
@@ -147,7 +147,11 @@ def draw_forgetting(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) 
         for one in found
     ]
     return save_figure(
-        forgetting_figure(found, color=run.color), run.folder, "forgetting", rows=[header, *rows], formats=formats
+        forgetting_figure(found, color=strategy_color(run.folder)),
+        run.folder,
+        "forgetting",
+        rows=[header, *rows],
+        formats=formats,
     )
 
 

@@ -1,9 +1,9 @@
-"""The loss around the way of the global model, as in L-DAWA's Figure 2 (Rehman et al., arXiv 2307.07393).
+"""The loss around the trajectory of the global model, as in L-DAWA's Figure 2 (Rehman et al., arXiv 2307.07393).
 
 The plane is that of Li et al. (NeurIPS 2018, section 7.2): the two principal directions of the deviations of the global
 models of all rounds from the last one. L-DAWA does not say how its plane was found. Points of the plane differ in their
-weights; batch normalisation takes the statistics of the batch, as in training. A target network that clients keep is a
-copy of the online one. The regulariser is left out: it depends on the client.
+weights; batch normalization takes the statistics of the batch, as in training. A target network that clients keep is a
+copy of the online one. The regularizer is left out: it depends on the client.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,7 @@ from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import load_layers, travelling_names
-from fedssl.plots.plane import Plane, axes_around, principal_plane
-from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure
+from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.run import strategy_of
 from fedssl.runs.snapshots import KeptRound
@@ -31,12 +30,91 @@ from fedssl.training import taken
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_BLOCK = 2**20  # weights at a time
 MAX_ROUNDS = 25  # most models of a way: all of them are in memory, three times
 MAX_IMAGES = 256  # on which the loss is taken
 GRID_POINTS = 15  # of the grid, along either direction
 MARGIN = 0.25  # of the grid beyond the models, as a share of their extent
 
 Loss = Callable[[np.ndarray], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """A plane in the space of weights.
+
+    Attributes
+    ----------
+    origin : ndarray
+        ``(weights,)``.
+    directions : ndarray
+        ``(2, weights)``, of length 1 and at a right angle.
+    shares : tuple of float
+        How much of the squared deviations lies along either direction, in [0, 1].
+    """
+
+    origin: np.ndarray
+    directions: np.ndarray
+    shares: tuple[float, float]
+
+    def coordinates(self, weights: np.ndarray) -> np.ndarray:
+        """Coordinates ``(n, 2)`` of the points of the plane that are nearest to models ``(n, weights)``."""
+        found: np.ndarray = (weights - self.origin) @ self.directions.T
+        return found
+
+    def weights(self, x: float, y: float) -> np.ndarray:
+        """The model at a point of the plane, ``(weights,)``."""
+        moved: np.ndarray = self.origin + x * self.directions[0] + y * self.directions[1]
+        return moved
+
+
+def principal_plane(models: np.ndarray) -> Plane:
+    """The plane through the last model along the principal directions of all deviations from it.
+
+    Parameters
+    ----------
+    models : ndarray
+        ``(n, weights)``.
+
+    Returns
+    -------
+    Plane
+        A direction is turned so that the model that lies farthest along it does so on its positive side.
+
+    Raises
+    ------
+    ValueError
+        The models lie on a line.
+    """
+    deviations = models - models[-1]
+    squares, mixes = np.linalg.eigh(_products(deviations))  # n x n, however many weights
+    squares, mixes = squares[::-1][:2], mixes[:, ::-1][:, :2]
+    if len(squares) < 2 or squares[1] <= 1e-9 * squares[0]:
+        raise ValueError("the models lie on a line")
+    mixes = mixes * np.sign(mixes[np.abs(mixes).argmax(axis=0), [0, 1]])
+    directions = (mixes / np.sqrt(squares)).T.astype(models.dtype) @ deviations
+    total = float(np.sum(np.square(deviations, dtype=np.float64)))
+    return Plane(models[-1], directions, (float(squares[0]) / total, float(squares[1]) / total))
+
+
+def _products(deviations: np.ndarray) -> np.ndarray:
+    """Inner products ``(n, n)``, float64: in float32 their rounding would make a plane of models on a line."""
+    products: np.ndarray = np.zeros((len(deviations),) * 2)
+    for start in range(0, deviations.shape[1], _BLOCK):  # never a float64 copy of all weights
+        block = deviations[:, start : start + _BLOCK].astype(np.float64)
+        products += block @ block.T
+    return products
+
+
+def axes_around(coordinates: np.ndarray, *, points: int, margin: float) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates ``(points,)`` along either direction that leave a margin around the places ``(n, 2)``.
+
+    The margin is a share of the extent along that direction.
+    """
+    low, high = coordinates.min(axis=0), coordinates.max(axis=0)
+    pad = margin * (high - low)
+    x, y = (np.linspace(*ends, points) for ends in zip(low - pad, high + pad, strict=True))
+    return x, y
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +267,7 @@ def draw_landscape(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -
     """Draw what `compute_landscape` finds to ``figures/landscape.png`` of the run folder."""
     found = compute_landscape(run)
     title = f"{strategy_of(run.folder)}, {type(run.method).__name__}"
-    figure = landscape_figure(found, title=title, color=run.color)
+    figure = landscape_figure(found, title=title, color=strategy_color(run.folder))
     return save_figure(figure, run.folder, "landscape", rows=found.rows(), formats=formats)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedssl.plots.style import SCREEN_FORMATS, PlotData, class_colors, new_figure, save_figure, write_png
-from fedssl.report.tables import to_csv
+from fedssl.report.text_table import to_csv
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def who_holds_what(folder: Path) -> PlotData | None:
 
 
 def read_partition_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
-    """Read images of each client and class ``(clients, classes)``, and the names of the classes, of `partition_table`.
+    """Read images of each client and class ``(clients, classes)``, and the classes' names, of `partition_table`.
 
     Columns of other groups are left out, and so are last classes that nobody holds. Without labels there is one column,
     and no names. None: there is no file.

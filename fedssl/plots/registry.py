@@ -4,16 +4,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.plots.cka import draw_cka
-from fedssl.plots.cka_layers import draw_layers
-from fedssl.plots.comparisons import draw_accuracy
+from fedssl.plots.cka import draw_cka, draw_layers
+from fedssl.plots.comparisons import draw_accuracy, draw_divergence, draw_sensitivity
 from fedssl.plots.curves import draw_cosines, draw_metrics, draw_spectra
-from fedssl.plots.divergence import draw_divergence
 from fedssl.plots.embeddings import draw_sphere, draw_tsne
 from fedssl.plots.forgetting import draw_forgetting
 from fedssl.plots.landscape import draw_landscape
 from fedssl.plots.partition import draw_partition
-from fedssl.plots.sensitivity import draw_sensitivity
 from fedssl.plots.style import PAPER_FORMATS
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.run import Run

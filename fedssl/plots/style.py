@@ -13,7 +13,8 @@ import numpy as np
 
 from fedssl.atomic_files import atomic_write, make_subfolder, write_text
 from fedssl.errors import InputError
-from fedssl.report.tables import to_csv
+from fedssl.report.text_table import to_csv
+from fedssl.runs.run import strategy_of
 from fedssl.untrusted import sanitize
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ def line_style(strategy: str) -> LineStyle:
     """The look of a rule, the same everywhere; of an unknown one dotted, in a colour that its name gives."""
     known = STRATEGY_STYLES.get(strategy)
     return known or LineStyle(COLORS[hashlib.sha256(strategy.encode()).digest()[0] % len(COLORS)], ":")
+
+
+def strategy_color(folder: Path) -> str:
+    """The color of the strategy of a run folder."""
+    return line_style(strategy_of(folder)).color
 
 
 def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Tables of results: encoders side by side, the jobs of a sweep, any runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -8,14 +8,43 @@ from statistics import mean, stdev
 from fedssl.atomic_files import write_text
 from fedssl.config.compose import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
-from fedssl.report.marking import MARK_CAPTION, best_rows, comparison_key
-from fedssl.report.tables import align, to_csv
-from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
+from fedssl.report.text_table import TableCell, TableData, TextTable, align, text_cell, to_csv
 from fedssl.runs.run import Run, read_run
 
+# Settings, and groups of them, that say what is to be learned and how it is spread: across these nothing is best.
+COMPARISON_KEYS = ("dataset", "partition", "num_clients", "newcomers", "experiment")
+MARK_CAPTION = (
+    "the best accuracy of all rows with the same data and clients, where its mean leads the second best by more than "
+    "the larger of their standard deviations over seeds; with one seed of either nothing is marked"
+)
 # What a table of any runs always tells of them, and what it never does: settings that change no final number.
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds", "stop_when"}
+
+
+def comparison_key(settings: dict[str, str]) -> Hashable:
+    """What rows must agree in so that one can be better than another."""
+    return frozenset((key, value) for key, value in settings.items() if key.partition(".")[0] in COMPARISON_KEYS)
+
+
+def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
+    """Positions of the rows that are best among those of their task, as `MARK_CAPTION` has it.
+
+    Parameters
+    ----------
+    values : sequence of sequence of float
+        The accuracies of every row, one for each seed; a row without any is passed over.
+    tasks : sequence of hashable
+        One for each row.
+    """
+    found = set()
+    for task in set(tasks):
+        rows = [row for row in range(len(tasks)) if tasks[row] == task and values[row]]
+        rows.sort(key=lambda row: mean(values[row]), reverse=True)
+        first, second = (values[row] for row in rows[:2]) if len(rows) > 1 else ([], [])
+        if min(len(first), len(second)) > 1 and mean(first) - mean(second) > max(stdev(first), stdev(second)):
+            found.add(rows[0])
+    return found
 
 
 def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:

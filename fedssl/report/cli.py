@@ -12,20 +12,20 @@ have ended.
 """
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedssl.atomic_files import write_text
 from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
-from fedssl.report.paper_numbers import read_table
-from fedssl.report.paper_table import paper_table
+from fedssl.report.paper_table import paper_table, read_table
 from fedssl.report.text_table import TextTable
-from fedssl.report.watch import watch_runs
-from fedssl.runs.run import Run, find_runs
+from fedssl.runs.run import Run, find_runs, is_locked
 from fedssl.untrusted import sanitize
 
 FORMATS = (".md", ".csv", ".tex", ".html")
@@ -208,3 +208,38 @@ def _parser() -> argparse.ArgumentParser:
         "--watch", metavar="SECONDS", type=float, help="do so every so many seconds until all runs have ended"
     )
     return parser
+
+
+def watch_runs(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Run], bool], None]) -> None:
+    """Show the runs in the folders every so many seconds, for the last time when none goes on any more.
+
+    Parameters
+    ----------
+    folders : sequence of Path
+    every : float
+        Seconds, 1 or more.
+    show : callable
+        Takes the runs, and whether they will be shown again.
+
+    Raises
+    ------
+    InputError
+        The number of seconds is none, or there is no run in a folder.
+    """
+    if not (math.isfinite(every) and every >= 1):
+        raise InputError(f"--watch {every:g} is no time to wait; give seconds, 1 or more, e.g. --watch 30")
+    while True:
+        runs = find_runs(folders)
+        on = is_active(folders, runs)
+        if not on:
+            runs = find_runs(folders)  # with what was written in between
+        show(runs, on)
+        if not on:
+            return
+        time.sleep(every)
+
+
+def is_active(folders: Sequence[Path], runs: Sequence[Run]) -> bool:
+    """Whether a process is at work on one of the runs, or on a sweep that they belong to."""
+    sweeps = {*folders, *(run.folder.parent for run in runs)}
+    return any(run.running for run in runs) or any(map(is_locked, sweeps))

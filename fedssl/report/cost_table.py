@@ -9,8 +9,7 @@ from statistics import mean
 from typing import Any
 
 from fedssl.report.accuracy_table import LEFT_OUT
-from fedssl.report.tables import to_csv
-from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
+from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
 

@@ -5,24 +5,42 @@ run any script but the one that sorts tables.
 """
 
 import hashlib
+import io
+import re
 import time
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
 
-from fedssl.report.page_figures import figures_of_all, figures_of_each
-from fedssl.report.run_tables import settings_table, status_table
-from fedssl.report.text_table import TableCell, TableData, TextTable
+from fedssl.plots.comparisons import accuracies, group_by_seed
+from fedssl.plots.curves import cosines, metrics
+from fedssl.plots.partition import who_holds_what
+from fedssl.plots.style import PlotData, sanitize_texts
+from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.runs.run import Run
 from fedssl.untrusted import sanitize
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-KEY_COLUMNS = (
-    2,
-    4,
-)  # least and most columns of words before the numbers, for which a page is opened; others stand behind
+KEY_COLUMNS = (2, 4)  # min and max columns of words before the numbers; the others come after the numbers
 LONG_TEXT = 40  # signs of a text from which on it may be broken
+# Of one run: what it shows, how it is drawn, and the file with its numbers.
+OF_EACH: tuple[tuple[str, Callable[[Path], PlotData | None], str], ...] = (
+    ("loss and results over the rounds", metrics, "metrics.jsonl"),
+    ("cosines of clients' models with the global one", cosines, "clients.jsonl"),
+    ("who holds what", who_holds_what, "partition.csv"),
+)
+_DRAWN: dict[tuple[Path, str], tuple[tuple[int, int], str]] = {}  # figures by file and name, for the next page
+LEFT_OUT = ("output_dir", "resume", "run_id")  # of every run another one
+_TARGET = "._target_"
+_NUMBER = re.compile(r"\d+\.\d+")
+_SPACES = re.compile(r"^\{.*\}")  # before a name: the place in which XML defines it
+_LEFT_OUT = ("metadata", "style")
 
 
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
@@ -137,3 +155,133 @@ def _figures(title: str, figures: Sequence[tuple[str, str]]) -> list[str]:
         for caption, svg in figures
     ]
     return [f"<section>\n<h2>{text(title)}</h2>", *shown, "</section>"]
+
+
+def figures_of_all(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Caption and element of the figures of all runs together; runs that go on only where no seed has finished."""
+    shown = [run for one in _groups(runs) for run in ([own for own in one if own.finished] or one)]
+    caption = "accuracy over rounds, over bytes and over FLOPs of a client"
+    drawing = accuracies(shown) if shown else None
+    return [(caption, inline(drawing.figure, name="all", label=caption, kind="wide"))] if drawing else []
+
+
+def figures_of_each(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Caption and element of the figures of single runs: the first of those that differ only in their seed."""
+    found: list[tuple[str, str]] = []
+    for number, run in enumerate(one[0] for one in _groups(runs)):
+        for kind, (shows, draw, file) in enumerate(OF_EACH):
+            caption = f"{run.folder}: {shows}"
+            element = _drawn(run.folder / file, draw, name=f"run{number}-{kind}", label=caption)
+            if element:
+                found.append((caption, element))
+    return found
+
+
+def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that finished or go on, those together that differ only in their seed; those that finished come first."""
+    alive = [run for run in runs if run.finished or run.running]
+    return [one.runs for one in group_by_seed(sorted(alive, key=lambda run: not run.finished))]
+
+
+def _drawn(file: Path, draw: Callable[[Path], PlotData | None], *, name: str, label: str) -> str:
+    """The figure of this file, drawn anew only if the file has changed; empty if there is nothing to draw."""
+    if not file.is_file():
+        return ""
+    found = file.stat()
+    stamp = (found.st_mtime_ns, found.st_size)
+    known = _DRAWN.get((file, name))
+    if known is None or known[0] != stamp:
+        drawing = draw(file.parent)
+        known = (stamp, inline(drawing.figure, name=name, label=label) if drawing else "")
+        _DRAWN[file, name] = known
+    return known[1]
+
+
+def status_table(runs: Sequence[Run]) -> TableData:
+    """A row for each run: folder, state, rounds done, seed, the command that repeats it, and why it did not finish."""
+    rows = [
+        [
+            TableCell(str(run.folder)),
+            TableCell(run.state),
+            TableCell(run.progress, run.rounds_done),
+            text_cell(run.seed),
+            TableCell(run.command),
+            TableCell("" if run.finished or run.running else run.failure_reason),
+        ]
+        for run in runs
+    ]
+    header = ["run", "state", "rounds", "seed", "command that repeats it", "why it did not finish"]
+    return TableData("Runs", header, rows, left=len(header))
+
+
+def settings_table(runs: Sequence[Run]) -> TableData:
+    """Every setting in which runs differ, a column for each; with more settings than runs a column for each run.
+
+    What a run does not have is empty, which is no difference where nothing but its words is known. A class is left out
+    where the choice that stands for it differs as well.
+    """
+    settings = [run.all_settings for run in runs]
+    whole = [run.settings is not None for run in runs]
+    keys = dict.fromkeys(key for one in settings for key in one if key not in LEFT_OUT)
+    values = {
+        key: {one.get(key, "") for one, all_of_it in zip(settings, whole, strict=True) if all_of_it or key in one}
+        for key in keys
+    }
+    differ = [key for key in keys if len(values[key]) > 1]
+    differ = [key for key in differ if not (key.endswith(_TARGET) and key.removesuffix(_TARGET) in differ)]
+    folders = [str(run.folder) for run in runs]
+    header, rows = ["setting", *folders], [[key, *(one.get(key, "") for one in settings)] for key in differ]
+    if len(differ) <= len(runs):
+        header, rows = ["run", *differ], [list(row) for row in zip(folders, *(row[1:] for row in rows), strict=True)]
+    body = [[TableCell(first), *map(text_cell, others)] for first, *others in (rows if differ else [])]
+    return TableData("Settings in which runs differ", header, body, left=len(header))
+
+
+def inline(figure: "Figure", *, name: str, label: str, kind: str = "plain") -> str:
+    """Write the figure as an element ``svg``, the same for the same figure, with its texts as text.
+
+    Parameters
+    ----------
+    figure : Figure
+        Its texts are made plain, and nothing of it is cut off at the axes any more, for what cuts refers by an address.
+    name : str
+        Of letters and digits, which no other figure of the page has.
+    label : str
+        What it shows, for those who cannot see it.
+    kind : str
+        The class of the element.
+    """
+    from matplotlib import rc_context
+
+    sanitize_texts(figure)
+    for artist in figure.findobj():
+        artist.set_clip_on(False)
+    stream = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(stream, format="svg", transparent=True)
+    root = ElementTree.fromstring(stream.getvalue())
+    _tidy(root, name)
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.attrib |= {"class": kind, "role": "img", "aria-label": sanitize(label)}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _tidy(root: ElementTree.Element, name: str) -> None:
+    """Drop what a page does not need, and put ``name`` before the names by which elements refer to each other."""
+    for parent in list(root.iter()):
+        for child in [child for child in parent if _SPACES.sub("", child.tag) in _LEFT_OUT]:
+            parent.remove(child)
+    for element in root.iter():
+        element.tag = _SPACES.sub("", element.tag)
+        element.attrib = {_SPACES.sub("", key): value for key, value in element.attrib.items()}
+    referred = {element.attrib["href"] for element in root.iter() if "href" in element.attrib}
+    for element in root.iter():
+        if "#" + (own := element.attrib.pop("id", "")) in referred:
+            element.attrib["id"] = f"{name}-{own}"
+        if "href" in element.attrib:
+            element.attrib["href"] = f"#{name}-{element.attrib['href'].removeprefix('#')}"
+        if "d" in element.attrib:  # a hundredth of a point is finer than any screen
+            element.attrib["d"] = " ".join(
+                _NUMBER.sub(lambda found: f"{float(found[0]):.2f}", element.attrib["d"]).split()
+            )

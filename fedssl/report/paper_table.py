@@ -1,30 +1,105 @@
 """A table of a paper beside runs of one's own: ``fedssl-report --paper l_dawa.table2 DIR...``.
 
+The papers' numbers are in ``papers/*.yaml``, one file per paper, as printed: a table has columns and rows, each with
+settings as on the command line, and a column the name of the result (``linear``) that holds its numbers.
+
 A run belongs to a number of the paper if every choice that it was made with (strategy, method, data set, ...) is that
-of ``experiment=PAPER/TABLE`` with the settings of the number, whoever made it, and it has these settings. What else of
-its settings has another value (``rounds=10`` for 200) is told beside the result, and runs that differ so are told
-apart. Results are found by their name; how they were judged is not compared.
+of ``experiment=PAPER/TABLE`` with the settings of the number, whoever made it, and it has these settings. Other
+differences of its settings (``rounds=10`` for 200) are shown beside the result, and runs that differ so are kept apart.
+Results are found by their name; how they were computed is not compared.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from fedssl.config.compose import MAY_CHANGE, flatten, resolve
+from fedssl.config.overrides import nearest
+from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
-from fedssl.report.paper_numbers import PaperNumber, read_table
-from fedssl.report.tables import to_csv
-from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
+from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 from fedssl.runs.run import Run, flatten_settings
-from fedssl.untrusted import sanitize
+from fedssl.untrusted import read_yaml, sanitize
 
+PAPERS_FOLDER = Path(__file__).parent / "papers"
 # What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.
 IGNORED_KEYS = {*MAY_CHANGE, "seed", "evaluation", "experiment", "output_dir", "resume", "run_id"} - {"rounds"}
 MAX_LISTED = 4  # differences that a line names
 NOT_RUN, NOT_EVALUATED = "not run", "not evaluated"
 
 Differences = dict[str, tuple[str, str]]  # key to the value in the runs and in the experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperNumber:
+    """A number of a paper.
+
+    Attributes
+    ----------
+    settings : dict
+        Key to value, as on the command line: what tells this run from others of the table.
+    encoder_kind : str
+        Whose number it is: of the ``"federated"`` or of the ``"untrained"`` encoder.
+    results : tuple of str
+        Names of the result in ``summary.json``: by the paper's own protocol, and by the one that we have for all.
+    value : float
+        In per cent.
+    spread : float or None
+        Standard deviation as the paper has it; None: it gives none.
+    """
+
+    settings: dict[str, str]
+    encoder_kind: str
+    results: tuple[str, ...]
+    value: float
+    spread: float | None
+
+
+def table_names() -> list[str]:
+    """All tables there are, as ``paper.table``."""
+    return [f"{file.stem}.{table}" for file in sorted(PAPERS_FOLDER.glob("*.yaml")) for table in _read(file)["tables"]]
+
+
+def read_table(name: str) -> list[PaperNumber]:
+    """The numbers of a table, row by row.
+
+    Raises
+    ------
+    InputError
+        There is no such table.
+    """
+    names = table_names()
+    if name not in names:
+        raise InputError(f"there is no table {name!r}{nearest(name, names)}; choose one of {', '.join(names)}")
+    paper, _, table = name.partition(".")
+    found = _read(PAPERS_FOLDER / f"{paper}.yaml")
+    return list(_cells(found["tables"][table], found["own"]))
+
+
+@functools.cache
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = read_yaml(file, dict)
+    return found
+
+
+def _cells(table: dict[str, Any], own: dict[str, str]) -> Iterator[PaperNumber]:
+    for row in table["rows"]:
+        for column, number in zip(table["columns"], row["numbers"], strict=True):
+            if number is None:  # the paper gives none
+                continue
+            settings = {**column, **row["settings"]}
+            protocol, at, where = column["result"].partition("@")
+            value, _, spread = str(number).partition(" ± ")
+            yield PaperNumber(
+                settings={key: str(setting) for key, setting in settings.items() if key != "result"},
+                encoder_kind=row.get("encoder_kind", "federated"),
+                results=tuple(dict.fromkeys((f"{own.get(protocol, protocol)}{at}{where}", column["result"]))),
+                value=float(value),
+                spread=float(spread) if spread else None,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs as entries of a list, from what their folders tell; folders that tell nothing good get a sentence each."""
+"""List, filter and rank runs from their folders, and compare a run's settings with the defaults."""
 
 import re
 import time
@@ -8,16 +8,22 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from fedssl.config.overrides import nearest
+from omegaconf import OmegaConf
+
+from fedssl.config.compose import compose_nodes
+from fedssl.config.overrides import groups, nearest
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
+from fedssl.machine.threads import default_threads
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.runs.run import RUN_MARKERS, Run, read_run, run_folders
+from fedssl.runs.run import RUN_MARKERS, Run, iter_settings, read_run, run_folders
 from fedssl.untrusted import sanitize
 
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
 STATUSES = ("finished", "failed", "interrupted", "running", "ended from outside")
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
+_OWN = ("output_dir", "resume", "run_id")  # of every run its own
+_ABSENT = "(none)"
 
 
 @dataclass(frozen=True)
@@ -190,3 +196,29 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, group: Callable[[RunE
         spread = stdev(values) if len(values) > 1 else None
         ranked.append(RankedRuns(members, Score(mean(values), members[0].results[metric].unit, spread)))
     return sorted(ranked, key=lambda one: one.score.value, reverse=True)
+
+
+def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
+    """Tell the choices and values of a run that are not the defaults, each with the default.
+
+    A value is compared with that of the choices that the run made: ``strategy=fedavg`` differs as a choice, and of its
+    settings those that its file has otherwise. Choices that this version does not have, and experiments, which only set
+    values, are compared with the default choice.
+    """
+    known = groups()
+    _, usual = compose_nodes([])
+    made = {group: name for group, name in run.choices.items() if name in known.get(group, ())}
+    nodes, _ = compose_nodes([f"{group}={name}" for group, name in made.items() if group != "experiment"])
+    found = {
+        group: (name, usual.get(group, _ABSENT)) for group, name in run.choices.items() if name != usual.get(group)
+    }
+    settings = run.settings or {}
+    plain: Any = OmegaConf.to_container(nodes)
+    if not plain["threads"] and isinstance(plain["dataset"]["size"], int):
+        plain["threads"] = default_threads(plain["dataset"]["size"])
+    defaults, values = dict(iter_settings(plain)), dict(iter_settings(settings))
+    for key in dict.fromkeys([*values, *defaults]) if settings else ():
+        one, other = values.get(key, _ABSENT), defaults.get(key, _ABSENT)
+        if one != other and key not in _OWN:
+            found[key] = (one, other)
+    return found

@@ -20,17 +20,17 @@ from typing import Any
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import as_numbers, heading, units_of
 from fedssl.report.accuracy_table import LEFT_OUT
-from fedssl.report.tables import align
+from fedssl.report.text_table import align
 from fedssl.runs.catalog import (
     DEFAULT_FOLDERS,
     RankedRuns,
     RunEntry,
+    differences_from_defaults,
     filter_entries,
     find_entries,
     rank_runs,
     read_entry,
 )
-from fedssl.runs.differences import differences_from_defaults
 from fedssl.runs.run import RUN_MARKERS, iter_settings
 from fedssl.untrusted import sanitize
 

@@ -20,8 +20,6 @@ from fedssl.machine.process import set_up
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import copied_layers, load_layers, travelling_names
-from fedssl.plots.style import line_style
-from fedssl.runs.run import strategy_of
 from fedssl.runs.snapshots import KeptRound, kept_rounds, read_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
@@ -59,11 +57,6 @@ class LoadedRun:
     def phases(self) -> Sequence[Phase]:
         """Those of the run's schedule."""
         return make_phases(self.settings.model.schedule, stages=len(self.method.encoder.stage_names))
-
-    @property
-    def color(self) -> str:
-        """That of its rule."""
-        return line_style(strategy_of(self.folder)).color
 
     def images(self, most: int) -> tuple[Tensor, Tensor | None]:
         """Some images of the clients, or of the test where those are on devices, and their labels if they have any.

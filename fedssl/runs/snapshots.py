@@ -1,11 +1,11 @@
-"""Models of single rounds, which a run keeps if it is asked to (``keep_models``), for the figures that look into them.
+"""Snapshots: models of single rounds, which a run saves if it is asked to (``keep_models``), for plots of them.
 
 ``models/round-000010/`` has what the server held after round 10, ``model-<name>.pt``, and what every client sent that
 was used, ``client-<number>.pt``. Models of the server come last: without them the round was not finished.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,3 +126,30 @@ def _kept(round: int, place: Path) -> KeptRound:
     clients = {int(name): file for name, file in found["client"].items() if name.isdecimal()}
     models = dict(sorted(found["model"].items(), key=lambda pair: (len(pair[0]), pair[0])))
     return KeptRound(round, models, dict(sorted(clients.items())))
+
+
+class SnapshotWriter:
+    """Writes models of one round after the other into a run folder.
+
+    Parameters
+    ----------
+    folder : Path
+        The run folder.
+    round : int
+    """
+
+    def __init__(self, folder: Path, round: int) -> None:
+        self._folder, self._round = folder, round
+
+    def observe(self, client: int, layers: Layers) -> None:
+        """Keep what a client sent."""
+        save_layers(self._folder, self._round, f"client-{client}", layers)
+
+    def finish(self, models: Mapping[str, Layers], *, used: Collection[int]) -> None:
+        """Keep the server's models after the round; ``used`` are the clients whose updates went into them."""
+        names = {f"client-{client}.pt" for client in used}
+        for file in round_folder(self._folder, self._round).glob("client-*.pt"):
+            if file.name not in names:  # of an attempt that failed
+                remove(file)
+        for name, layers in models.items():
+            save_layers(self._folder, self._round, f"model-{name}", layers)

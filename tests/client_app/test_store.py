@@ -13,7 +13,7 @@ from fedssl.errors import RunError
 from server_app.checkpoint import latest_checkpoint
 from server_app.recorder import Recorder
 from simulation.cli import run
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 
 LIKE = {"target.weight": torch.zeros(2)}
 SIZE = 8  # bytes of such a state

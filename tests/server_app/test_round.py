@@ -14,7 +14,7 @@ from fedssl.wire.records import content_bytes
 from server_app.replies import receive
 from server_app.round import Round
 from server_app.round_context import sample_clients
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA

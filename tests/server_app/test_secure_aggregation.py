@@ -18,7 +18,7 @@ from server_app.round import Round
 from server_app.secure_aggregation import TooFewParticipants, apply_delta
 from simulation.cli import run
 from strategies.state import ServerState
-from tests.devices import Devices, ask, context, images
+from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation
 
 SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "partition=iid"]
@@ -204,7 +204,10 @@ def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path
 
 def test_a_device_that_gives_sums_only_answers_no_plain_plan(tmp_path):
     device = context(
-        data_path=images(tmp_path / "p", 4), state_path=tmp_path / "s", client_name="a", secure_aggregation_only=True
+        data_path=write_images(tmp_path / "p", 4),
+        state_path=tmp_path / "s",
+        client_name="a",
+        secure_aggregation_only=True,
     )
     plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x")
     reply = ask(plan.to_content(), device)
@@ -214,7 +217,7 @@ def test_a_device_that_gives_sums_only_answers_no_plain_plan(tmp_path):
 def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     contexts = [
         context(
-            data_path=images(tmp_path / f"p{number}", 12, seed=number),
+            data_path=write_images(tmp_path / f"p{number}", 12, seed=number),
             state_path=tmp_path / "s",
             client_name=f"d{number}",
             secure_aggregation_only=True,

@@ -12,7 +12,7 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
 from server_app.recorder import Recorder
 from simulation.cli import run
-from simulation.local_grid import run_local
+from simulation.grid import run_local
 
 TINY = ["num_clients=3", "rounds=3", "local_epochs=1", "dataset.limit=90", "dataset.test_limit=30", "encoder.width=4"]
 TINY += ["threads=1", "evaluate_every=1", "final_evaluation=knn", "batch_size=16", "engine=local"]
@@ -141,7 +141,7 @@ def test_nothing_overlaps_where_nobody_knows_what_clients_occupy(tmp_path, monke
     monkeypatch.setattr(
         app, "can_evaluate_in_background", lambda components, client_cores: found.append(client_cores) or False
     )
-    monkeypatch.setattr("simulation.local_grid.pick_device", lambda name: type("Device", (), {"type": "cuda"}))
+    monkeypatch.setattr("simulation.grid.pick_device", lambda name: type("Device", (), {"type": "cuda"}))
     run([*TINY, "rounds=1", "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
     assert found == [None]
 

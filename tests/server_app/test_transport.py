@@ -18,7 +18,7 @@ from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.state import GLOBAL, ServerState
 from tests.federation import TINY, Federation
 from tests.server_app.small import LAYERS

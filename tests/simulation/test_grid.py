@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from fedssl.errors import InputError
 from server_app.nodes import discover_clients
 from server_app.replies import receive
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 
 
 def adding_app(*, fails=()):

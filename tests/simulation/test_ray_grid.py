@@ -24,8 +24,8 @@ from fedssl.wire.records import from_record, to_record
 from server_app.replies import receive
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
 from simulation.ray_session import _environment, ray_session
+from simulation.resources import ClientResources, Host, fit_clients
 from simulation.sandbox import process_sandbox, sandbox_pids
-from simulation.share import ClientResources, Host, fit_clients
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -16,10 +16,9 @@ from ray.cluster_utils import Cluster
 
 from fedssl.errors import InputError
 from server_app.replies import receive
-from simulation.cluster import HostInfo, check_host, check_hosts
 from simulation.ray_grid import RayGrid
-from simulation.ray_session import ray_session
-from simulation.share import Host, fit_clients
+from simulation.ray_session import HostInfo, check_host, check_hosts, ray_session
+from simulation.resources import Host, fit_clients
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOST = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 200 * 2**20}

@@ -19,7 +19,7 @@ from server_app.messaging import MessageExchange
 from server_app.replies import receive
 from server_app.round import Round
 from simulation.cli import run
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.base import RoundOutcome, ServerStrategy
 from strategies.choosing import LAST_ENCODER_PREFIX, SelectByFeatures, SelectByLoss, argmin, feature_distance
 from strategies.clustered import Clustered

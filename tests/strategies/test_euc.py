@@ -24,7 +24,7 @@ from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.round_context import sample_clients
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.base import StrategyContext
 from strategies.discrepancy import DiscrepancySum
 from strategies.euc import EUC, averaging_intervals

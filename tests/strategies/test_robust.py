@@ -17,7 +17,7 @@ from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.base import StrategyContext
 from strategies.fedavg import fedavg
 from strategies.gram import deviation_gram

@@ -17,7 +17,7 @@ from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
-from simulation.local_grid import LocalGrid
+from simulation.grid import LocalGrid
 from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
 from strategies.state import GLOBAL, Model, ServerState

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedssl.plots.cka import centered_gram, cka_matrix, draw_cka, linear_cka
-from fedssl.plots.cka_layers import between_clients
+from fedssl.plots.cka import between_clients, centered_gram, cka_matrix, draw_cka, linear_cka
 from fedssl.runs.representations import Representations
 
 

@@ -10,11 +10,19 @@ import pytest
 
 from fedssl.config.overrides import groups
 from fedssl.errors import InputError
-from fedssl.plots.comparisons import draw_accuracy, evaluation_points, mean_over_seeds
-from fedssl.plots.divergence import draw_divergence, mean_cosines
+from fedssl.plots.comparisons import (
+    draw_accuracy,
+    draw_divergence,
+    draw_sensitivity,
+    evaluation_points,
+    final_scores,
+    group_by_seed,
+    line_styles,
+    mean_cosines,
+    mean_over_seeds,
+    swept_setting,
+)
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
-from fedssl.plots.groups import group_by_seed, line_styles
-from fedssl.plots.sensitivity import draw_sensitivity, final_scores, swept_setting
 from fedssl.plots.style import STRATEGY_STYLES, line_style
 from fedssl.runs.run import Run, find_runs
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedssl.plots.plane import axes_around, principal_plane
+from fedssl.plots.landscape import axes_around, principal_plane
 
 # Deviations from the last model: (4, 0, 0, 0), (0, 3, 0, 0), (0, 0, 0, 0). Their squares are 16 + 9 = 25, so the first
 # direction is (1, 0, 0, 0) with 16/25, the second (0, 1, 0, 0) with 9/25.
@@ -48,7 +48,7 @@ def test_a_line_of_many_float32_weights_gives_no_plane():
 
 
 def test_products_of_more_weights_than_a_block(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fedssl.plots.plane._BLOCK", 3)  # 4 weights: a block and a rest
+    monkeypatch.setattr("fedssl.plots.landscape._BLOCK", 3)  # 4 weights: a block and a rest
     assert principal_plane(MODELS).shares == pytest.approx((0.64, 0.36))
 
 

@@ -1,4 +1,4 @@
-"""Tables from hand-made run folders."""
+"""Tables of results: of encoders, of a sweep, of any runs; and which row is marked as the best."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from fedssl.config.overrides import CONF
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
-from fedssl.report.accuracy_table import format_table, run_table, sweep_table
+from fedssl.report.accuracy_table import best_rows, comparison_key, format_table, run_table, sweep_table
 from fedssl.runs.run import find_runs, read_run
 
 
@@ -385,3 +385,39 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path, name: str, problem: st
 def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
     (tmp_path / "summary.json").write_text('{"loss": 1}')
     assert read_run(tmp_path).summary is None
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # Means .9 and .7 differ by .2; deviations sqrt(2 * .1^2 / 1) = .1414 and sqrt(2 * .05^2 / 1) = .0707.
+        ([[0.8, 1.0], [0.65, 0.75]], {0}),
+        ([[0.65, 0.75], [0.8, 1.0]], {1}),
+        # Means .9 and .78 differ by .12, which is more than .0707 but not than .1414, whichever of the two varies so.
+        ([[0.8, 1.0], [0.73, 0.83]], set()),
+        ([[0.85, 0.95], [0.68, 0.88]], set()),
+        # Of three the second best counts, not the last: .9 - .6 against a deviation of .0707, then .9 - .88.
+        ([[0.3, 0.9], [0.85, 0.95], [0.55, 0.65]], {1}),
+        ([[0.1, 0.2], [0.85, 0.95], [0.83, 0.93]], set()),
+        # One seed of either, no rival, nobody: nothing can be said.
+        ([[0.9], [0.1, 0.2]], set()),
+        ([[0.9, 0.9], [0.1]], set()),
+        ([[0.9, 0.9]], set()),
+        ([[], [0.9, 0.9], []], set()),
+        ([], set()),
+        # Without any spread every lead is one, but a tie is none.
+        ([[0.5, 0.5], [0.6, 0.6]], {1}),
+        ([[0.5, 0.5], [0.5, 0.5]], set()),
+    ],
+)
+def test_a_row_leads_by_more_than_the_larger_deviation(values: list[list[float]], expected: set[int]):
+    assert best_rows(values, ["same"] * len(values)) == expected
+
+
+def test_rows_are_compared_within_their_task_only():
+    values = [[0.8, 0.81], [0.6, 0.61], [0.5, 0.51], [0.4, 0.41], [0.9, 0.91]]
+    alphas = ("0.1", "0.1", "1", "1", "10")
+    rows = [{"strategy": str(n), "partition.alpha": alpha} for n, alpha in enumerate(alphas)]
+    assert best_rows(values, [comparison_key(row) for row in rows]) == {0, 2}
+    assert comparison_key({"strategy": "a", "rounds": "3", "num_clients": "5"}) == comparison_key({"num_clients": "5"})
+    assert comparison_key({"dataset.limit": "5"}) != comparison_key({})

@@ -4,6 +4,7 @@ import fcntl
 import json
 import re
 import shlex
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import mean
@@ -12,11 +13,10 @@ from typing import Any
 import pytest
 
 from fedssl.plots.style import new_figure
+from fedssl.report import html_page
 from fedssl.report.accuracy_table import run_table
-from fedssl.report.html_page import SCRIPT, page
-from fedssl.report.run_tables import settings_table, status_table
-from fedssl.report.svg import inline
-from fedssl.runs.run import find_runs
+from fedssl.report.html_page import SCRIPT, figures_of_all, figures_of_each, inline, page, settings_table, status_table
+from fedssl.runs.run import Run, find_runs
 
 HOSTILE = "</svg></td><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m&amp;\"'"
 VOID = {"meta", "br"}
@@ -232,3 +232,47 @@ def test_a_run_of_which_only_words_are_known_differs_in_these_alone(tmp_path: Pa
     for file in ("config.yaml", "choices.yaml"):
         (tmp_path / "c" / file).unlink()
     assert settings_table(find_runs([tmp_path])).header == ["run", "strategy"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    """Two seeds of a rule, of which the first goes on; one of another, which failed; one of a third, which goes on."""
+    for name, overrides in {"a": ("seed=0",), "b": ("seed=1",), "d": ("strategy=eua",)}.items():
+        job(tmp_path / name, *overrides)
+    job(tmp_path / "c", "strategy=fedavg", status="failed", reason="none delivered")
+    found = {run.folder.name: run for run in find_runs([tmp_path])}
+    going = {name: replace(found[name], running=True, summary=None) for name in ("a", "d")}
+    return list((found | going).values())
+
+
+def names(captions: list[str]) -> list[str]:
+    return list(dict.fromkeys(Path(caption.partition(":")[0]).name for caption in captions))
+
+
+def test_a_figure_of_all_has_what_finished_and_what_goes_on_where_nothing_has(runs, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(html_page, "accuracies", lambda runs: shown.extend(run.folder.name for run in runs))
+    assert figures_of_all(runs) == []
+    assert sorted(shown) == ["b", "d"]
+
+
+def test_each_row_has_the_figures_of_one_run_that_finished_if_one_has(runs):
+    assert names([caption for caption, _ in figures_of_each(runs)]) == ["b", "d"]
+
+
+def test_a_figure_is_drawn_anew_only_when_its_file_has_changed(runs, monkeypatch):
+    html_page._DRAWN.clear()
+    drawn: list[Path] = []
+
+    def draw(folder: Path) -> None:
+        drawn.append(folder)
+
+    monkeypatch.setattr(html_page, "OF_EACH", (("loss", draw, "metrics.jsonl"), ("nothing", draw, "missing.csv")))
+    folder = next(run.folder for run in runs if run.folder.name == "b")
+    for _ in range(2):
+        assert figures_of_each([run for run in runs if run.folder == folder]) == []
+    assert drawn == [folder]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    figures_of_each([run for run in runs if run.folder == folder])
+    assert drawn == [folder, folder]

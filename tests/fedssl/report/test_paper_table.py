@@ -12,8 +12,7 @@ from fedssl.config.compose import resolve
 from fedssl.config.load import compose, save_run
 from fedssl.errors import InputError
 from fedssl.report.cli import report
-from fedssl.report.paper_numbers import read_table, table_names
-from fedssl.report.paper_table import paper_table
+from fedssl.report.paper_table import paper_table, read_table, table_names
 from fedssl.runs.run import find_runs
 from tests.experiments.every import EXPERIMENTS, check_saved_overrides
 

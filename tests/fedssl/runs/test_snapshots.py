@@ -14,18 +14,16 @@ from fedssl.errors import InputError
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import load_layers
 from fedssl.plots import landscape
-from fedssl.plots.cka import centered_gram, cka_matrix
-from fedssl.plots.cka_layers import layer_outputs
+from fedssl.plots.cka import centered_gram, cka_matrix, layer_outputs
 from fedssl.plots.forgetting import measure_forgetting
 from fedssl.plots.partition import read_partition_table
 from fedssl.report.cli import main
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.representations import read_representations
-from fedssl.runs.snapshots import forget_after, kept_rounds, read_layers, save_layers
+from fedssl.runs.snapshots import SnapshotWriter, forget_after, kept_rounds, read_layers, save_layers
 from fedssl.seeding import torch_generator
 from server_app.build import validate_aggregation
 from server_app.checkpoint import latest_checkpoint
-from server_app.keeper import SnapshotWriter
 from simulation.cli import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]
