@@ -29,7 +29,7 @@ from functools import reduce
 import numpy as np
 import torch
 
-from fedssl.arrays import GlobalLayers, Layers, is_weight
+from fedssl.arrays import Layers, ReferenceLayers, is_weight
 from fedssl.machine.threads import default_threads, tune_allocator
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record
@@ -113,7 +113,7 @@ def measure(candidates: dict[str, Callable[[], object]], repetitions: int) -> di
 
 def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
     """Print times with all updates in memory."""
-    reference = GlobalLayers(layers)
+    reference = ReferenceLayers(layers)
     spare = {name: np.empty_like(array) for name, array in layers.items()}
     flat = np.concatenate([array.reshape(-1) for array in layers.values() if array.dtype.kind == "f"])
     flat_spare = np.empty_like(flat)
@@ -122,7 +122,7 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
     seconds = measure(
         {
             "copy": lambda: np.copyto(flat_spare, flat),
-            "copy, threads": lambda: reference.for_each(lambda name: np.copyto(spare[name], layers[name])),
+            "copy, threads": lambda: reference.parallel_for(lambda name: np.copyto(spare[name], layers[name])),
             "FedAvg": lambda: fedavg(layers, updates),
             "Loss": lambda: loss_weighted(layers, updates),
             "L-DAWA": lambda: l_dawa(layers, updates),
@@ -150,12 +150,12 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
 
 def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate]) -> float:
     """Fold the updates in one by one, as a strategy does; seconds from the last one to the new layers."""
-    reference = GlobalLayers(global_layers)
+    reference = ReferenceLayers(global_layers)
     rule.start(reference)
     for update in updates:
         start = time.perf_counter()
         reference.check(update.layers)
-        rule.add(update, reference.compare(update.layers))
+        rule.add(update, reference.cosines_of(update.layers))
     rule.finish()
     return time.perf_counter() - start
 
@@ -210,10 +210,10 @@ def authors_eua(global_layers: Layers, models: list[Layers]) -> torch.Tensor:
 def with_all_updates(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
     """Print EUA's times and memory."""
     models = [update.layers for update in updates]
-    weights = GlobalLayers({name: array for name, array in layers.items() if is_weight(name, array)})
+    weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, models)
-    reference = GlobalLayers(layers)
-    all_cosines = reference.compare_all(models)
+    reference = ReferenceLayers(layers)
+    all_cosines = reference.cosines_of_all(models)
 
     def whole() -> None:
         rule = EUAAggregator()

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedssl.machine.threads import WAITING, tune_allocator
+from fedssl.machine.threads import OPENMP_ENV, tune_allocator
 
 if __name__ == "__main__":  # not where others take the usual client from here
-    os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
+    os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
 from hydra.utils import instantiate

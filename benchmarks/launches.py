@@ -36,7 +36,7 @@ from fedssl.config.load import compose
 from fedssl.machine import cuda_graphs, devices
 from fedssl.methods.build import build_method
 from fedssl.seeding import torch_generator
-from fedssl.training import LocalTraining, train
+from fedssl.training import LocalTrainer, train
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
 ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view")
@@ -151,8 +151,8 @@ class Client:
         self.method = build_method(composed.model)
         self.method.start_round(first=True)
         self._results: list[Tensor] = []
-        with patch.object(devices, "GPU", "cpu"), patch.object(cuda_graphs, "record_on_gpu", lambda: self._record):
-            self.training = replace(LocalTraining.prepare(composed.training, self.method), epochs=1)
+        with patch.object(devices, "GPU", "cpu"), patch.object(cuda_graphs, "capture_on_gpu", lambda: self._record):
+            self.training = replace(LocalTrainer.build(composed.training, self.method), epochs=1)
         for group in self.training.optimizer.param_groups:
             group["foreach"] = not group["fused"]  # as torch chooses on a GPU
 
@@ -188,7 +188,7 @@ class Client:
 def count(*settings: str, batch: int = 8) -> tuple[Asked, Asked, Counter[str]]:
     """What a step asks for; what an epoch asks for beside its steps; and the operations of a step."""
     client = Client(settings, batch=batch)
-    for _ in range(cuda_graphs.WARM + 1 if client.training.graphs else 1):
+    for _ in range(cuda_graphs.WARMUP_STEPS + 1 if client.training.graphs else 1):
         client.epoch(1)  # after these there is all that stays from step to step
     two, three = client.epoch(2), client.epoch(3)
     step = three.asked() - two.asked()

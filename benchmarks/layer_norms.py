@@ -22,7 +22,7 @@ from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import travelling_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.plots.style import new_figure, write_png
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run, find_runs
@@ -81,7 +81,7 @@ class Followed:
             compose([f"{key}={value}" for key, value in run.overrides.items() if key != "output_dir"]).model
         )
         kind = kinds(method)
-        history = [norms(travelling_layers(method), kind)]
+        history = [norms(exchanged_layers(method), kind)]
         history += [norms(layers, kind) for layers in _checkpoints(run.folder / "checkpoints")]
         self.norms = {name: [each[name] for each in history] for name in KINDS}
         lines = read_jsonl(run.folder / "metrics.jsonl")

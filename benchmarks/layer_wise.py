@@ -22,9 +22,9 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
-from fedssl.machine.threads import WAITING, tune_allocator
+from fedssl.machine.threads import OPENMP_ENV, tune_allocator
 
-os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
+os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
 import numpy as np
 import torch
@@ -34,14 +34,14 @@ from benchmarks.paper_costs import paper_bytes, paper_flops
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.config.settings import Settings
-from fedssl.machine.devices import pick_device
+from fedssl.machine.devices import select_device
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import travelling_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import step_cost
-from fedssl.training import LocalTraining, train
+from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes, from_record
 from server_app.round import Round
@@ -84,7 +84,7 @@ class Same:
 def measure(settings: Settings, method: SSLMethod, stage: Phase, options: argparse.Namespace) -> Cost:
     """Cost of a step in a stage."""
     images = torch.randint(0, 256, (options.batch, 3, 32, 32), dtype=torch.uint8, device=options.device)
-    prepared = LocalTraining.prepare(settings.training, method)
+    prepared = LocalTrainer.build(settings.training, method)
     training = replace(prepared, precision=options.precision, clip_norm=None, channels_last=False)
 
     def seconds(steps: int, num_images: int) -> float:
@@ -116,7 +116,7 @@ def over_stages(costs: dict[int, Cost]) -> Cost:
 
 def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.ndarray:
     """Bytes of all messages to and from a client, and of the encoder's layers in them."""
-    layers = travelling_layers(method)
+    layers = exchanged_layers(method)
     grid = LocalGrid(ClientApp(), num_clients=1)  # messages are made for it, and never sent
     context = RoundContext(
         strategy=settings.algorithm.strategy.make(),
@@ -218,7 +218,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=1, help="timings, whose median counts")
     parser.add_argument("--steps", type=int, help="training steps per timing; default: 1 on a CPU, 20 on a GPU")
     options = parser.parse_args()
-    options.device = pick_device(options.device)
+    options.device = select_device(options.device)
     options.steps = options.steps or (20 if options.device.type == "cuda" else 1)
     thirds = {max(1, round(part * options.blocks / 3)) for part in (1, 2)}
     options.sampled = sorted({*(options.sampled or thirds), 1, options.blocks})

@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedssl.machine.threads import WAITING
+from fedssl.machine.threads import OPENMP_ENV
 
-os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
+os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
 

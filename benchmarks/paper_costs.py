@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import travelling_names
+from fedssl.model_arrays import exchanged_names
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import Stages, set_active_stages
 from fedssl.step_cost import count_flops
@@ -81,7 +81,7 @@ def paper_bytes(method: SSLMethod, schedule: Sequence[Phase], *, calibrated: boo
         Whether the server changes all stages in every round.
     """
     prefixes = tuple(f"encoder.{name}." for name in method.encoder.stage_names)
-    sizes = {name: method.named_tensors[name].nbytes for name in travelling_names(method) if name.startswith(prefixes)}
+    sizes = {name: method.named_tensors[name].nbytes for name in exchanged_names(method) if name.startswith(prefixes)}
     stages = Stages(method)
     down = up = 0
     for stage in schedule:

@@ -30,10 +30,10 @@ from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from fedssl.machine.threads import WAITING, tune_allocator
+from fedssl.machine.threads import OPENMP_ENV, tune_allocator
 
 if __name__ == "__main__":  # not in the process of the usual client
-    os.environ.update(WAITING | os.environ)  # before torch is imported, as the command fedssl does
+    os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
 from augmentation import PilViews, in_turn
@@ -41,10 +41,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fedssl.config.load import compose
-from fedssl.machine.devices import pick_device
+from fedssl.machine.devices import select_device
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import travelling_layers
-from fedssl.training import LocalTraining, train
+from fedssl.model_arrays import exchanged_layers
+from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import TrainPlan
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
@@ -84,11 +84,11 @@ class Client:
         self.images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
         self.labels = torch.randint(0, 10, (num_images,), generator=random).to(device)
         self.method = build_method(self.settings.model).to(device)
-        layers = travelling_layers(self.method)
+        layers = exchanged_layers(self.method)
         plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), keep_from=0, code="")
         self.settings.algorithm.strategy.make().client.load_start(self.method, plan, None)
         self.method.train()
-        self.training = LocalTraining.prepare(self.settings.training, self.method)
+        self.training = LocalTrainer.build(self.settings.training, self.method)
         self.generator = torch.Generator().manual_seed(seed)
 
     def loss(self, view1: Tensor, view2: Tensor, labels: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class UsualClients:
     def __init__(self, options: argparse.Namespace) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         if not options.tuned_usual:
-            for variable in WAITING:
+            for variable in OPENMP_ENV:
                 os.environ.pop(variable, None)
         arguments = (theirs, options.device, options.threads, options.tuned_usual)
         multiprocessing.get_context("spawn").Process(target=serve, args=arguments).start()
@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short turn: whether it runs, not how fast")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    options.device = pick_device(options.device)
+    options.device = select_device(options.device)
     native = precisions(options.device)
     options.precisions = native if options.precision == "auto" else [options.precision]
     options.steps = dict.fromkeys(ENCODERS, CUDA_STEPS) if options.device.type == "cuda" else STEPS

@@ -27,7 +27,7 @@ from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.machine.threads import tune_allocator
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import travelling_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.records import to_message, to_record
 from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
 from simulation.grid import set_task_identity
@@ -35,7 +35,7 @@ from simulation.grid import set_task_identity
 
 def models() -> tuple[Layers, Layers]:
     """What a client starts from, and what training has made of it."""
-    start = travelling_layers(build_method(compose(["encoder=resnet18"]).model))
+    start = exchanged_layers(build_method(compose(["encoder=resnet18"]).model))
     random = np.random.default_rng(0)
     trained = {
         name: (array + 1e-3 * random.standard_normal(array.shape) if array.dtype.kind == "f" else array + place).astype(

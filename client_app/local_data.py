@@ -9,7 +9,7 @@ from fedssl.config.settings import DataSettings
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
-from fedssl.training import LocalTraining, batches, taken
+from fedssl.training import LocalTrainer, batches, index_rows
 
 
 class LocalDataSample:
@@ -23,7 +23,7 @@ class LocalDataSample:
         Where the client's are, int64, ``(m,)``.
     data : DataSettings
         Tells mean and standard deviation of pixels.
-    training : LocalTraining
+    training : LocalTrainer
         Makes the views, and cuts batches.
     place : tuple of int and str
         Of the client and the round in the run, see `fedssl.seeding`.
@@ -39,7 +39,7 @@ class LocalDataSample:
         indices: Tensor,
         *,
         data: DataSettings,
-        training: LocalTraining,
+        training: LocalTrainer,
         place: tuple[int | str, ...],
         labels: Tensor | None,
         on_step_start: Callable[[], None],
@@ -52,7 +52,7 @@ class LocalDataSample:
         """What the encoder makes of at most so many images, float32 ``(n, feature_dim)``, on the CPU."""
         self._on_step_start()
         device, span = next(method.parameters()).device, method.encoder.active_stages
-        images = taken(self._images, self._subset(max_images), device)
+        images = index_rows(self._images, self._subset(max_images), device)
         frozen, span.frozen = span.frozen, 0  # all stages that run, whichever are trained
         try:
             return extract(method.encoder, images, mean=self._data.mean, std=self._data.std, device=device)
@@ -69,11 +69,11 @@ class LocalDataSample:
         few, total = self._subset(max_images), 0.0
         for batch in batches(few, training.batch_size, generator=generator, min_batch_size=method.min_batch_size):
             self._on_step_start()
-            views = training.augment(taken(self._images, batch, device), generator)
+            views = training.augment(index_rows(self._images, batch, device), generator)
             inputs = list(method.inputs(*views))
             if method.frozen:
                 inputs = method.encoder.forward_frozen(inputs, generator)
-            known = () if self._labels is None else (taken(self._labels, batch, device),)
+            known = () if self._labels is None else (index_rows(self._labels, batch, device),)
             total += float(method.loss(*inputs, *known)) * len(batch)
         return total / len(few)
 

@@ -16,15 +16,15 @@ from client_app.store import FILE_STORE, StateStore
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
-from fedssl.machine.devices import settled
-from fedssl.machine.process import set_up
+from fedssl.machine.devices import place_images
+from fedssl.machine.process import configure_process
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import copied_layers, layers_of, load_layers, travelling_names
+from fedssl.model_arrays import copy_layers, exchanged_names, load_layers, names_in_parts
 from fedssl.partition import split
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
-from fedssl.training import LocalTraining, TrainResult, train
+from fedssl.training import LocalTrainer, TrainResult, train
 from fedssl.wire.messages import OWN, Ask, ClientUpdate, TrainPlan
 from strategies.base import ClientState, ClientStrategy
 
@@ -34,9 +34,9 @@ class ClientWorker:
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
-        self.device = set_up(settings.machine)
+        self.device = configure_process(settings.machine)
         image_data = load_federated(settings.data)
-        self.images = settled(image_data.images, self.device)
+        self.images = place_images(image_data.images, self.device)
         self.client_indices = None if settings.partition is None else split(settings.partition, image_data)
         self.client_strategy: ClientStrategy = settings.strategy.make().client
         self.method = build_method(settings.model).to(self.device)
@@ -44,7 +44,7 @@ class ClientWorker:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = image_data.labels if self.method.uses_labels else None
         self.labels = None if labels is None else labels.to(self.device)
-        self.training = LocalTraining.prepare(settings.training, self.method)
+        self.training = LocalTrainer.build(settings.training, self.method)
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
 
@@ -73,7 +73,7 @@ class ClientWorker:
         """
         start = time.perf_counter()
         with set_active_stages(self.method, depth=plan.depth, frozen=plan.frozen, depth_dropout=plan.depth_dropout):
-            private = set(plan.upload_names or ()) - set(travelling_names(self.method))
+            private = set(plan.upload_names or ()) - set(exchanged_names(self.method))
             if private:
                 raise RequestRefused(f"layer {min(private)!r} was asked for, which is not exchanged")
             arrived, indices = {*plan.layers, *plan.shared}, self._indices(client)
@@ -90,14 +90,14 @@ class ClientWorker:
             if kept:
                 store.save(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
             frozen = frozen_names(self.method) if plan.hold else []
-            constant = layers_of(self.method, self.method.static_parts)
+            constant = names_in_parts(self.method, self.method.static_parts)
             for folder, names, source in (("frozen", frozen, plan.layers), ("constant", constant, plan.shared)):
                 if not arrived.isdisjoint(names):
                     held = {name: torch.from_numpy(source[name]) for name in names}
                     save_state(state_folder / folder, held, round=plan.round, keep_from=plan.keep_from)
             return ClientUpdate(
                 layers=self.client_strategy.layers_to_upload(self.method, plan),
-                gathered=copied_layers(self.method, layers_of(self.method, self.method.uploaded_parts)),
+                gathered=copy_layers(self.method, names_in_parts(self.method, self.method.uploaded_parts)),
                 partition_id=client,
                 chosen=chosen,
                 num_examples=result.num_examples,
@@ -132,7 +132,7 @@ class ClientWorker:
                 for name in self.method.named_tensors
                 if name.startswith("encoder.") and name not in self.method.inactive_names
             ]
-            return ClientUpdate(layers=copied_layers(self.method, names), partition_id=client, chosen=chosen)
+            return ClientUpdate(layers=copy_layers(self.method, names), partition_id=client, chosen=chosen)
 
     def _received(self, plan: TrainPlan, state_folder: Path, store: StateStore) -> tuple[TrainPlan, ClientState | None]:
         """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
@@ -180,7 +180,7 @@ class ClientWorker:
         if plan.frozen:
             before = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
-        absent = set(travelling_names(self.method)) - plan.layers.keys() - (state or {}).keys()
+        absent = set(exchanged_names(self.method)) - plan.layers.keys() - (state or {}).keys()
         if absent:  # whatever the model holds there, it is not this client's
             raise RequestRefused(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         return plan
@@ -193,7 +193,7 @@ class ClientWorker:
         Refused
             A layer of that half is then still missing.
         """
-        wanted = set(layers_of(self.method, self.method.broadcast_parts))
+        wanted = set(names_in_parts(self.method, self.method.broadcast_parts))
         if wanted <= plan.shared.keys():
             return plan
         before = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
@@ -228,7 +228,7 @@ class ClientWorker:
 
     def _train(
         self,
-        training: LocalTraining,
+        training: LocalTrainer,
         plan: TrainPlan,
         own: torch.Tensor,
         generator: torch.Generator,
@@ -239,7 +239,7 @@ class ClientWorker:
                 f"{type(self.method).__name__} learns nothing from fewer than {self.method.min_batch_size} images, "
                 f"and the client has {len(own)}"
             )
-        training.restart(lr_factor=plan.lr_factor)
+        training.reset_optimizer(lr_factor=plan.lr_factor)
         result = train(
             self.method,
             self.images,

@@ -43,17 +43,17 @@ def is_weight(name: str, array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and name.rpartition(".")[2] not in STATISTICS
 
 
-def products(clients: Sequence[np.ndarray], g: np.ndarray) -> list[tuple[float, float]]:
+def inner_products(clients: Sequence[np.ndarray], g: np.ndarray) -> list[tuple[float, float]]:
     """The inner products w.g and w.w for every array w of ``clients``, floating-point and shaped like ``g``.
 
     w.w is finite exactly if every number of w is (for float64: unless it overflows).
     """
     clients, g = [w.reshape(-1) for w in clients], g.reshape(-1)
-    found = _products(clients, g, np.result_type(np.float32, g, *clients))
+    found = _inner_products(clients, g, np.result_type(np.float32, g, *clients))
     for position, (wg, ww) in enumerate(found):
         if not (_SMALLEST_SQUARE < ww < math.inf and abs(wg) < math.inf):
             # Squares left the range of float32, or w is zero.
-            found[position] = _products([clients[position]], g, np.dtype(np.float64))[0]
+            found[position] = _inner_products([clients[position]], g, np.dtype(np.float64))[0]
     return found
 
 
@@ -71,34 +71,34 @@ class Cosines:
     ----------
     weights : dict of str to float
         Cosine of every weight, in [-1, 1]; 1: same direction.
-    buffers : dict of str to float
+    statistics : dict of str to float
         The same for running statistics.
     model : float
         Cosine of all weights as one vector.
-    offender : str or None
+    first_invalid : str or None
         First layer that holds NaN or an infinite value.
     mean : float or None
         Mean cosine of the weights, each counted by how many numbers it holds. Weights that are all zero in what the
         client started from (fresh biases) point nowhere and are left out; None: there are no others.
-    moved : tuple of float
+    relative_change : tuple of float
         How far the weights and the running statistics, each as one vector, are from where they started, as a multiple
         of the length of that start. Shorter ways than 1e-3 are not told apart.
     """
 
     weights: dict[str, float]
-    buffers: dict[str, float]
+    statistics: dict[str, float]
     model: float
-    offender: str | None
+    first_invalid: str | None
     mean: float | None = None
-    moved: tuple[float, float] = (0.0, 0.0)
+    relative_change: tuple[float, float] = (0.0, 0.0)
 
     @property
     def finite(self) -> bool:
         """Whether every value of the client is finite."""
-        return self.offender is None
+        return self.first_invalid is None
 
 
-class GlobalLayers:
+class ReferenceLayers:
     """The layers that clients start a round from, to which their updates are compared."""
 
     def __init__(self, layers: Layers) -> None:
@@ -130,15 +130,15 @@ class GlobalLayers:
             unknown = next(name for name in layers if name not in self.layers)
             raise InputError(f"layer {unknown} is not part of the global model")
 
-    def compare(self, layers: Layers) -> Cosines:
+    def cosines_of(self, layers: Layers) -> Cosines:
         """Cosines of a client's layers, which passed `check`; reads every array once."""
-        return self.compare_all([layers])[0]
+        return self.cosines_of_all([layers])[0]
 
-    def compare_all(self, clients: Sequence[Layers]) -> list[Cosines]:
-        """`compare` for several clients, with the same bits; reads the global layers once for all."""
+    def cosines_of_all(self, clients: Sequence[Layers]) -> list[Cosines]:
+        """`cosines_of` for several clients, with the same bits; reads the global layers once for all."""
         return [self._cosines(measured) for measured in self._measure(clients)]
 
-    def for_each(self, work: Callable[[str], None]) -> None:
+    def parallel_for(self, work: Callable[[str], None]) -> None:
         """Call ``work(name)`` for every layer, the largest first, on as many threads as torch may use.
 
         NumPy and torch let go of the interpreter while they compute. Threads take layers from one list, so a core that
@@ -172,14 +172,14 @@ class GlobalLayers:
         def measure(name: str) -> None:
             if name in floats:
                 arrays = [layers[name] for layers in clients]
-                for measured, pair in zip(found, products(arrays, self.layers[name]), strict=True):
+                for measured, pair in zip(found, inner_products(arrays, self.layers[name]), strict=True):
                     measured[name] = pair
 
-        self.for_each(measure)
+        self.parallel_for(measure)
         return found
 
     def _cosines(self, measured: dict[str, tuple[float, float]]) -> Cosines:
-        weights, buffers = {}, {}
+        weights, statistics = {}, {}
         model_wg = model_ww = model_gg = 0.0
         buffers_way = buffers_gg = 0.0
         total, numbers = 0.0, 0
@@ -192,15 +192,18 @@ class GlobalLayers:
                     size = self.layers[name].size
                     total, numbers = total + size * weights[name], numbers + size
             else:
-                buffers[name] = cosine(wg, ww, gg)
+                statistics[name] = cosine(wg, ww, gg)
                 buffers_way, buffers_gg = buffers_way + ww - 2 * wg + gg, buffers_gg + gg
         return Cosines(
             weights=weights,
-            buffers=buffers,
+            statistics=statistics,
             model=cosine(model_wg, model_ww, model_gg),
-            offender=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
+            first_invalid=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
             mean=total / numbers if numbers else None,
-            moved=(_relative(model_ww - 2 * model_wg + model_gg, model_gg), _relative(buffers_way, buffers_gg)),
+            relative_change=(
+                _relative(model_ww - 2 * model_wg + model_gg, model_gg),
+                _relative(buffers_way, buffers_gg),
+            ),
         )
 
 
@@ -211,7 +214,7 @@ def _relative(square: float, of: float) -> float:
     return max(math.sqrt(max(square, 0.0) / of), _SHORTEST_WAY) if of else _SHORTEST_WAY if square <= 0 else math.inf
 
 
-def _products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:
+def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:
     rows = g.size // ROW
     end = rows * ROW
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

@@ -13,23 +13,23 @@ from fedssl.methods.base import SSLMethod
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-def travelling_layers(method: SSLMethod) -> Layers:
+def exchanged_layers(method: SSLMethod) -> Layers:
     """Copies of the layers of all parts that are exchanged, on the CPU."""
-    return copied_layers(method, travelling_names(method))
+    return copy_layers(method, exchanged_names(method))
 
 
-def copied_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
+def copy_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
     """Copies of the named layers, on the CPU."""
-    return {name: value.numpy() for name, value in copies(method, names).items()}
+    return {name: value.numpy() for name, value in clone_tensors(method, names).items()}
 
 
-def layers_of(method: SSLMethod, parts: Iterable[str]) -> list[str]:
+def names_in_parts(method: SSLMethod, parts: Iterable[str]) -> list[str]:
     """Names of all layers of these parts."""
     wanted = set(parts)
-    return [name for name in method.named_tensors if part_of(name) in wanted]
+    return [name for name in method.named_tensors if part_name(name) in wanted]
 
 
-def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
+def move_layers_out(method: SSLMethod, names: Iterable[str]) -> Layers:
     """The named layers, taken out of the model.
 
     On a CPU nothing is copied: the caller gets the model's memory and the model gets new memory with arbitrary numbers
@@ -44,31 +44,33 @@ def take_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
     return layers
 
 
-def copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
+def clone_tensors(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
     """Copies of the named layers, on the CPU."""
     usual = torch.contiguous_format
     return {name: method.named_tensors[name].detach().to("cpu", copy=True, memory_format=usual) for name in names}
 
 
-def kept_names(method: SSLMethod) -> list[str]:
+def local_names(method: SSLMethod) -> list[str]:
     """Names of the layers in use of the parts that never leave the client."""
     return [
         name
         for name in method.named_tensors
-        if part_of(name) in method.local_parts and name not in method.inactive_names
+        if part_name(name) in method.local_parts and name not in method.inactive_names
     ]
 
 
-def travelling_names(method: SSLMethod) -> list[str]:
+def exchanged_names(method: SSLMethod) -> list[str]:
     """Names of the layers in use of all parts that are exchanged, but for what the method's server half deals with."""
     others = {*method.local_parts, *method.uploaded_parts, *method.broadcast_parts}
-    return [name for name in method.named_tensors if part_of(name) not in others and name not in method.inactive_names]
+    return [
+        name for name in method.named_tensors if part_name(name) not in others and name not in method.inactive_names
+    ]
 
 
-def start_from(method: SSLMethod, layers: Layers) -> Layers:
+def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
     """Load layers and prepare the method for a client's local training; returns the layers."""
     load_layers(method, layers)
-    method.start_round(first=not layers.keys() >= set(kept_names(method)))
+    method.start_round(first=not layers.keys() >= set(local_names(method)))
     return layers
 
 
@@ -89,6 +91,6 @@ def load_layers(method: SSLMethod, layers: Layers) -> None:
         tensor.copy_(torch.from_numpy(array))
 
 
-def part_of(name: str) -> str:
+def part_name(name: str) -> str:
     """Name of the part that a layer belongs to."""
     return name.partition(".")[0]

@@ -30,9 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from fedssl.methods.base import SSLMethod
 from fedssl.seeding import torch_generator
-from fedssl.training import LocalTraining, train
+from fedssl.training import LocalTrainer, train
 
-WARM = 2  # images of the step before the one that is measured
+WARMUP_IMAGES = 2  # images of the step before the one that is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class StepCost:
         Forward and backward; with depth dropout the expected number.
     peak_memory : int
         Bytes at the worst moment; with depth dropout where no stage is left out.
-    trained_parameters, resident_parameters : int
+    trained_parameters, parameters_in_memory : int
         How many numbers are trained, and how many are in use: trained, frozen, or of a target network.
     """
 
@@ -55,7 +55,7 @@ class StepCost:
     flops: float
     peak_memory: int
     trained_parameters: int
-    resident_parameters: int
+    parameters_in_memory: int
 
     @property
     def flops_per_image(self) -> float:
@@ -67,7 +67,7 @@ def step_cost(
     method: SSLMethod,
     *,
     images: Tensor,
-    training: LocalTraining,
+    training: LocalTrainer,
     labels: Tensor | None = None,
 ) -> StepCost:
     """Measure a step of ``method`` in the stage it is in.
@@ -79,7 +79,7 @@ def step_cost(
     images : Tensor
         The images of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device.
         What is on them does not matter.
-    training : LocalTraining
+    training : LocalTrainer
         How the method is trained; epochs and batch size do not matter.
     labels : Tensor or None
         As in `fedssl.training.train`.
@@ -101,8 +101,8 @@ def step_cost(
                     labels=labels,
                 )
 
-            step(WARM)  # after it there is all that stays from step to step, such as the optimiser's state
-            memory.restart()
+            step(WARMUP_IMAGES)  # after it there is all that stays from step to step, such as the optimiser's state
+            memory.reset_peak()
             flops = count_flops()
             with flops:
                 step(len(images))
@@ -114,7 +114,7 @@ def step_cost(
         flops=flops,
         peak_memory=peak,
         trained_parameters=sum(p.numel() for p in method.parameters() if p.requires_grad),
-        resident_parameters=sum(
+        parameters_in_memory=sum(
             p.numel() for name, p in method.named_parameters() if name not in method.inactive_names
         ),
     )
@@ -142,15 +142,15 @@ class TensorMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._now = self._most = 0
+        self._now = self._peak = 0
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """Forget the worst moment so far."""
-        self._most = self._now
+        self._peak = self._now
 
     def peak(self) -> int:
         """Bytes at the worst moment."""
-        return self._most
+        return self._peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -159,7 +159,7 @@ class TensorMemory(TorchDispatchMode):
             if key not in self._alive and key not in given:
                 self._alive[key] = weakref.ref(storage, partial(self._freed, key, storage.nbytes()))
                 self._now += storage.nbytes()
-        self._most = max(self._most, self._now)
+        self._peak = max(self._peak, self._now)
         return out
 
     def _freed(self, key: int, size: int, _: Any) -> None:
@@ -173,7 +173,7 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, torch.cuda.memory_allocated(device)
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """Forget the worst moment so far."""
         torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedssl.config.settings import TrainingSettings
 from fedssl.errors import InputError
-from fedssl.machine.compiler import take_step
-from fedssl.machine.cuda_graphs import Graphs, check_fused
+from fedssl.machine.compiler import optimizer_step
+from fedssl.machine.cuda_graphs import CudaGraphCache, check_fused
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
@@ -26,17 +26,17 @@ class TwoViews(Protocol):
     def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Both parts at once."""
 
-    def draw(
-        self, sizes: Sequence[int], *, form: Sequence[int], device: torch.device, generator: torch.Generator
+    def sample_params(
+        self, sizes: Sequence[int], *, image_shape: Sequence[int], device: torch.device, generator: torch.Generator
     ) -> Iterable[Any]:
         """Draw all that is random for batches of these sizes."""
 
-    def make(self, images: Tensor, drawn: Any, *, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
+    def apply(self, images: Tensor, params: Any, *, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
         """Make the views of a batch of what was drawn for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalTraining:
+class LocalTrainer:
     """How a method is trained: one value for clients, calibration and the measurement of costs.
 
     Attributes
@@ -45,7 +45,7 @@ class LocalTraining:
         Makes two views of images.
     optimizer : torch.optim.Optimizer
         Over all that the method ever trains.
-    lrs : tuple of float
+    base_lrs : tuple of float
         Learning rates of the optimiser's groups, before any factor.
     regularizer : Regularizer
     epochs : int
@@ -57,23 +57,23 @@ class LocalTraining:
         Longest gradient (2-norm over all trained weights) that is taken as it is; None: any.
     channels_last : bool
         Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
-    graphs : Graphs or None
+    graphs : CudaGraphCache or None
         What records the steps of a GPU and does them again; None: every step is asked for kernel by kernel.
     """
 
     augment: TwoViews
     optimizer: torch.optim.Optimizer
-    lrs: tuple[float, ...]
+    base_lrs: tuple[float, ...]
     regularizer: Regularizer
     epochs: int
     batch_size: int
     precision: str
     clip_norm: float | None
     channels_last: bool
-    graphs: Graphs | None = None
+    graphs: CudaGraphCache | None = None
 
     @classmethod
-    def prepare(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTraining":
+    def build(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTrainer":
         """Build the parts for a method, whose weights take the views' layout on a GPU.
 
         Raises
@@ -93,7 +93,7 @@ class LocalTraining:
         if settings.channels_last and is_gpu(device):
             method.to(memory_format=torch.channels_last)  # else every convolution would bring its weights there
         optimizer = settings.optimizer.make([method.named_tensors[name] for name in method.trainable])
-        lrs = tuple(group["lr"] for group in optimizer.param_groups)
+        base_lrs = tuple(group["lr"] for group in optimizer.param_groups)
         if settings.cuda_graphs:
             check_fused(optimizer)
             for kind in (method, regularizer):
@@ -105,25 +105,25 @@ class LocalTraining:
         return cls(
             augment=settings.augmentation.make(),
             optimizer=optimizer,
-            lrs=lrs,
+            base_lrs=base_lrs,
             regularizer=regularizer,
             epochs=settings.epochs,
             batch_size=settings.batch_size,
             precision=settings.precision,
             clip_norm=settings.clip_norm,
             channels_last=settings.channels_last,
-            graphs=Graphs(optimizer) if settings.cuda_graphs and is_gpu(device) else None,
+            graphs=CudaGraphCache(optimizer) if settings.cuda_graphs and is_gpu(device) else None,
         )
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """What forward passes run under."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
-    def restart(self, *, lr_factor: float) -> None:
+    def reset_optimizer(self, *, lr_factor: float) -> None:
         """Let the optimiser forget what it was used for before, and set its learning rates."""
-        lrs = [lr * lr_factor for lr in self.lrs]
+        lrs = [lr * lr_factor for lr in self.base_lrs]
         if self.graphs is not None:
-            self.graphs.restart(lrs)
+            self.graphs.reset_optimizer(lrs)
             return
         self.optimizer.state.clear()
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
@@ -151,7 +151,7 @@ def train(
     images: Tensor,
     indices: Tensor,
     *,
-    training: LocalTraining,
+    training: LocalTrainer,
     generator: torch.Generator,
     labels: Tensor | None = None,
     on_step_start: Callable[[], None] = lambda: None,
@@ -164,8 +164,8 @@ def train(
         All images of the data set ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
     indices : Tensor
         The client's images ``(m,)``, int64, on the CPU.
-    training : LocalTraining
-        How. Its optimiser goes on from where it is; see `LocalTraining.restart`.
+    training : LocalTrainer
+        How. Its optimiser goes on from where it is; see `LocalTrainer.reset_optimizer`.
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
@@ -189,13 +189,13 @@ def train(
         epoch_loss.zero_()
         cut = list(batches(indices, training.batch_size, generator=generator, min_batch_size=method.min_batch_size))
         sizes = [len(batch) for batch in cut]
-        drawn = training.augment.draw(sizes, form=images.shape[1:], device=device, generator=generator)
-        places = to_device(torch.cat(cut), images.device)
-        classes = () if labels is None else taken(labels, places, device).split(sizes)
-        for number, (rows, of_batch) in enumerate(zip(places.split(sizes), drawn, strict=True)):
+        params = training.augment.sample_params(sizes, image_shape=images.shape[1:], device=device, generator=generator)
+        batch_indices = to_device(torch.cat(cut), images.device)
+        classes = () if labels is None else index_rows(labels, batch_indices, device).split(sizes)
+        for number, (rows, batch_params) in enumerate(zip(batch_indices.split(sizes), params, strict=True)):
             on_step_start()
-            batch_images = taken(images, rows, device)
-            view1, view2 = training.augment.make(batch_images, of_batch, layout=layout)
+            batch_images = index_rows(images, rows, device)
+            view1, view2 = training.augment.apply(batch_images, batch_params, layout=layout)
             inputs = list(method.inputs(view1, view2))
             if method.frozen:
                 with training.autocast(device):
@@ -207,12 +207,12 @@ def train(
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
 
 
-def _step(method: SSLMethod, training: LocalTraining, generator: torch.Generator, *inputs: Tensor) -> Tensor:
+def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator, *inputs: Tensor) -> Tensor:
     """One step of the optimiser on what `SSLMethod.loss` takes; the loss, regulariser included, without gradient."""
     optimizer, regularizer = training.optimizer, training.regularizer
     optimizer.zero_grad(set_to_none=True)
     with training.autocast(inputs[0].device):
-        with outputs_of(method, regularizer.resolve_part(method)) as outputs:
+        with capture_outputs(method, regularizer.resolve_part(method)) as outputs:
             loss = method.loss(*inputs)
         z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
         loss = regularizer.apply(loss, RegularizerInput(method, inputs[0], inputs[1], z1, z2, generator))
@@ -220,19 +220,19 @@ def _step(method: SSLMethod, training: LocalTraining, generator: torch.Generator
     if training.clip_norm is not None:
         trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
         torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
-    take_step(optimizer)
+    optimizer_step(optimizer)
     method.on_step_end()
     return loss.detach()
 
 
-def taken(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:
+def index_rows(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:
     """Rows of a tensor, on the device; ``rows`` is where the tensor is, or on the CPU."""
     found = source.index_select(0, rows.to(source.device))
     return found if found.device == device else to_device(found, device)
 
 
 @contextmanager
-def outputs_of(method: SSLMethod, part: str | None) -> Iterator[list[Tensor]]:
+def capture_outputs(method: SSLMethod, part: str | None) -> Iterator[list[Tensor]]:
     """What a part of the method puts out meanwhile, one tensor per forward pass; None: nothing is collected."""
     outputs: list[Tensor] = []
     if part is None:

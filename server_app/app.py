@@ -17,7 +17,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import over_models
 from fedssl.evaluation.subject import why_not_evaluable
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import load_layers, travelling_layers
+from fedssl.model_arrays import exchanged_layers, load_layers
 from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import set_active_stages
 from fedssl.waiting import RUN_FOLDER_MARKER
@@ -109,7 +109,7 @@ def run(
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",
         *(settings.num_clients, images, settings.rounds),
-        *(record_bytes(to_message(travelling_layers(components.method), settings.transport)), recorder.folder),
+        *(record_bytes(to_message(exchanged_layers(components.method), settings.transport)), recorder.folder),
     )
     log.info(
         "strategy %s; clients tell of their training: %s",

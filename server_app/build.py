@@ -16,16 +16,16 @@ from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.subject import why_not_evaluable
 from fedssl.fingerprint import code_fingerprint
-from fedssl.machine.process import set_up
+from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import travelling_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.partition import divide
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
 from fedssl.seeding import numpy_generator
-from fedssl.training import LocalTraining
+from fedssl.training import LocalTrainer
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor
 from server_app.costs import TrainingCostMeter
@@ -94,7 +94,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     InputError
         Settings do not fit each other, the data or the federation.
     """
-    device = set_up(settings.machine)
+    device = configure_process(settings.machine)
     clients = discover_clients(
         grid, settings.num_clients, timeout=settings.client_timeout, known_client_ids=known_client_ids
     )
@@ -121,7 +121,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         validate_personalized_evaluation(settings, image_data)
         client_data = ClientData(image_data, divide(settings.partition, image_data))
         check_clients(client_data.parts, method)
-    training = LocalTraining.prepare(settings.training, method)
+    training = LocalTrainer.build(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)
     validate_early_stopping(settings, method, result_units=results, phases=len(lr_schedule.phases))
     load_teacher(method, settings.teacher, data=data)
@@ -129,7 +129,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         strategy=strategy,
         method=method,
         phases=lr_schedule.phases,
-        initial_arrays=lambda: travelling_layers(build_method(settings.model)),
+        initial_arrays=lambda: exchanged_layers(build_method(settings.model)),
         nodes=clients.nodes,
         seed=settings.seed,
         clients_per_round=settings.clients_per_round,
@@ -282,7 +282,7 @@ def make_calibration(
     return Calibration(
         settings.calibration,
         method=method,
-        training=LocalTraining.prepare(settings.training, method),
+        training=LocalTrainer.build(settings.training, method),
         lr_schedule=lr_schedule,
         data=settings.data,
         device=device,
@@ -293,7 +293,7 @@ def make_calibration(
 def make_costs(
     settings: Settings,
     method: SSLMethod,
-    training: LocalTraining,
+    training: LocalTrainer,
     client_data: ClientData | None,
     device: torch.device,
     *,
@@ -330,7 +330,7 @@ def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Pri
 
 
 def make_monitor(
-    settings: Settings, method: SSLMethod, training: LocalTraining, device: torch.device
+    settings: Settings, method: SSLMethod, training: LocalTrainer, device: torch.device
 ) -> CollapseMonitor | None:
     """The monitor of health; None: it is turned off."""
     num_images = settings.evaluation.health_pictures

@@ -15,13 +15,13 @@ from fedssl.config.settings import CalibrationSettings, DataSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import load_layers, travelling_layers
+from fedssl.model_arrays import exchanged_layers, load_layers
 from fedssl.partition import auxiliary
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
-from fedssl.training import LocalTraining, train
+from fedssl.training import LocalTrainer, train
 
 
 class Calibration:
@@ -32,7 +32,7 @@ class Calibration:
     settings : CalibrationSettings
     method : SSLMethod
         Into which global layers are loaded for this.
-    training : LocalTraining
+    training : LocalTrainer
         The clients'; the optimiser is this object's own from here on.
     lr_schedule : LRSchedule
     data : DataSettings
@@ -57,7 +57,7 @@ class Calibration:
         settings: CalibrationSettings,
         *,
         method: SSLMethod,
-        training: LocalTraining,
+        training: LocalTrainer,
         lr_schedule: LRSchedule,
         data: DataSettings,
         device: torch.device,
@@ -90,7 +90,7 @@ class Calibration:
             self._method.start_round(first=True)
             place = (self._seed, "calibrate", round)
             seed_torch(derive_seed(*place), self._device)
-            self._training.restart(lr_factor=self._lr_schedule(round))
+            self._training.reset_optimizer(lr_factor=self._lr_schedule(round))
             train(
                 self._method,
                 self._images,
@@ -98,4 +98,4 @@ class Calibration:
                 training=self._training,
                 generator=torch_generator(*place),
             )
-            return {**layers, **travelling_layers(self._method)}
+            return {**layers, **exchanged_layers(self._method)}

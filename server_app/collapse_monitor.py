@@ -22,7 +22,7 @@ from fedssl.datasets.base import load_any, load_federated
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import TOP, Health, spectrum
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import load_layers, travelling_names
+from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.runs.representations import Representations
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment
@@ -142,7 +142,7 @@ class CollapseMonitor:
 
     def _needed(self) -> set[str]:
         """Names of the layers between images and what is kept; stages that do not run at present are not needed."""
-        return {name for name in travelling_names(self._method) if name.split(".")[0] in self._parts}
+        return {name for name in exchanged_names(self._method) if name.split(".")[0] in self._parts}
 
     def _measure(self, layers: Layers, name: str) -> Found | None:
         """Measure one model; if some numbers are not finite there is a warning, and None."""

@@ -10,7 +10,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import StepCost, step_cost
-from fedssl.training import LocalTraining, number_of_batches
+from fedssl.training import LocalTrainer, number_of_batches
 
 
 class TrainingCostMeter:
@@ -19,7 +19,7 @@ class TrainingCostMeter:
     Parameters
     ----------
     method : SSLMethod
-    training : LocalTraining
+    training : LocalTrainer
         The clients'.
     image_data : ImageData
         Of the federation.
@@ -34,7 +34,7 @@ class TrainingCostMeter:
     def __init__(
         self,
         method: SSLMethod,
-        training: LocalTraining,
+        training: LocalTrainer,
         *,
         image_data: ImageData,
         parts: Sequence[np.ndarray],
@@ -72,5 +72,5 @@ class TrainingCostMeter:
             "flops_per_image": step.flops_per_image,
             "peak_memory": step.peak_memory,
             "trained_parameters": step.trained_parameters,
-            "resident_parameters": step.resident_parameters,
+            "resident_parameters": step.parameters_in_memory,
         }

@@ -7,8 +7,8 @@ from itertools import chain
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from fedssl.arrays import GlobalLayers, Layers
-from fedssl.model_arrays import part_of
+from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import content_bytes, to_message
@@ -24,7 +24,7 @@ class StartingModel:
     trainable: Layers
     frozen: Layers
     upload_names: tuple[str, ...] | None
-    expected_upload: GlobalLayers
+    expected_upload: ReferenceLayers
 
 
 class PlanBuilder:
@@ -79,7 +79,7 @@ class PlanBuilder:
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
         up = context.strategy.server.upload_names(model, self._number, trained)
-        sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up})
+        sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up})
         return StartingModel(model, trained, frozen, up, sent)
 
     def _plans(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> Iterator[Message]:
@@ -143,7 +143,7 @@ class PlanBuilder:
     def _broadcast_for(self, model: Model, last: int | None) -> Layers:
         """What the method's server half gives to a client, but for what this holds from an earlier round."""
         held = () if last is None else self._context.method.static_parts
-        return {layer: array for layer, array in model.shared.items() if part_of(layer) not in held}
+        return {layer: array for layer, array in model.shared.items() if part_name(layer) not in held}
 
     def _missing_frozen(self, start: StartingModel, last: int | None) -> tuple[str, ...]:
         """Those of the frozen layers that a client does not have from a round in which they were frozen already.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers
+from fedssl.arrays import Cosines, Layers, ReferenceLayers
 from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
@@ -106,8 +106,8 @@ def read_update(
 def check_update(
     update: ClientUpdate,
     *,
-    expected: GlobalLayers,
-    gathered: GlobalLayers,
+    expected: ReferenceLayers,
+    gathered: ReferenceLayers,
     required_metrics: Collection[str],
     plan: tuple[int, str],
     max_examples: int | None = None,
@@ -116,9 +116,9 @@ def check_update(
 
     Parameters
     ----------
-    expected : GlobalLayers
+    expected : ReferenceLayers
         The layers that the client was to send, as it had received them.
-    gathered : GlobalLayers
+    gathered : ReferenceLayers
         What its part for the method's server half must be like.
     required_metrics : collection of str
         Metrics that it must have.
@@ -142,8 +142,8 @@ def check_update(
     except InputError as problem:
         raise InvalidUpdate(str(problem)) from problem
     _check_metrics(update, required_metrics, max_examples=max_examples)
-    cosines = expected.compare(update.layers)
-    for offender in (cosines.offender, gathered.compare(update.gathered).offender):
+    cosines = expected.cosines_of(update.layers)
+    for offender in (cosines.first_invalid, gathered.cosines_of(update.gathered).first_invalid):
         if offender is not None:
             raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
     for name, array in update.layers.items():

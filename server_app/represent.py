@@ -8,7 +8,7 @@ from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import load_any
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import load_layers, travelling_names
+from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.seeding import torch_generator
 
 
@@ -38,7 +38,7 @@ class ServerFeatureExtractor:
 
     def __call__(self, layers: Layers) -> Tensor:
         """What a model with these layers makes of the images, float32 ``(num_images, feature_dim)``, on the CPU."""
-        needed = [name for name in travelling_names(self._method) if name.startswith("encoder.")]
+        needed = [name for name in exchanged_names(self._method) if name.startswith("encoder.")]
         load_layers(self._method, {name: layers[name] for name in needed})
         return extract(
             self._method.encoder, self._images, mean=self._data.mean, std=self._data.std, device=self._device

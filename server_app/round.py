@@ -14,7 +14,7 @@ from itertools import chain
 from flwr.app import Message
 from torch import Tensor
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers
+from fedssl.arrays import Cosines, Layers, ReferenceLayers
 from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import InputError, RunError
 from fedssl.waiting import sanitize_line
@@ -177,7 +177,7 @@ class Round:
             self._drop(client, NO_REPLY)
         aggregation = self._aggregations[GLOBAL]
         aggregation.aggregator.start(start.expected_upload)
-        aggregation.aggregator.add(mean, start.expected_upload.compare(mean.layers))
+        aggregation.aggregator.add(mean, start.expected_upload.cosines_of(mean.layers))
         for node in found.nodes:
             client = clients[node]
             self._destinations[client] = (GLOBAL,)
@@ -267,7 +267,7 @@ class Round:
             del reply
 
     def _read_update(
-        self, client: int, reply: Message, *, expected: GlobalLayers, number: int
+        self, client: int, reply: Message, *, expected: ReferenceLayers, number: int
     ) -> Iterator[_ValidUpdate]:
         """The update in the reply to the plan of a round, if it passes its checks; else the client is dropped."""
         context = self._context
@@ -301,7 +301,7 @@ class Round:
                 continue
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
             start_layers = from_message(plan.content.array_records[ARRAYS], context.transport)
-            then = GlobalLayers({name: start_layers[name] for name in start.expected_upload.layers})
+            then = ReferenceLayers({name: start_layers[name] for name in start.expected_upload.layers})
             self._start_models[client], self._destinations[client], self._received[client] = (
                 GLOBAL,
                 (GLOBAL,),
@@ -313,11 +313,11 @@ class Round:
                 layers = apply_stale_update(
                     one.update.layers, start=then.layers, current=start.expected_upload.layers, staleness=staleness
                 )
-                cosines = start.expected_upload.compare(layers)
+                cosines = start.expected_upload.cosines_of(layers)
                 yield replace(one, update=replace(one.update, layers=layers), cosines=cosines, staleness=staleness)
 
     def _drop_outliers(self, usable: Sequence[_ValidUpdate], *, factor: float) -> Iterator[_ValidUpdate]:
-        found = norm_outliers({one.update.partition_id: one.cosines.moved for one in usable}, factor=factor)
+        found = norm_outliers({one.update.partition_id: one.cosines.relative_change for one in usable}, factor=factor)
         for client, reason in found.items():
             self._drop(client, reason)
         return (one for one in usable if one.update.partition_id not in found)

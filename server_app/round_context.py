@@ -7,12 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fedssl.arrays import GlobalLayers, Layers
+from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.aggregation_settings import SecureSettings, UpdateSettings
 from fedssl.config.settings import EXACT
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copied_layers, layers_of
+from fedssl.model_arrays import copy_layers, names_in_parts
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
@@ -111,9 +111,9 @@ class RoundContext:
         return Stages(self.method)
 
     @cached_property
-    def gathered(self) -> GlobalLayers:
+    def gathered(self) -> ReferenceLayers:
         """What a client's part for the method's server half must be like."""
-        return GlobalLayers(self._copied(self.method.uploaded_parts))
+        return ReferenceLayers(self._copied(self.method.uploaded_parts))
 
     @property
     def clients_cache_frozen(self) -> bool:
@@ -125,7 +125,7 @@ class RoundContext:
         return Model(layers=self.initial_arrays(), shared=self._copied(self.method.broadcast_parts))
 
     def _copied(self, parts: tuple[str, ...]) -> Layers:
-        return copied_layers(self.method, layers_of(self.method, parts))
+        return copy_layers(self.method, names_in_parts(self.method, parts))
 
     def advance_to_phase(self, model: Model, round: int) -> Model:
         """The model as a round begins with it, brought through all phases since it was trained last."""

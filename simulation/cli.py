@@ -15,12 +15,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from fedssl.machine.threads import WAITING
+from fedssl.machine.threads import OPENMP_ENV
 
 # Before flwr is imported: a run sends nothing anywhere.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
-os.environ.update(WAITING | os.environ)  # before torch is imported
+os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -56,7 +56,7 @@ def main() -> None:
             raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         if "job" in sys.argv[1:]:  # --cfg job
-            print_travels(_words(sys.argv[1:]))
+            print_communication(_words(sys.argv[1:]))
         if JOBS:
             print_table(JOBS)
             sys.exit(1 if ERRORS else 0)
@@ -166,24 +166,24 @@ def _is_remote_resume(overrides: Sequence[str]) -> bool:
     return folder is not None and said.get("engine") == "deployment" and not Path(str(folder)).exists()
 
 
-def print_travels(overrides: Sequence[str]) -> None:
+def print_communication(overrides: Sequence[str]) -> None:
     """Print what is exchanged with these settings, as comments behind the printed YAML."""
     from fedssl.methods.build import build_method
     from fedssl.schedule.phases import make_phases
-    from fedssl.wire.wire_format import travels_as
+    from fedssl.wire.wire_format import describe_wire_format
 
     settings = compose(overrides)
     method = build_method(settings.model)
     phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
-    travels = settings.algorithm.strategy.make().travels(method)
-    metrics = dict.fromkeys([*travels.required_metrics, *settings.algorithm.metrics])
+    communication = settings.algorithm.strategy.make().describe_communication(method)
+    metrics = dict.fromkeys([*communication.required_metrics, *settings.algorithm.metrics])
     frozen = "all frozen ones, which calibration changes" if settings.calibration else "frozen ones that it lacks"
     print(
-        f"\n# down, to the clients: {travels.download}"
-        f"\n# up, to the server:    {travels.upload}"
+        f"\n# down, to the clients: {communication.download}"
+        f"\n# up, to the server:    {communication.upload}"
         f"\n# metrics, up:          {', '.join(metrics) or 'none'}"
-        f"\n# stays at the clients: {travels.local_state}"
-        f"\n# layers travel as:     {travels_as(settings.transport)}"
+        f"\n# stays at the clients: {communication.local_state}"
+        f"\n# layers travel as:     {describe_wire_format(settings.transport)}"
         + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if len(phases) > 1 else "")
     )
 

@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.store import WriteBehind
 from fedssl.config.settings import MachineSettings
-from fedssl.machine.devices import pick_device
+from fedssl.machine.devices import select_device
 
 log = logging.getLogger("fedssl")
 
@@ -185,7 +185,7 @@ def run_local(overrides: Sequence[str], *, num_clients: int, machine: MachineSet
 
     ``machine`` are the clients' device and threads.
     """
-    on_gpu = pick_device(machine.device).type != "cpu"  # which one process had better not ask for two things at once
+    on_gpu = select_device(machine.device).type != "cpu"  # which one process had better not ask for two things at once
     with WriteBehind() as store:
         grid = LocalGrid(load_client_app(), num_clients=num_clients, store=store)
         run_server_app(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from fedssl.errors import InputError, RunError
 from fedssl.fingerprint import code_fingerprint
-from fedssl.machine.threads import WAITING, available_cores
+from fedssl.machine.threads import OPENMP_ENV, available_cores
 from fedssl.waiting import log_while_waiting
 from simulation.resources import Host
 from simulation.sandbox import ProcessSandbox, process_sandbox
@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a client without a share of a GPU sees none
     "RAY_worker_niceness": "0",  # Ray's 15 leaves a client 3% of a core beside one process that never rests
     "RAY_free_objects_period_milliseconds": "20",  # Ray waits for a second, in which dozens of models arrive
-    **WAITING,
+    **OPENMP_ENV,
 }
 COMPARED_VERSIONS = ("python", "torch", "flwr")  # that must be the same
 

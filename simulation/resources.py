@@ -86,17 +86,17 @@ def seconds_per_step(settings: Settings) -> float:
     import torch
 
     from fedssl.datasets.base import load_federated
-    from fedssl.machine.process import set_up
+    from fedssl.machine.process import configure_process
     from fedssl.methods.build import build_method
     from fedssl.seeding import torch_generator
-    from fedssl.training import LocalTraining, train
+    from fedssl.training import LocalTrainer, train
 
-    set_up(settings.machine)
+    configure_process(settings.machine)
     method, image_data = build_method(settings.model), load_federated(settings.data)
     own = torch.arange(min(settings.training.batch_size, len(image_data.images) // settings.num_clients))
     if len(own) < method.min_batch_size:  # the run will be refused, or the client dropped
         return 0.0
-    training = replace(LocalTraining.prepare(settings.training, method), epochs=1)
+    training = replace(LocalTrainer.build(settings.training, method), epochs=1)
     seconds = 0.0
     for number in range(3):
         start, generator = time.perf_counter(), torch_generator(settings.seed, "choice", number)

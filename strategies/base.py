@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers
+from fedssl.arrays import Cosines, Layers, ReferenceLayers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copies, kept_names, start_from, take_layers, travelling_names
+from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.regularizers.base import Regularizer
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.state import GLOBAL, Model, ServerState
@@ -32,12 +32,12 @@ class Aggregator(Protocol):
         """Metrics that every client must report."""
         ...
 
-    def start(self, global_layers: GlobalLayers) -> None:
+    def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round; clients send these layers."""
         ...
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in one update that passed `GlobalLayers.check`, and its cosines with what its client started from."""
+        """Fold in one update that passed `ReferenceLayers.check`, and its cosines with what its client started from."""
         ...
 
     def finish(self) -> Layers:
@@ -46,7 +46,7 @@ class Aggregator(Protocol):
 
 
 @dataclass(frozen=True)
-class Travels:
+class CommunicationSummary:
     """What an algorithm exchanges, in words for people.
 
     Attributes
@@ -243,7 +243,7 @@ class ServerStrategy:
     def plot(self, folder: Path) -> None:
         """Draw figures of the algorithm's own into the folder, before the first round."""
 
-    def travels(self, usual: Travels) -> Travels:
+    def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         """What is exchanged, given what is usual."""
         return replace(usual, required_metrics=self.aggregator(1).required_metrics)
 
@@ -285,7 +285,7 @@ class ClientStrategy:
 
         ``state`` is what `state_to_save` returned last; None: the client kept nothing yet.
         """
-        return start_from(method, {**plan.layers, **layers_in_state(state or {}, method)})
+        return load_and_start_round(method, {**plan.layers, **layers_in_state(state or {}, method)})
 
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
@@ -296,7 +296,7 @@ class ClientStrategy:
         ``start`` is what `load_start` returned, and ``state`` what it was given. What is empty changes nothing: the client
         goes on with ``state``.
         """
-        return copies(method, kept_names(method))
+        return clone_tensors(method, local_names(method))
 
     def train_personalized(
         self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
@@ -316,12 +316,12 @@ class ClientStrategy:
 
     def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         """The layers that the client sends back; they may be taken out of the model."""
-        return take_layers(method, upload_names_of(method, plan))
+        return move_layers_out(method, upload_names_of(method, plan))
 
     def validate(self, context: StrategyContext) -> None:
         """Refuse a context by an `InputError`."""
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         """What is exchanged and what stays, given what is usual."""
         return usual
 
@@ -344,14 +344,14 @@ class FedSSLStrategy:
         self.server.validate(context)
         self.client.validate(context)
 
-    def travels(self, method: SSLMethod) -> Travels:
+    def describe_communication(self, method: SSLMethod) -> CommunicationSummary:
         """What is exchanged and what stays, in words."""
-        parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in travelling_names(method)))
-        usual = Travels(
+        parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in exchanged_names(method)))
+        usual = CommunicationSummary(
             download=parts, upload=parts, required_metrics=(), local_state=", ".join(method.local_parts) or "nothing"
         )
         given = {False: "made by the server half", True: "of the server half, once"}
-        found = self.client.travels(method, self.server.travels(usual))
+        found = self.client.describe_communication(method, self.server.describe_communication(usual))
         return replace(
             found,
             download=", ".join(
@@ -363,7 +363,7 @@ class FedSSLStrategy:
 
 def upload_names_of(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
     """Names under which a client sends layers."""
-    return tuple(travelling_names(method)) if plan.upload_names is None else plan.upload_names
+    return tuple(exchanged_names(method)) if plan.upload_names is None else plan.upload_names
 
 
 def layers_in_state(state: ClientState, method: SSLMethod) -> Layers:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copies, load_layers
+from fedssl.model_arrays import clone_tensors, load_layers
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientState, ClientStrategy, LocalData, Travels
+from strategies.base import ClientState, ClientStrategy, CommunicationSummary, LocalData
 
 # In a client's state, before the names of its encoder's layers as its last training left them.
 LAST_ENCODER_PREFIX = "own."
@@ -75,10 +75,13 @@ class SelectByFeatures(ClientStrategy):
             return kept
         return {
             **kept,
-            **{f"{LAST_ENCODER_PREFIX}{name}": value for name, value in copies(method, encoder_names(plan)).items()},
+            **{
+                f"{LAST_ENCODER_PREFIX}{name}": value
+                for name, value in clone_tensors(method, encoder_names(plan)).items()
+            },
         }
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join([*method.local_parts, "own encoder"]))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from sklearn.cluster import AgglomerativeClustering
 
-from fedssl.arrays import GlobalLayers, Layers, is_weight
+from fedssl.arrays import Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
-from strategies.base import Aggregator, RoundOutcome, ServerStrategy, StrategyContext, Travels
+from strategies.base import Aggregator, CommunicationSummary, RoundOutcome, ServerStrategy, StrategyContext
 from strategies.choosing import argmin, feature_distance
 from strategies.gram import deviation_gram
 from strategies.state import GLOBAL, Model, ServerState
@@ -110,8 +110,8 @@ class Clusters(ServerStrategy):
                 f"strategy.clusters={clusters} makes several; set another method"
             )
 
-    def travels(self, usual: Travels) -> Travels:
-        return self.within.travels(usual)
+    def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
+        return self.within.describe_communication(usual)
 
 
 class ClientAssignedClusters(Clusters):
@@ -121,8 +121,8 @@ class ClientAssignedClusters(Clusters):
         first = self.starting_model(state, round, client)
         return (first, *(name for name in self.names if name != first))
 
-    def travels(self, usual: Travels) -> Travels:
-        usual = super().travels(usual)
+    def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
+        usual = super().describe_communication(usual)
         if len(self.names) == 1:
             return usual
         return replace(
@@ -229,7 +229,7 @@ def cluster_by_cosine(ways: Sequence[Layers], *, clusters: int) -> list[int]:
     """
     if len(ways) < 2:
         return [0] * len(ways)
-    zero = GlobalLayers({name: np.zeros_like(array) for name, array in ways[0].items() if is_weight(name, array)})
+    zero = ReferenceLayers({name: np.zeros_like(array) for name, array in ways[0].items() if is_weight(name, array)})
     gram = deviation_gram(zero, ways, exact=True)
     lengths = np.sqrt(gram.diagonal())
     lengths[lengths == 0] = 1.0

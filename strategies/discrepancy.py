@@ -5,7 +5,7 @@ The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mea
 
 import numpy as np
 
-from fedssl.arrays import TILE, Cosines, GlobalLayers, Layers, is_weight
+from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.wire.messages import ClientUpdate
 from strategies.weighted_sum import WeightedSum
 
@@ -37,7 +37,7 @@ class DiscrepancySum:
         """Metrics that every client must report."""
         return self._sum.required_metrics
 
-    def start(self, global_layers: GlobalLayers) -> None:
+    def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round."""
         self._global = global_layers
         self._squares = {name: 0.0 for name, array in global_layers.layers.items() if is_deferrable(name, array)}
@@ -45,7 +45,7 @@ class DiscrepancySum:
         self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in one update that passed `GlobalLayers.check`."""
+        """Fold in one update that passed `ReferenceLayers.check`."""
         self._sum.add(update, cosines)
         weight = update.num_examples if self._sum.weighting == "examples" else 1
         assert weight is not None  # the sum has refused updates without it
@@ -71,7 +71,7 @@ class DiscrepancySum:
             if name in found:
                 found[name] = square_distance(layers[name], self._global.layers[name])
 
-        self._global.for_each(measure)
+        self._global.parallel_for(measure)
         return found
 
 

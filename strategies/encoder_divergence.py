@@ -11,7 +11,7 @@ import math
 import numpy as np
 from torch import nn
 
-from fedssl.arrays import Layers, products
+from fedssl.arrays import Layers, inner_products
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 
@@ -68,7 +68,7 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         for name, weight in trained.items():
             difference = np.asarray(weight - start[name])
-            squares.append(products([difference], difference)[0][1])
+            squares.append(inner_products([difference], difference)[0][1])
     if distance == "squared_l2":
         return sum(squares)  # Eq. 3
     return sum(math.sqrt(square) for square in squares) / len(squares)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedssl.arrays import ROW, Cosines, GlobalLayers, Layers, is_weight
+from fedssl.arrays import ROW, Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy
@@ -121,17 +121,19 @@ class EUAAggregator:
         self.server_lr = server_lr
         self._buffers = WeightedSum()
 
-    def start(self, global_layers: GlobalLayers) -> None:
+    def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round."""
         layers = global_layers.layers
         self._names = list(layers)
-        self._weights = GlobalLayers({name: array for name, array in layers.items() if is_weight(name, array)})
-        self._buffers.start(GlobalLayers({name: layers[name] for name in layers if name not in self._weights.layers}))
+        self._weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
+        self._buffers.start(
+            ReferenceLayers({name: layers[name] for name in layers if name not in self._weights.layers})
+        )
         self._models: list[Layers] = []
         self.clients: list[int] = []
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Remember an update that passed `GlobalLayers.check`."""
+        """Remember an update that passed `ReferenceLayers.check`."""
         self._buffers.add(update, cosines)
         self._models.append(update.layers)
         self.clients.append(update.partition_id)
@@ -152,7 +154,7 @@ class EUAAggregator:
         return {name: result[name] for name in self._names}
 
 
-def _moved(weights: GlobalLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:
+def _moved(weights: ReferenceLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:
     """New weights theta + sum_k c_k (theta_k - theta)."""
     used = [(model, float(factor)) for model, factor in zip(models, factors, strict=True) if factor]
     result: Layers = {}
@@ -174,7 +176,7 @@ def _moved(weights: GlobalLayers, models: Sequence[Layers], factors: np.ndarray)
             target[tile] += total
         result[name] = new.astype(old.dtype, copy=False)
 
-    weights.for_each(move)
+    weights.parallel_for(move)
     return result
 
 
@@ -215,13 +217,13 @@ def eua(
         No updates, an unknown option, or a layer that does not fit or has values that are not finite.
     """
     aggregator = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
-    reference = GlobalLayers(global_layers)
+    reference = ReferenceLayers(global_layers)
     aggregator.start(reference)
     check_updates(reference, updates)
     for update in sorted(updates, key=lambda update: update.partition_id):
-        cosines = reference.compare(update.layers)
+        cosines = reference.cosines_of(update.layers)
         if not cosines.finite:
-            raise InputError(f"client {update.partition_id}: layer {cosines.offender} has NaN or infinite values")
+            raise InputError(f"client {update.partition_id}: layer {cosines.first_invalid} has NaN or infinite values")
         aggregator.add(update, cosines)
     return aggregator.finish()
 

@@ -23,16 +23,16 @@ from typing import Any
 from fedssl.arrays import Layers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
+from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
     Aggregator,
     ClientState,
     ClientStrategy,
+    CommunicationSummary,
     FedSSLStrategy,
     ServerStrategy,
     StrategyContext,
-    Travels,
     layers_in_state,
     upload_names_of,
 )
@@ -159,8 +159,8 @@ class EUCServer(ServerStrategy):
                 f"clients_per_round={context.clients_per_round}; 2 or more are needed"
             )
 
-    def travels(self, usual: Travels) -> Travels:
-        usual = super().travels(usual)
+    def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
+        usual = super().describe_communication(usual)
         if self.interval == 1:
             return usual
         return replace(
@@ -176,17 +176,19 @@ class EUCServer(ServerStrategy):
 class EUCClient(ClientStrategy):
     """A client that goes on with its own weights where it receives none, and keeps those that it does not send."""
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.local_parts]))
 
     def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
-        return start_from(method, layers_in_state(state or {}, method) | plan.layers)
+        return load_and_start_round(method, layers_in_state(state or {}, method) | plan.layers)
 
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
     ) -> ClientState:
         sent = upload_names_of(method, plan)
-        return copies(method, [*kept_names(method), *(name for name in travelling_names(method) if name not in sent)])
+        return clone_tensors(
+            method, [*local_names(method), *(name for name in exchanged_names(method) if name not in sent)]
+        )
 
 
 class EUC(FedSSLStrategy):

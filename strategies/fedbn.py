@@ -16,9 +16,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedssl.arrays import Layers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copies, kept_names, part_of
+from fedssl.model_arrays import clone_tensors, local_names, part_name
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientState, ClientStrategy, FedSSLStrategy, ServerStrategy, StrategyContext, Travels
+from strategies.base import (
+    ClientState,
+    ClientStrategy,
+    CommunicationSummary,
+    FedSSLStrategy,
+    ServerStrategy,
+    StrategyContext,
+)
 from strategies.fedavg import mean
 
 
@@ -28,7 +35,7 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
     return [
         name
         for name in method.named_tensors
-        if name.rpartition(".")[0] in modules and part_of(name) not in method.broadcast_parts
+        if name.rpartition(".")[0] in modules and part_name(name) not in method.broadcast_parts
     ]
 
 
@@ -39,14 +46,14 @@ class FedBNClient(ClientStrategy):
         if not batch_norm_names(context.method):
             raise InputError("strategy=fedbn but the model has no batch normalisation; use strategy=fedavg")
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join(["its batch norm", *method.local_parts]))
 
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
     ) -> ClientState:
-        own = {*kept_names(method), *batch_norm_names(method)}
-        return copies(
+        own = {*local_names(method), *batch_norm_names(method)}
+        return clone_tensors(
             method, [name for name in method.named_tensors if name in own and name not in method.inactive_names]
         )
 

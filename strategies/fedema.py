@@ -28,15 +28,15 @@ import torch
 from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copies, kept_names, start_from
+from fedssl.model_arrays import clone_tensors, load_and_start_round, local_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
     ClientState,
     ClientStrategy,
+    CommunicationSummary,
     FedSSLStrategy,
     ServerStrategy,
     StrategyContext,
-    Travels,
     layers_in_state,
     upload_names_of,
 )
@@ -99,7 +99,7 @@ class FedEMAClient(ClientStrategy):
     def validate(self, context: StrategyContext) -> None:
         distance_names(context.method, distance=self.distance)
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(
             usual,
             local_state=", ".join([f"own weights of {usual.download}", *method.local_parts, "distance and lambda"]),
@@ -109,10 +109,10 @@ class FedEMAClient(ClientStrategy):
         layers = plan.layers
         if state is not None:
             mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
-            mine = {*upload_names_of(method, plan), *kept_names(method)}  # not the stages frozen since
+            mine = {*upload_names_of(method, plan), *local_names(method)}  # not the stages frozen since
             own = {name: array for name, array in layers_in_state(state, method).items() if name in mine}
             layers = blend(plan.layers, own, mu=mu)
-        return start_from(method, layers)
+        return load_and_start_round(method, layers)
 
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
@@ -127,7 +127,7 @@ class FedEMAClient(ClientStrategy):
             new[LAMBDA] = torch.tensor(self.tau / distance, dtype=torch.float64)
         layers = {name: plan.layers[name] for name in upload_names_of(method, plan)}
         mixed = [name for name, array in layers.items() if is_weight(name, array) or name.startswith("predictor.")]
-        return new | copies(method, [*mixed, *kept_names(method)])
+        return new | clone_tensors(method, [*mixed, *local_names(method)])
 
 
 class FedEMA(FedSSLStrategy):

@@ -28,15 +28,15 @@ import torch
 from fedssl.arrays import Layers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copies, kept_names, start_from, take_layers, travelling_names
+from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.wire.messages import TrainPlan
 from strategies.base import (
     ClientState,
     ClientStrategy,
+    CommunicationSummary,
     FedSSLStrategy,
     ServerStrategy,
     StrategyContext,
-    Travels,
     layers_in_state,
     upload_names_of,
 )
@@ -112,7 +112,7 @@ class FedUClient(ClientStrategy):
                 f"method.target=copy makes the target anew every round, against strategy.update={options.update}; "
                 "set method.target=keep or strategy.update=both"
             )
-        if options.predictor != "global" and _head(method) not in _parts(travelling_names(method)):
+        if options.predictor != "global" and _head(method) not in _parts(exchanged_names(method)):
             raise InputError(
                 f"strategy.predictor={options.predictor} needs a method with a predictor or projector and {kind} has "
                 "neither; set strategy.predictor=global"
@@ -120,10 +120,10 @@ class FedUClient(ClientStrategy):
         if options.predictor == "dapu":
             distance_names(method, distance=options.distance)
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        options, sources = self.options, self._sources(method, travelling_names(method))
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
+        options, sources = self.options, self._sources(method, exchanged_names(method))
         up = {name.partition(".")[0]: source.partition(".")[0] for name, source in sources.items()}
-        local_state = _parts(self._own(method, travelling_names(method), local_head=options.predictor != "global"))
+        local_state = _parts(self._own(method, exchanged_names(method), local_head=options.predictor != "global"))
         if options.predictor == "dapu":
             local_state = [f"{part} (if DAPU says so)" if part == _head(method) else part for part in local_state]
             local_state += ["DAPU's distance and decision"]
@@ -140,14 +140,14 @@ class FedUClient(ClientStrategy):
                 layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
             mine = self._own(method, upload_names_of(method, plan), local_head=True)  # not the stages frozen since
             layers |= {name: array for name, array in layers_in_state(state, method).items() if name in mine}
-        return start_from(method, layers)
+        return load_and_start_round(method, layers)
 
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
     ) -> ClientState:
         options = self.options
         if options.predictor != "dapu":
-            return copies(
+            return clone_tensors(
                 method, self._own(method, upload_names_of(method, plan), local_head=options.predictor == "local")
             )
         distance = encoder_divergence(method, plan.layers, distance=options.distance)
@@ -158,17 +158,19 @@ class FedUClient(ClientStrategy):
             USE_GLOBAL_PREDICTOR: torch.tensor(take_global),
             DISTANCE: torch.tensor(distance, dtype=torch.float64),
         }
-        return decision | copies(method, self._own(method, upload_names_of(method, plan), local_head=not take_global))
+        return decision | clone_tensors(
+            method, self._own(method, upload_names_of(method, plan), local_head=not take_global)
+        )
 
     def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         sources = self._sources(method, upload_names_of(method, plan))
-        taken = take_layers(method, sources.values())
+        taken = move_layers_out(method, sources.values())
         return {name: taken[source] for name, source in sources.items()}
 
     def _own(self, method: SSLMethod, trained: Sequence[str], *, local_head: bool) -> list[str]:
         """Names of the layers, of those ``trained`` and kept, that nothing received will overwrite at the next turn."""
         update, head, targets = self.options.update, _head(method), set(_targets(method).values())
-        kept = [name for name in kept_names(method) if update == "online" or name not in targets]
+        kept = [name for name in local_names(method) if update == "online" or name not in targets]
         online = [name for name in trained if (local_head if name.startswith(f"{head}.") else update == "target")]
         return online + kept
 
@@ -203,12 +205,12 @@ class FedU(FedSSLStrategy):
 
 def _targets(method: SSLMethod) -> dict[str, str]:
     """Names of the layers of the target networks, by the names of their online twins."""
-    return {name.removeprefix("target_"): name for name in kept_names(method) if name.startswith("target_")}
+    return {name.removeprefix("target_"): name for name in local_names(method) if name.startswith("target_")}
 
 
 def _head(method: SSLMethod) -> str:
     """The part that DAPU decides on."""
-    parts = _parts(travelling_names(method))
+    parts = _parts(exchanged_names(method))
     return next((part for part in ("predictor", "projector", "classifier") if part in parts), "predictor")
 
 

@@ -20,10 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
+from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import Aggregator, FedSSLStrategy, RoundOutcome, ServerStrategy, StrategyContext, Travels
+from strategies.base import (
+    Aggregator,
+    CommunicationSummary,
+    FedSSLStrategy,
+    RoundOutcome,
+    ServerStrategy,
+    StrategyContext,
+)
 from strategies.state import GLOBAL, ServerState
 from strategies.topology import KINDS, make_graph, metropolis_weights
 from strategies.topology_plot import plot_topology
@@ -50,7 +57,7 @@ class NeighborAverage:
         self._own, self._weights = own, weights
         self._sum = WeightedSum()
 
-    def start(self, global_layers: GlobalLayers) -> None:
+    def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round."""
         self._rest = 1.0
         self._mine: ClientUpdate | None = None
@@ -144,8 +151,8 @@ class GossipServer(ServerStrategy):
         )
         self._weights = {} if self._star else metropolis_weights(self._graph)
 
-    def travels(self, usual: Travels) -> Travels:
-        usual = super().travels(usual)
+    def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
+        usual = super().describe_communication(usual)
         return usual if self._star else replace(usual, download=f"{usual.download}, mixed with those of its neighbours")
 
     @property

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fedssl.arrays import ROW, GlobalLayers, Layers
+from fedssl.arrays import ROW, Layers, ReferenceLayers
 
 _TILE = 8 * ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
 
 _BLOCK = 16  # rows of the Gram matrix in one product, so that little more than its lower triangle is computed
 
 
-def deviation_gram(weights: GlobalLayers, models: Sequence[Layers], *, exact: bool = False) -> np.ndarray:
+def deviation_gram(weights: ReferenceLayers, models: Sequence[Layers], *, exact: bool = False) -> np.ndarray:
     """Inner products of theta - theta_k, each taken over all layers of ``weights`` as one vector.
 
     The global model is subtracted before anything is multiplied (deviations are small: with expanded products they
@@ -21,7 +21,7 @@ def deviation_gram(weights: GlobalLayers, models: Sequence[Layers], *, exact: bo
 
     Parameters
     ----------
-    weights : GlobalLayers
+    weights : ReferenceLayers
         theta: floating-point layers.
     models : sequence of Layers
         theta_k; each has at least these layers.
@@ -41,7 +41,7 @@ def deviation_gram(weights: GlobalLayers, models: Sequence[Layers], *, exact: bo
         dtype = np.dtype(np.float64) if exact else np.result_type(g.dtype, np.float32)
         grams[name] = _lower_triangle(g, [model[name].reshape(-1) for model in models], dtype)
 
-    weights.for_each(measure)
+    weights.parallel_for(measure)
     lower = sum((grams[name] for name in weights.layers), np.zeros((len(models), len(models))))
     return np.asarray(np.tril(lower) + np.tril(lower, -1).T)
 

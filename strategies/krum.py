@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.arrays import GlobalLayers, Layers, is_weight
+from fedssl.arrays import Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy, StrategyContext
@@ -82,7 +82,7 @@ def closest(
     """
     _check_krum(malicious, select)
     updates = checked(global_layers, updates)
-    weights = GlobalLayers({name: array for name, array in global_layers.items() if is_weight(name, array)})
+    weights = ReferenceLayers({name: array for name, array in global_layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, [update.layers for update in updates], exact=True)
     best = np.argsort(scores(gram, malicious=malicious), kind="stable")[:select]
     return [updates[k] for k in sorted(best)]

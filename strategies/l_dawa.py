@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from fedssl.arrays import GlobalLayers, Layers
+from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
@@ -32,11 +32,11 @@ from strategies.base import (
     Aggregator,
     ClientState,
     ClientStrategy,
+    CommunicationSummary,
     FedSSLStrategy,
     ServerStrategy,
     StrategyContext,
     TrainAgain,
-    Travels,
 )
 from strategies.state import GLOBAL
 from strategies.weighted_sum import BUFFERS, WeightedSum, check_choice, weighted_sum
@@ -88,8 +88,8 @@ def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "avera
 
     The plain mean of such layers is `l_dawa`; ``buffers`` as there.
     """
-    cosines = GlobalLayers({name: global_layers[name] for name in layers}).compare(layers)
-    factors = cosines.weights | (cosines.buffers if buffers == "scale" else {})
+    cosines = ReferenceLayers({name: global_layers[name] for name in layers}).cosines_of(layers)
+    factors = cosines.weights | (cosines.statistics if buffers == "scale" else {})
     return {
         name: np.asarray(array * array.dtype.type(factors[name])) if name in factors else array
         for name, array in layers.items()
@@ -121,9 +121,9 @@ class WarmupServer(ServerStrategy):
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         return WeightedSum(weighting="examples") if round <= self.rounds else super().aggregator(round)
 
-    def travels(self, usual: Travels) -> Travels:
+    def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         ever = [*self.aggregator(1).required_metrics, *self.aggregator(self.rounds + 1).required_metrics]
-        return replace(super().travels(usual), required_metrics=tuple(dict.fromkeys(ever)))
+        return replace(super().describe_communication(usual), required_metrics=tuple(dict.fromkeys(ever)))
 
 
 class LDAWAScalingClient(ClientStrategy):
@@ -167,8 +167,8 @@ class LDAWAScalingClient(ClientStrategy):
     def validate(self, context: StrategyContext) -> None:
         self._client.validate(context)
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
-        return self._client.travels(method, usual)
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
+        return self._client.describe_communication(method, usual)
 
 
 class LDAWA(FedSSLStrategy):

@@ -26,11 +26,18 @@ from torch import Tensor
 from fedssl.arrays import Layers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copies, kept_names, start_from, travelling_names
+from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
-from strategies.base import ClientState, ClientStrategy, FedSSLStrategy, ServerStrategy, TrainAgain, Travels
+from strategies.base import (
+    ClientState,
+    ClientStrategy,
+    CommunicationSummary,
+    FedSSLStrategy,
+    ServerStrategy,
+    TrainAgain,
+)
 from strategies.fedavg import mean
 
 PERSONAL = "personal."  # before the names of v_k's layers in a client's state: they are no layers of the method
@@ -86,7 +93,7 @@ class PersonalClient(ClientStrategy):
             )
         self.weight = weight
 
-    def travels(self, method: SSLMethod, usual: Travels) -> Travels:
+    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join([f"a personal model ({usual.download})", *method.local_parts]))
 
     def train_personalized(
@@ -95,8 +102,8 @@ class PersonalClient(ClientStrategy):
         found = {name: value.detach().clone() for name, value in method.named_tensors.items()}
         self.personalized_model(method, plan, state)
         train(ProximalTo(plan.layers, weight=self.weight))
-        names = [*travelling_names(method), *kept_names(method)]
-        personal = {PERSONAL + name: value for name, value in copies(method, names).items()}
+        names = [*exchanged_names(method), *local_names(method)]
+        personal = {PERSONAL + name: value for name, value in clone_tensors(method, names).items()}
         with torch.no_grad():
             for name, value in found.items():
                 method.named_tensors[name].copy_(value)
@@ -108,8 +115,10 @@ class PersonalClient(ClientStrategy):
             for name, value in (state or {}).items()
             if name.startswith(PERSONAL)
         }
-        mine = {*travelling_names(method), *kept_names(method)}  # not what an earlier stage had beside
-        return start_from(method, plan.layers | {name: array for name, array in personal.items() if name in mine})
+        mine = {*exchanged_names(method), *local_names(method)}  # not what an earlier stage had beside
+        return load_and_start_round(
+            method, plan.layers | {name: array for name, array in personal.items() if name in mine}
+        )
 
 
 class PerSSL(FedSSLStrategy):

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 
-from fedssl.arrays import TILE, Cosines, GlobalLayers, Layers
+from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy, StrategyContext
@@ -89,19 +89,19 @@ class BatchAggregator:
     def __init__(self, combine: Callable[[Layers, Sequence[ClientUpdate]], Layers]) -> None:
         self._combine = combine
 
-    def start(self, global_layers: GlobalLayers) -> None:
+    def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round."""
         self._global = global_layers
         self._updates: list[ClientUpdate] = []
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Keep an update that passed `GlobalLayers.check`."""
+        """Keep an update that passed `ReferenceLayers.check`."""
         self._updates.append(update)
 
     def finish(self) -> Layers:
         """Combine the updates, and let go of them and of the old layers."""
         updates, layers = self._updates, self._global.layers
-        self._updates, self._global = [], GlobalLayers({})
+        self._updates, self._global = [], ReferenceLayers({})
         return self._combine(layers, updates)
 
 
@@ -152,7 +152,7 @@ def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: fl
             mean = trim_mean(np.stack([values[tile] for values in clients]), beta)
             new[tile] = mean if new.dtype.kind == "f" else np.rint(mean)
 
-    GlobalLayers(global_layers).for_each(trim)
+    ReferenceLayers(global_layers).parallel_for(trim)
     return result
 
 
@@ -160,7 +160,7 @@ def checked(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[Clie
     """The updates in order of partition id, if they fit the global layers."""
     if not updates:
         raise InputError("no client sent an update; at least one is needed")
-    check_updates(GlobalLayers(global_layers), updates)
+    check_updates(ReferenceLayers(global_layers), updates)
     return sorted(updates, key=lambda update: update.partition_id)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fedssl.arrays import TILE, Cosines, GlobalLayers, Layers, is_weight
+from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 
@@ -29,7 +29,7 @@ NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
 BUFFERS = ("average", "scale")
 
-NO_COSINES = Cosines(weights={}, buffers={}, model=1.0, offender=None)
+NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
 
 
 def check_choice(setting: str, value: str, allowed: Sequence[str]) -> str:
@@ -85,7 +85,7 @@ class WeightedSum:
         """Metrics that every client must report."""
         return NEEDS[self.weighting]
 
-    def start(self, global_layers: GlobalLayers) -> None:
+    def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round."""
         self._global = global_layers
         self._sums = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in global_layers.layers.items()}
@@ -95,7 +95,7 @@ class WeightedSum:
         self._least_loss = math.inf
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in one update that passed `GlobalLayers.check`.
+        """Fold in one update that passed `ReferenceLayers.check`.
 
         Raises
         ------
@@ -122,10 +122,12 @@ class WeightedSum:
         if self.scale == "none":
             all_cosines = [NO_COSINES] * len(updates)
         else:
-            all_cosines = self._global.compare_all([update.layers for update in updates])
+            all_cosines = self._global.cosines_of_all([update.layers for update in updates])
         for update, cosines in zip(updates, all_cosines, strict=True):
             if not cosines.finite:
-                raise InputError(f"client {update.partition_id}: layer {cosines.offender} has NaN or infinite values")
+                raise InputError(
+                    f"client {update.partition_id}: layer {cosines.first_invalid} has NaN or infinite values"
+                )
         self._fold([self._term(update, cosines) for update, cosines in zip(updates, all_cosines, strict=True)])
 
     def finish(self) -> Layers:
@@ -148,7 +150,7 @@ class WeightedSum:
                 np.rint(total, out=total)
             result[name] = total.astype(dtype, copy=False)
 
-        self._global.for_each(divide)
+        self._global.parallel_for(divide)
         self._sums = {}
         return result
 
@@ -170,7 +172,7 @@ class WeightedSum:
 
     def _fold(self, terms: Sequence[_Term]) -> None:
         if terms:
-            self._global.for_each(lambda name: self._fold_layer(name, terms))
+            self._global.parallel_for(lambda name: self._fold_layer(name, terms))
             self._empty = False
 
     def _fold_layer(self, name: str, terms: Sequence[_Term]) -> None:
@@ -204,7 +206,7 @@ class WeightedSum:
             return [term.weight * term.cosines.model for term in terms]  # Eq. 3
         if weight:
             return [term.weight * term.cosines.weights[name] for term in terms]  # Eqs. 4-6
-        return [term.weight * term.cosines.buffers[name] for term in terms]
+        return [term.weight * term.cosines.statistics[name] for term in terms]
 
 
 def is_uniform_sum(aggregator: object) -> bool:
@@ -212,8 +214,8 @@ def is_uniform_sum(aggregator: object) -> bool:
     return isinstance(aggregator, WeightedSum) and (aggregator.weighting, aggregator.scale) == ("uniform", "none")
 
 
-def check_updates(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:
-    """`GlobalLayers.check` for every update; the InputError names the client."""
+def check_updates(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> None:
+    """`ReferenceLayers.check` for every update; the InputError names the client."""
     for update in updates:
         try:
             global_layers.check(update.layers)
@@ -223,7 +225,7 @@ def check_updates(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) 
 
 def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum) -> Layers:
     """Apply the rule to updates that are all at hand, in order of partition id."""
-    aggregator.start(GlobalLayers(global_layers))
+    aggregator.start(ReferenceLayers(global_layers))
     aggregator.add_all(sorted(updates, key=lambda update: update.partition_id))
     return aggregator.finish()
 

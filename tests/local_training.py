@@ -3,7 +3,7 @@
 import torch
 
 from fedssl.regularizers.base import Regularizer
-from fedssl.training import Augment, LocalTraining
+from fedssl.training import Augment, LocalTrainer
 
 
 class AtOnce:
@@ -15,11 +15,11 @@ class AtOnce:
     def __call__(self, images, generator):
         return self.augment(images, generator)
 
-    def draw(self, sizes, *, form, device, generator):
+    def sample_params(self, sizes, *, image_shape, device, generator):
         return [generator] * len(sizes)
 
-    def make(self, images, drawn, *, layout):
-        view1, view2 = self.augment(images, drawn)
+    def apply(self, images, params, *, layout):
+        view1, view2 = self.augment(images, params)
         return view1.contiguous(memory_format=layout), view2.contiguous(memory_format=layout)
 
 
@@ -33,11 +33,11 @@ def local_training(
     precision: str = "fp32",
     clip_norm: float | None = None,
     channels_last: bool = True,
-) -> LocalTraining:
-    return LocalTraining(
+) -> LocalTrainer:
+    return LocalTrainer(
         augment=AtOnce(augment),
         optimizer=optimizer,
-        lrs=tuple(group["lr"] for group in optimizer.param_groups),
+        base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
         regularizer=regularizer or Regularizer(),
         epochs=epochs,
         batch_size=batch_size,

@@ -46,7 +46,7 @@ class Recorded(TorchDispatchMode):
 
 
 class Recorder:
-    """What `fedssl.machine.cuda_graphs.Graphs` records with; counts what it recorded and did again."""
+    """What `fedssl.machine.cuda_graphs.CudaGraphCache` records with; counts what it recorded and did again."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0

@@ -12,15 +12,15 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 
 def row(name: str) -> str:
     settings = compose([f"strategy={name}", "method=simclr"])
-    travels = settings.algorithm.strategy.make().travels(build_method(settings.model))
-    log = [metric for metric in settings.algorithm.metrics if metric not in travels.required_metrics]
+    communication = settings.algorithm.strategy.make().describe_communication(build_method(settings.model))
+    log = [metric for metric in settings.algorithm.metrics if metric not in communication.required_metrics]
     cells = [
         f"`{name}`",
-        travels.download,
-        travels.upload,
-        _listed(travels.required_metrics),
+        communication.download,
+        communication.upload,
+        _listed(communication.required_metrics),
         _listed(log),
-        travels.local_state,
+        communication.local_state,
     ]
     return "| " + " | ".join(cells) + " |"
 

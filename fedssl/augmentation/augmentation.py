@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedssl.augmentation.recipe import UNIFORMS, Parameters, View, parameters, read_view
-from fedssl.augmentation.views import Drawn, Matrices, blur_matrices, crop_matrices, make_both, make_view
+from fedssl.augmentation.views import AugmentationParams, Matrices, apply_both, apply_view, blur_matrices, crop_matrices
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 
@@ -72,20 +72,22 @@ class Augmentation:
         self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Make two views of every image, with parameters drawn for them alone; see `draw` and `make`."""
-        (drawn,) = self.draw([len(images)], form=images.shape[1:], device=images.device, generator=generator)
-        return self.make(images, drawn)
+        """Make two views of every image, with parameters drawn for them alone; see `sample_params` and `apply`."""
+        (params,) = self.sample_params(
+            [len(images)], image_shape=images.shape[1:], device=images.device, generator=generator
+        )
+        return self.apply(images, params)
 
-    def draw(
-        self, sizes: Sequence[int], *, form: Sequence[int], device: torch.device, generator: torch.Generator
-    ) -> Iterator[Drawn]:
+    def sample_params(
+        self, sizes: Sequence[int], *, image_shape: Sequence[int], device: torch.device, generator: torch.Generator
+    ) -> Iterator[AugmentationParams]:
         """Parameters for batches of these sizes, all drawn and brought to the device before the first is given.
 
         Parameters
         ----------
         sizes : sequence of int
             Images of each batch.
-        form : sequence of int
+        image_shape : sequence of int
             Channels, height and width of the images.
         device : torch.device
             Where the images will be.
@@ -97,7 +99,7 @@ class Augmentation:
         InputError
             If the images have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
         """
-        channels, height, width = form
+        channels, height, width = image_shape
         self._check(channels, height, width, device)
         orders, uniforms = [], []
         for size in sizes:
@@ -114,32 +116,44 @@ class Augmentation:
         packed = to_device(numbers, device)
         self._mean, self._std = self._mean.to(device), self._std.to(device)
         if is_gpu(device) and not self.by_kernel:
-            return self._with_matrices(packed, orders, sizes, form)
-        return (Drawn(part, order) for part, order in zip(packed.split(list(sizes), 2), orders, strict=True))
+            return self._with_matrices(packed, orders, sizes, image_shape)
+        return (
+            AugmentationParams(part, order) for part, order in zip(packed.split(list(sizes), 2), orders, strict=True)
+        )
 
     def _with_matrices(
-        self, packed: Tensor, orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], form: Sequence[int]
-    ) -> Iterator[Drawn]:
+        self,
+        packed: Tensor,
+        orders: Sequence[Sequence[Sequence[int]]],
+        sizes: Sequence[int],
+        image_shape: Sequence[int],
+    ) -> Iterator[AugmentationParams]:
         """Parameters with their matrices, which are made for many batches at once."""
-        most = MATRICES // (8 * self.size * (form[1] + form[2] + self.size))  # images: two views, 4 bytes a number
+        max_images = MATRICES // (
+            8 * self.size * (image_shape[1] + image_shape[2] + self.size)
+        )  # images: two views, 4 bytes a number
         start = 0
         while start < len(sizes):
-            fitting = list(takewhile(lambda end: end <= most, accumulate(sizes[start:])))
+            fitting = list(takewhile(lambda end: end <= max_images, accumulate(sizes[start:])))
             cut = list(sizes[start : start + max(1, len(fitting))])
             block, packed = packed.split([sum(cut), packed.shape[2] - sum(cut)], 2)
-            made = [self._matrices(view, Parameters(*block[:, k]), form, cut) for k, view in enumerate(self.views)]
+            made = [
+                self._matrices(view, Parameters(*block[:, k]), image_shape, cut) for k, view in enumerate(self.views)
+            ]
             for part, *matrices in zip(block.split(cut, 2), *made, strict=True):
-                yield Drawn(part.contiguous(), orders[start], tuple(matrices))
+                yield AugmentationParams(part.contiguous(), orders[start], tuple(matrices))
                 start += 1
 
-    def _matrices(self, view: View, drawn: Parameters, form: Sequence[int], cut: list[int]) -> Iterator[Matrices]:
+    def _matrices(
+        self, view: View, params: Parameters, image_shape: Sequence[int], cut: list[int]
+    ) -> Iterator[Matrices]:
         """Matrices of a view, batch by batch."""
-        rows, columns = crop_matrices(view, drawn, height=form[1], width=form[2], size=self.size)
-        blur = blur_matrices(view, drawn.sigma, size=self.size).split(cut) if view.blur > 0 else repeat(None, len(cut))
+        rows, columns = crop_matrices(view, params, height=image_shape[1], width=image_shape[2], size=self.size)
+        blur = blur_matrices(view, params.sigma, size=self.size).split(cut) if view.blur > 0 else repeat(None, len(cut))
         return (Matrices(*maps) for maps in zip(rows.split(cut), columns.split(cut), blur, strict=True))
 
-    def make(
-        self, images: Tensor, drawn: Drawn, *, layout: torch.memory_format = torch.contiguous_format
+    def apply(
+        self, images: Tensor, params: AugmentationParams, *, layout: torch.memory_format = torch.contiguous_format
     ) -> tuple[Tensor, Tensor]:
         """Make two views of every image.
 
@@ -147,8 +161,8 @@ class Augmentation:
         ----------
         images : Tensor
             uint8, ``(batch, channels, height, width)``, on any device.
-        drawn : Drawn
-            What `draw` gave for a batch of this size and such images on this device.
+        params : AugmentationParams
+            What `sample_params` gave for a batch of this size and such images on this device.
         layout : torch.memory_format
             Of the views in memory.
 
@@ -165,20 +179,20 @@ class Augmentation:
         if self.by_kernel and is_gpu(images.device):
             from fedssl.augmentation import kernel  # here: nothing else needs Triton
 
-            numbers = drawn.parameters.contiguous()
+            numbers = params.parameters.contiguous()
             contiguous = images.contiguous()
-            kernel.make_views(contiguous, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
+            kernel.apply_views(contiguous, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
             return views[0], views[1]
-        if drawn.matrices:
+        if params.matrices:
             planes = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-            self._normalize(make_both(planes.permute(2, 0, 1, 3), views=self.views, drawn=drawn), out=result)
+            self._normalize(apply_both(planes.permute(2, 0, 1, 3), views=self.views, params=params), out=result)
             return views[0], views[1]
         for start in range(0, batch, CHUNK):
             part = slice(start, start + CHUNK)
             planes = images[part].transpose(0, 1).contiguous().float().div_(255)
             for index, view in enumerate(self.views):
-                parameters, order = drawn.of(index, part), drawn.orders[index]
-                made = make_view(planes, view=view, drawn=parameters, order=order, size=self.size)
+                parameters, order = params.of(index, part), params.jitter_orders[index]
+                made = apply_view(planes, view=view, params=parameters, order=order, size=self.size)
                 self._normalize(made, out=views[index][part])
         return views[0], views[1]
 

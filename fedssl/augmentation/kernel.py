@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Views of small images on a GPU, by one kernel each: `fedssl.augmentation.views.make_view` and the normalisation.
+"""Views of small images on a GPU, by one kernel each: `fedssl.augmentation.views.apply_view` and the normalisation.
 
 A program makes one view of one image without going back to memory: its planes, and the matrices that crop, resize,
 flip and blur them, are small enough to stay in registers. Products are those of IEEE float32. Imported only where it
@@ -19,7 +19,7 @@ LARGEST = 64  # height and width of an image and of a view, in pixels
 ROWS = 16  # numbers per image and view: the 12 of `Parameters`, and the order of the jitter operations
 
 
-def make_views(
+def apply_views(
     images: Tensor, numbers: Tensor, *, views: Sequence[View], mean: Tensor, std: Tensor, out: Tensor
 ) -> None:
     """Make both views of every image.

@@ -157,7 +157,7 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
 
     Returns
     -------
-    drawn : Parameters
+    params : Parameters
         Those of every image.
     """
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)

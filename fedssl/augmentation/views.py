@@ -9,7 +9,7 @@ colour jitter, grey, Gaussian blur and solarisation, in this order. Every image 
 - blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
 - saturation, hue and grey are left out unless there are 3 channels.
 
-`make_view` is how a CPU does it: one view after the other, a few images at a time, as caches like it. `make_both` is
+`apply_view` is how a CPU does it: one view after the other, a few images at a time, as caches like it. `apply_both` is
 for a GPU, where every operation costs a launch: all images at once and, as far as the order of the jitter allows,
 both views. `fedssl.augmentation.kernel` does all of it in one launch per view. The cost of the matrix products grows
 with the cube of the image size: right for images up to about 100 pixels wide.
@@ -46,21 +46,21 @@ class Matrices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class AugmentationParams:
     """What chance says about a batch.
 
     Attributes
     ----------
     parameters : Tensor
         The numbers of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images.
-    orders : sequence of sequence of int
+    jitter_orders : sequence of sequence of int
         Of the jitter operations, for each view: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
     matrices : tuple of Matrices
         Of each view if they are made ahead, else empty.
     """
 
     parameters: Tensor
-    orders: Sequence[Sequence[int]]
+    jitter_orders: Sequence[Sequence[int]]
     matrices: tuple[Matrices, ...] = ()
 
     def of(self, view: int, part: slice = slice(None)) -> Parameters:
@@ -68,11 +68,11 @@ class Drawn:
         return Parameters(*self.parameters[:, view, part])
 
 
-def crop_matrices(view: View, drawn: Parameters, *, height: int, width: int, size: int) -> tuple[Tensor, Tensor]:
+def crop_matrices(view: View, params: Parameters, *, height: int, width: int, size: int) -> tuple[Tensor, Tensor]:
     """Matrices of rows and columns that crop, resize and flip."""
     pad = view.pad
-    rows = operations.crop_weights(drawn.top + pad, drawn.height, size=height + 2 * pad, out=size)
-    columns = operations.crop_weights(drawn.left + pad, drawn.width, size=width + 2 * pad, out=size, flip=drawn.flip)
+    rows = operations.crop_weights(params.top + pad, params.height, size=height + 2 * pad, out=size)
+    columns = operations.crop_weights(params.left + pad, params.width, size=width + 2 * pad, out=size, flip=params.flip)
     return (operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)) if pad else (rows, columns)
 
 
@@ -81,14 +81,14 @@ def blur_matrices(view: View, sigma: Tensor, *, size: int) -> Tensor:
     return operations.blur_weights(sigma, size=size, radius=min(math.ceil(3 * view.blur_sigma[1]), size - 1))
 
 
-def jitter(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int]) -> Tensor:
+def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int]) -> Tensor:
     """Those of the jitter operations that are in ``order`` and turned on."""
     color = len(planes) == 3
     steps = (
-        (view.brightness > 0, operations.brightness, drawn.brightness),
-        (view.contrast > 0, operations.contrast, drawn.contrast),
-        (view.saturation > 0 and color, operations.saturation, drawn.saturation),
-        (view.hue > 0 and color, operations.hue, drawn.hue),
+        (view.brightness > 0, operations.brightness, params.brightness),
+        (view.contrast > 0, operations.contrast, params.contrast),
+        (view.saturation > 0 and color, operations.saturation, params.saturation),
+        (view.hue > 0 and color, operations.hue, params.hue),
     )
     for used, operation, factor in (steps[index] for index in order):
         if used and view.jitter > 0:
@@ -96,7 +96,7 @@ def jitter(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int
     return planes
 
 
-def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[int], size: int) -> Tensor:
+def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int], size: int) -> Tensor:
     """Make one view of every image; operations that the recipe turns off for all of them are left out.
 
     Parameters
@@ -105,10 +105,10 @@ def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[
         Images ``(channels, batch, height, width)`` with values in [0, 1].
     view : View
         The recipe.
-    drawn : Parameters
+    params : Parameters
         Random parameters of every image.
     order : sequence of int
-        Order of the jitter operations, see `Drawn`.
+        Order of the jitter operations, see `AugmentationParams`.
     size : int
         Height and width of the views in pixels.
 
@@ -117,22 +117,22 @@ def make_view(planes: Tensor, *, view: View, drawn: Parameters, order: Sequence[
     Tensor
         ``(channels, batch, size, size)``.
     """
-    rows, columns = crop_matrices(view, drawn, height=planes.shape[2], width=planes.shape[3], size=size)
+    rows, columns = crop_matrices(view, params, height=planes.shape[2], width=planes.shape[3], size=size)
     planes = operations.separable(planes, rows=rows, columns=columns)
-    planes = jitter(planes, view=view, drawn=drawn, order=order)
+    planes = jitter(planes, view=view, params=params, order=order)
     if view.gray > 0 and len(planes) == 3:
-        planes = operations.saturation(planes, drawn.color)
+        planes = operations.saturation(planes, params.color)
     if view.blur > 0:
-        chosen = drawn.sigma.nonzero()[:, 0]
-        weights = blur_matrices(view, drawn.sigma[chosen], size=size)
+        chosen = params.sigma.nonzero()[:, 0]
+        weights = blur_matrices(view, params.sigma[chosen], size=size)
         planes[:, chosen] = operations.separable(planes[:, chosen], rows=weights, columns=weights)
     if view.solarize > 0:
-        planes = operations.solarize(planes, drawn.solarize)
+        planes = operations.solarize(planes, params.solarize)
     return planes
 
 
-def make_both(planes: Tensor, *, views: Sequence[View], drawn: Drawn) -> Tensor:
-    """Make both views at once, with matrices made ahead: what `make_view` makes of each, in few launches.
+def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationParams) -> Tensor:
+    """Make both views at once, with matrices made ahead: what `apply_view` makes of each, in few launches.
 
     Images of which an operation is off have neutral parameters; nothing is chosen, which one would have to wait for.
 
@@ -142,19 +142,19 @@ def make_both(planes: Tensor, *, views: Sequence[View], drawn: Drawn) -> Tensor:
         First view 1 of every image, then view 2, ``(channels, 2 * batch, size, size)``.
     """
     color = len(planes) == 3
-    both = Parameters(*drawn.parameters.flatten(1))
-    made = [operations.separable(planes, rows=maps.rows, columns=maps.columns) for maps in drawn.matrices]
-    turns = [order.index(HUE) for order in drawn.orders]
-    each = list(zip(views, (drawn.of(0), drawn.of(1)), drawn.orders, turns, strict=True))
-    made = [jitter(x, view=v, drawn=d, order=o[:at]) for x, (v, d, o, at) in zip(made, each, strict=True)]
+    both = Parameters(*params.parameters.flatten(1))
+    made = [operations.separable(planes, rows=maps.rows, columns=maps.columns) for maps in params.matrices]
+    turns = [order.index(HUE) for order in params.jitter_orders]
+    each = list(zip(views, (params.of(0), params.of(1)), params.jitter_orders, turns, strict=True))
+    made = [jitter(x, view=v, params=d, order=o[:at]) for x, (v, d, o, at) in zip(made, each, strict=True)]
     if color and any(view.hue > 0 and view.jitter > 0 for view in views):
         made = list(operations.hue(torch.cat(made, 1), both.hue).chunk(2, 1))
-    made = [jitter(x, view=v, drawn=d, order=o[at + 1 :]) for x, (v, d, o, at) in zip(made, each, strict=True)]
+    made = [jitter(x, view=v, params=d, order=o[at + 1 :]) for x, (v, d, o, at) in zip(made, each, strict=True)]
     planes = torch.cat(made, 1)
     if color and any(view.gray > 0 for view in views):
         planes = operations.saturation(planes, both.color)
     if any(view.blur > 0 for view in views):
-        planes = _blur(planes, drawn.matrices)
+        planes = _blur(planes, params.matrices)
     if any(view.solarize > 0 for view in views):
         planes = operations.solarize(planes, both.solarize)
     return planes

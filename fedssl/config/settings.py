@@ -151,7 +151,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """Local training, see `fedssl.training.LocalTraining`."""
+    """Local training, see `fedssl.training.LocalTrainer`."""
 
     augmentation: Component
     optimizer: Component

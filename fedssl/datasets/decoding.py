@@ -16,7 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.machine.room import room
+from fedssl.machine.room import decode_slot
 from fedssl.machine.threads import available_cores
 from fedssl.untrusted import open_regular_file, sanitize
 
@@ -100,7 +100,7 @@ def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: in
         # the time. Twice the target leaves the filter enough to work on. Other formats ignore it.
         image.draft(None, (2 * size, 2 * size))
         needed = _PER_PIXEL * image.width * image.height + (_PER_PIXEL * pixels if "progressive" in image.info else 0)
-        with room(needed, most=2 * _PER_PIXEL * max_pixels):
+        with decode_slot(needed, largest=2 * _PER_PIXEL * max_pixels):
             ImageOps.exif_transpose(image, in_place=True)
             return to_array(image, channels=channels, size=size)
 

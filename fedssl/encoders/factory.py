@@ -148,7 +148,7 @@ def vit_tiny(
     pool : {"token", "mean"}
         h is the class token, or the mean over the patches of a transformer without class token.
     positions : {"sincos", "learned"}
-        What is added to the tokens: the fixed numbers of `fedssl.encoders.torchvision_encoders.sincos_positions`, or weights as
+        What is added to the tokens: the fixed numbers of `fedssl.encoders.torchvision_encoders.sincos_position_embedding`, or weights as
         in torchvision, which are what an encoder file of an earlier version has.
 
     Raises

@@ -55,7 +55,7 @@ class ResNetEncoder(Encoder, ResNet):
         return torch.flatten(self.avgpool(x), 1)
 
 
-def sincos_positions(side: int, width: int) -> Tensor:
+def sincos_position_embedding(side: int, width: int) -> Tensor:
     """Fixed positions of MoCo v3 (arXiv 2104.02057) for ``side x side`` patches, row by row: ``(side^2, width)``.
 
     A patch in row r and column c has sin(r w_i), cos(r w_i), sin(c w_i) and cos(c w_i) one after the other, each for
@@ -78,7 +78,7 @@ class ViTEncoder(Encoder, VisionTransformer):
     pool : {"token", "mean"}
         h is the class token, or the mean over patches, in which case there is no class token.
     fixed_positions : bool
-        Whether positions are `sincos_positions` (and 0 for the class token), which are not trained, do not travel and
+        Whether positions are `sincos_position_embedding` (and 0 for the class token), which are not trained, do not travel and
         are not in the ``state_dict``. False: they are weights.
     """
 
@@ -104,7 +104,7 @@ class ViTEncoder(Encoder, VisionTransformer):
             del self.class_token
             self.encoder.pos_embedding = nn.Parameter(self.encoder.pos_embedding.detach()[:, 1:].clone())
         if fixed_positions:
-            patches = sincos_positions(size // patch, width)
+            patches = sincos_position_embedding(size // patch, width)
             positions = torch.zeros_like(self.encoder.pos_embedding)
             positions[0, -len(patches) :] = patches
             del self.encoder.pos_embedding

@@ -28,7 +28,7 @@ from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
 from fedssl.evaluation.subject import Subject, make_subject, why_not_evaluable
 from fedssl.export import load_encoder, saved_target
-from fedssl.machine.devices import pick_device
+from fedssl.machine.devices import select_device
 from fedssl.report.accuracy_table import format_table
 from fedssl.untrusted import sanitize
 
@@ -116,7 +116,7 @@ def as_in_training(encoder: Any, data: DataSettings, *, own_size: bool) -> DataS
 
 def subject_of(encoder: Any, data: DataSettings, *, device: str) -> Subject:
     """Join the encoder and the labelled images of the data set; raises `InputError` if it has none."""
-    subject = make_subject(encoder, data, device=pick_device(device))
+    subject = make_subject(encoder, data, device=select_device(device))
     if subject is None:
         raise InputError(f"{why_not_evaluable(data)}, or choose another data set with dataset=")
     return subject

@@ -9,10 +9,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TORCHS_OWN = Optimizer.profile_hook_step.__code__.co_filename  # the file whose wrappers are around every `step`
+OPTIMIZER_FILE = Optimizer.profile_hook_step.__code__.co_filename  # the file whose wrappers are around every `step`
 
 
-def leave_compiler_out() -> None:
+def disable_dynamo_import() -> None:
     """Mark such functions as `torch._compile._disable_dynamo` does after the import: "call it as it is"."""
     for kind in (Optimizer, *TorchDispatchMode.__subclasses__()):
         for method in vars(kind).values():
@@ -21,7 +21,7 @@ def leave_compiler_out() -> None:
                 function.__dict__.setdefault("__dynamo_disable", function)
 
 
-def take_step(optimizer: Optimizer) -> None:
+def optimizer_step(optimizer: Optimizer) -> None:
     """A step of the optimiser, without torch's wrappers around it: hooks, a mark for its profiler, and the import."""
     with torch.no_grad():
-        unwrap(type(optimizer).step, stop=lambda step: step.__code__.co_filename != TORCHS_OWN)(optimizer)
+        unwrap(type(optimizer).step, stop=lambda step: step.__code__.co_filename != OPTIMIZER_FILE)(optimizer)

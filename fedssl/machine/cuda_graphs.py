@@ -15,15 +15,17 @@ from torch.optim import Optimizer
 
 from fedssl.errors import InputError, RequestRefused
 
-WARM = 3  # steps of a kind before one is recorded: libraries choose their kernels, the optimiser makes its state
-KEPT = 16  # recorded kinds of steps, which differ in their batch size or in what is trained
+WARMUP_STEPS = (
+    3  # steps of a kind before one is recorded: libraries choose their kernels, the optimiser makes its state
+)
+MAX_GRAPHS = 16  # recorded kinds of steps, which differ in their batch size or in what is trained
 
-Step = Callable[..., Tensor]
-Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+TrainStep = Callable[..., Tensor]
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _CapturedStep:
     """Where a recorded step reads and what does it again, and where its result is then."""
 
     inputs: list[Tensor]
@@ -31,7 +33,7 @@ class _Recorded:
     result: Tensor
 
 
-class Graphs:
+class CudaGraphCache:
     """The recorded steps of one method with one optimiser.
 
     Parameters
@@ -43,9 +45,9 @@ class Graphs:
         after each time. None: a CUDA graph.
     """
 
-    def __init__(self, optimizer: Optimizer, record: Record | None = None) -> None:
-        self._optimizer, self._record = optimizer, record or record_on_gpu()
-        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+    def __init__(self, optimizer: Optimizer, record: Capture | None = None) -> None:
+        self._optimizer, self._record = optimizer, record or capture_on_gpu()
+        self._recorded: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
         self._done: Counter[Hashable] = Counter()
         self._trained: list[bool] = []
         for group in optimizer.param_groups:
@@ -53,7 +55,7 @@ class Graphs:
             if "capturable" in group:
                 group["capturable"] = True  # else torch refuses to record the step
 
-    def restart(self, lrs: Sequence[float]) -> None:
+    def reset_optimizer(self, lrs: Sequence[float]) -> None:
         """Let the optimiser forget what it was used for before, and set the learning rates of its groups."""
         groups = self._optimizer.param_groups
         trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
@@ -69,13 +71,13 @@ class Graphs:
         for group, lr in zip(groups, lrs, strict=True):
             group["lr"].fill_(lr)
 
-    def run(self, step: Step, inputs: Sequence[Tensor]) -> Tensor:
+    def run(self, step: TrainStep, inputs: Sequence[Tensor]) -> Tensor:
         """Do a step; the result is good until the next one.
 
         Parameters
         ----------
         step : callable
-            What it does must depend on the inputs' shapes and dtypes only, up to the next `restart` that trains other
+            What it does must depend on the inputs' shapes and dtypes only, up to the next `reset_optimizer` that trains other
             weights.
         inputs : sequence of Tensor
             Its arguments.
@@ -84,12 +86,12 @@ class Graphs:
         recorded = self._recorded.get(kind)
         if recorded is None:
             self._done[kind] += 1
-            if self._done[kind] <= WARM:
+            if self._done[kind] <= WARMUP_STEPS:
                 return step(*inputs)
             own = [x.clone() for x in inputs]
-            recorded = _Recorded(own, *self._record(lambda: step(*own)))
+            recorded = _CapturedStep(own, *self._record(lambda: step(*own)))
             self._recorded[kind] = recorded
-            if len(self._recorded) > KEPT:
+            if len(self._recorded) > MAX_GRAPHS:
                 self._recorded.popitem(last=False)
             return recorded.result
         self._recorded.move_to_end(kind)
@@ -111,7 +113,7 @@ def check_fused(optimizer: Optimizer) -> None:
             )
 
 
-def record_on_gpu() -> Record:
+def capture_on_gpu() -> Capture:
     """What records steps as CUDA graphs, which share their memory because one runs at a time."""
     pool = torch.cuda.graph_pool_handle()
 

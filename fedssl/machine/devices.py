@@ -18,7 +18,7 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == GPU
 
 
-def pick_device(name: str) -> torch.device:
+def select_device(name: str) -> torch.device:
     """Choose the device.
 
     Parameters
@@ -44,7 +44,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def settled(images: Tensor, device: torch.device) -> Tensor:
+def place_images(images: Tensor, device: torch.device) -> Tensor:
     """Images on the device, or where they are if they would take more than half of its free memory.
 
     A GPU has room for the model, its activations and other processes then. On a CPU nothing is copied.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 # Environment variables to set before torch is imported: OpenMP threads that wait for each other spin for a tenth of a
 # millisecond and then sleep. If they slept at once, a training step would take a fifth longer; if they spun longer, a
 # second program on the same cores would slow training down not by half but tenfold.
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # parameters of glibc's mallopt
 

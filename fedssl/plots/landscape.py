@@ -17,7 +17,7 @@ import torch
 from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import load_layers, travelling_names
+from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.run import strategy_of
@@ -25,7 +25,7 @@ from fedssl.runs.snapshots import KeptRound
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
-from fedssl.training import taken
+from fedssl.training import index_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -224,7 +224,7 @@ def subsample_rounds(kept: Sequence[KeptRound]) -> list[KeptRound]:
 def plane_names(method: SSLMethod, layers: Layers) -> list[str]:
     """Names of the layers that are trained at present and travel: what the plane is made of."""
     frozen = set(frozen_names(method))
-    return [name for name in travelling_names(method) if name not in frozen and is_weight(name, layers[name])]
+    return [name for name in exchanged_names(method) if name not in frozen and is_weight(name, layers[name])]
 
 
 def concat_weights(layers: Layers, names: Sequence[str]) -> np.ndarray:
@@ -242,7 +242,9 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
     rows = torch.arange(len(images)).split(size)
     rows = rows[: len(images) // size]  # whole batches: a contrastive loss depends on their size
     views = [augment(images[batch].to(run.device), generator) for batch in rows]
-    known = [() if not method.uses_labels or labels is None else (taken(labels, batch, run.device),) for batch in rows]
+    known = [
+        () if not method.uses_labels or labels is None else (index_rows(labels, batch, run.device),) for batch in rows
+    ]
     sizes = {name: last[name].shape for name in names}
 
     def loss(weights: np.ndarray) -> float:

@@ -16,10 +16,10 @@ from fedssl.config.saved_run import read_overrides
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import load_any
 from fedssl.errors import InputError
-from fedssl.machine.process import set_up
+from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import copied_layers, load_layers, travelling_names
+from fedssl.model_arrays import copy_layers, exchanged_names, load_layers
 from fedssl.runs.snapshots import KeptRound, kept_rounds, read_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
@@ -73,7 +73,7 @@ class LoadedRun:
     def untrained(self) -> Layers:
         """Layers of the model before the first round."""
         method = build_method(self.settings.model)
-        return copied_layers(method, travelling_names(method))
+        return copy_layers(method, exchanged_names(method))
 
     def layers(self, file: Path) -> Layers:
         """Layers of one of the models that are kept; raises `InputError` if the file is damaged."""
@@ -99,7 +99,7 @@ class LoadedRun:
         """
         with set_active_stages(self.method, depth=phase_at(self.phases, round).depth):
             layers = self.layers(file)
-            needed = {name for name in travelling_names(self.method) if name.startswith("encoder.")}
+            needed = {name for name in exchanged_names(self.method) if name.startswith("encoder.")}
             if not layers.keys() >= needed:
                 raise InputError(
                     f"{file} has {len(needed & layers.keys())} of the {len(needed)} layers of the encoder, for the "
@@ -127,4 +127,4 @@ def load_run_folder(folder: Path, overrides: Sequence[str]) -> LoadedRun:
     saved = {word.partition("=")[0] for word in read_overrides(folder / "overrides.yaml") or []}
     overrides = [*overrides, *(word for key, word in RESUME_OVERRIDES.items() if key in saved)]
     settings = load_run([*overrides, f"resume={quote(str(folder.resolve()))}"])
-    return LoadedRun(folder, settings, kept, set_up(settings.machine))
+    return LoadedRun(folder, settings, kept, configure_process(settings.machine))

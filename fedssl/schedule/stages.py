@@ -9,7 +9,7 @@ from fedssl.arrays import Layers
 from fedssl.encoders.base import StageRange
 from fedssl.errors import InputError
 from fedssl.methods.base import TEACHER, SSLMethod
-from fedssl.model_arrays import travelling_names
+from fedssl.model_arrays import exchanged_names
 from fedssl.schedule.phases import Phase
 
 log = logging.getLogger("fedssl")
@@ -64,7 +64,7 @@ def frozen_names(method: SSLMethod) -> list[str]:
     """Names of the layers that a client receives and uses without training them."""
     if not method.frozen:
         return []
-    return [name for name in travelling_names(method) if stage_range(method, name).frozen_from <= method.frozen]
+    return [name for name in exchanged_names(method) if stage_range(method, name).frozen_from <= method.frozen]
 
 
 class Stages:

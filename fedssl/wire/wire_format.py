@@ -83,7 +83,7 @@ def check_transport(transport: object) -> str:
     return str(transport)
 
 
-def travels_as(transport: str) -> str:
+def describe_wire_format(transport: str) -> str:
     """What becomes of layers, in words for people."""
     if transport == EXACT:
         return f"{transport}, exactly"

@@ -9,7 +9,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
 from fedssl.methods.build import build_method
 from fedssl.schedule.stages import set_active_stages
-from fedssl.training import LocalTraining
+from fedssl.training import LocalTrainer
 
 WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
 
@@ -23,7 +23,7 @@ def sample(*overrides, place=(0, "choose", 1, 2), on_step_start=lambda: None):
         images.images,
         torch.arange(10, 50),
         data=settings.data,
-        training=LocalTraining.prepare(settings.training, method),
+        training=LocalTrainer.build(settings.training, method),
         place=place,
         labels=labels,
         on_step_start=on_step_start,

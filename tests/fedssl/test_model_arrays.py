@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedssl.config.overrides import CONF
-from fedssl.model_arrays import kept_names, travelling_names
+from fedssl.model_arrays import exchanged_names, local_names
 from tests.federation import Federation
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
@@ -33,9 +33,9 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
     assert all(np.isfinite(array).all() for array in after.values())
     assert federation.report.dropped == {}
 
-    method, travelling = federation.method, set(travelling_names(federation.method))
-    assert travelling.isdisjoint({*kept_names(method), *method.uploaded_parts, *method.broadcast_parts})
-    needs = set(federation.strategy.travels(method).required_metrics)
+    method, travelling = federation.method, set(exchanged_names(federation.method))
+    assert travelling.isdisjoint({*local_names(method), *method.uploaded_parts, *method.broadcast_parts})
+    needs = set(federation.strategy.describe_communication(method).required_metrics)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         several = ["arrays-1"] if name in ("featarc", "clustered") else []  # models to choose from
         assert set(plan) == {"arrays", "shared", "plan", *several}

@@ -17,7 +17,7 @@ from fedssl.regularizers.alignment import Alignment
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import TensorMemory, step_cost
-from fedssl.training import LocalTraining, train
+from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS
 from tests.federation import Federation
 from tests.local_training import local_training
@@ -120,12 +120,12 @@ def test_parameters():
     last_norm, projector, predictor = 2 * 4, 4 * 8 + 2 * 8 + (8 + 1) * 4, (4 + 1) * 4
     cost = cost_of(method)
     assert cost.trained_parameters == stem + 2 * block + last_norm + projector + predictor
-    assert cost.resident_parameters == cost.trained_parameters + stem + 2 * block + last_norm + projector
+    assert cost.parameters_in_memory == cost.trained_parameters + stem + 2 * block + last_norm + projector
     with set_active_stages(method, depth=2, frozen=1):
         cost = cost_of(method)
     assert cost.trained_parameters == block + last_norm + projector + predictor
     # The frozen part is there once: the target uses what it puts out.
-    assert cost.resident_parameters == cost.trained_parameters + stem + block + block + last_norm + projector
+    assert cost.parameters_in_memory == cost.trained_parameters + stem + block + block + last_norm + projector
 
 
 # --- memory ---
@@ -144,12 +144,12 @@ def test_memory_by_hand():
         other = torch.zeros(100)  # `part` keeps the 2,000
         assert memory.peak() == 3400
         del part, one
-        memory.restart()
+        memory.reset_peak()
         assert memory.peak() == 400
         del other
         torch.zeros(10)
         assert memory.peak() == 400
-        memory.restart()
+        memory.reset_peak()
         assert memory.peak() == 0
     assert shared.shape == (10, 100)
 
@@ -161,12 +161,12 @@ def test_memory_of_activations_by_hand():
         with torch.no_grad():
             layers(x)
         assert memory.peak() == 2 * 50 * 100 * 4  # a layer's input and output
-        memory.restart()
+        memory.reset_peak()
         out = layers(x)
         assert memory.peak() == 5 * 50 * 100 * 4  # all outputs wait for the backward pass
         out.sum().backward()
         del out
-        memory.restart()
+        memory.reset_peak()
         assert memory.peak() == 5 * 100 * 100 * 4  # gradients
 
 
@@ -315,7 +315,7 @@ def test_every_method_and_regularizer_can_be_measured(overrides):
         step_cost(
             method,
             images=images,
-            training=LocalTraining.prepare(settings.training, method),
+            training=LocalTrainer.build(settings.training, method),
             labels=labels,
         )
         for _ in range(2)
@@ -350,7 +350,7 @@ def test_the_layout_of_images_reaches_the_measurement(monkeypatch):
         ]
         settings = compose(overrides)
         method = build_method(settings.model)
-        step_cost(method, images=images, training=LocalTraining.prepare(settings.training, method))
+        step_cost(method, images=images, training=LocalTrainer.build(settings.training, method))
         assert layouts == [channels_last] * 2
 
 
@@ -364,7 +364,7 @@ def test_on_a_gpu():
         found[device] = step_cost(
             method,
             images=make_images(64, size=8).to(device),
-            training=LocalTraining.prepare(settings.training, method),
+            training=LocalTrainer.build(settings.training, method),
         )
         assert torch.equal(state, torch.cuda.get_rng_state())
     assert found["cuda"].flops == found["cpu"].flops

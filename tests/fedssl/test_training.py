@@ -9,11 +9,11 @@ from fedssl.errors import InputError
 from fedssl.machine import devices
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import copied_layers, kept_names, take_layers, travelling_names
+from fedssl.model_arrays import copy_layers, exchanged_names, local_names, move_layers_out
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive_seed, torch_generator
-from fedssl.training import LocalTraining, batches, train
+from fedssl.training import LocalTrainer, batches, train
 from tests.federation import Federation
 from tests.local_training import local_training
 
@@ -204,10 +204,10 @@ def trained(overrides):
     method = build_method(settings.model)
     method.start_round(first=True)
     images = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
-    training = LocalTraining.prepare(settings.training, method)
+    training = LocalTrainer.build(settings.training, method)
     train(method, images, torch.arange(20), training=training, generator=torch_generator(0, "train"))
     weight = method.named_tensors["encoder.blocks.1.0.weight"]
-    layers = {**copied_layers(method, kept_names(method)), **take_layers(method, travelling_names(method))}
+    layers = {**copy_layers(method, local_names(method)), **move_layers_out(method, exchanged_names(method))}
     return layers, weight.is_contiguous(memory_format=torch.channels_last)
 
 

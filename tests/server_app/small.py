@@ -7,7 +7,7 @@ from torch import nn
 from fedssl.config.aggregation_settings import UpdateSettings
 from fedssl.encoders.base import Encoder
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import travelling_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.schedule.phases import end_to_end
 from server_app.round_context import RoundContext
 
@@ -36,7 +36,7 @@ def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metr
         strategy=strategy,
         method=method,
         phases=end_to_end(rounds=1000, depth=0),
-        initial_arrays=lambda: travelling_layers(method),
+        initial_arrays=lambda: exchanged_layers(method),
         nodes=nodes,
         seed=0,
         clients_per_round=clients_per_round or len(nodes),

@@ -11,7 +11,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import travelling_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.representations import read_representations
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
@@ -34,7 +34,7 @@ def monitor(*overrides):
         device=torch.device("cpu"),
         seed=settings.seed,
     )
-    return watch, travelling_layers(method)
+    return watch, exchanged_layers(method)
 
 
 def collapsed(layers):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from fedssl.arrays import GlobalLayers
+from fedssl.arrays import ReferenceLayers
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
@@ -124,7 +124,7 @@ def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path):
         tmp_path / "b", *SMALL, *PRIVATE, "privacy.clip_norm=1e4", "privacy.noise_multiplier=1e-12"
     ).run(2)
     start = Federation(tmp_path / "c", *SMALL, *PRIVATE).layers
-    for name in GlobalLayers(public).layers:
+    for name in ReferenceLayers(public).layers:
         if name.startswith("encoder.") or name.endswith(("weight", "bias")):
             np.testing.assert_allclose(private[name], public[name], atol=2e-5, err_msg=name)
         else:

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedssl.arrays import GlobalLayers
+from fedssl.arrays import ReferenceLayers
 from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
@@ -387,9 +387,9 @@ def test_clients_that_move_alike_or_not_at_all_are_plausible():
 
 def test_how_far_layers_moved():
     """(1, 2, 2) has length 3 and moves by (0.3, 0, 0); 0.5 moves to 0.55. The smallest way told is a thousandth."""
-    sent = GlobalLayers(LAYERS)
-    assert sent.compare(near(LAYERS, 0)).moved == pytest.approx((0.1, 0.1), rel=1e-5)
-    assert sent.compare(LAYERS).moved == (0.001, 0.001)
+    sent = ReferenceLayers(LAYERS)
+    assert sent.cosines_of(near(LAYERS, 0)).relative_change == pytest.approx((0.1, 0.1), rel=1e-5)
+    assert sent.cosines_of(LAYERS).relative_change == (0.001, 0.001)
 
 
 def test_what_a_client_says_reaches_no_terminal_as_a_command():

@@ -141,7 +141,7 @@ def test_nothing_overlaps_where_nobody_knows_what_clients_occupy(tmp_path, monke
     monkeypatch.setattr(
         app, "can_evaluate_in_background", lambda components, client_cores: found.append(client_cores) or False
     )
-    monkeypatch.setattr("simulation.grid.pick_device", lambda name: type("Device", (), {"type": "cuda"}))
+    monkeypatch.setattr("simulation.grid.select_device", lambda name: type("Device", (), {"type": "cuda"}))
     run([*TINY, "rounds=1", "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
     assert found == [None]
 

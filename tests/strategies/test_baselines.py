@@ -14,7 +14,7 @@ from client_app.state import load_state
 from fedssl.config.load import compose
 from fedssl.evaluation.subject import make_subject
 from fedssl.export import load_encoder
-from fedssl.model_arrays import kept_names
+from fedssl.model_arrays import local_names
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import from_record
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
@@ -86,7 +86,7 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     federation.run(1)
     for client, (own, state) in enumerate(zip(sent, states, strict=True)):
         plan = TrainPlan.from_content(federation.plans[2 + client])
-        assert set(state) == set(kept_names(federation.method))  # BYOL's target; all else is with the server
+        assert set(state) == set(local_names(federation.method))  # BYOL's target; all else is with the server
         federation.strategy.client.load_start(federation.method, plan, state)
         assert set(own) | set(state) == set(federation.method.named_tensors)
         for name, array in own.items():

@@ -17,7 +17,7 @@ from fedssl.methods.build import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
-from fedssl.model_arrays import copied_layers, travelling_layers
+from fedssl.model_arrays import copy_layers, exchanged_layers
 from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import set_active_stages
 from simulation.cli import run
@@ -85,7 +85,7 @@ def test_distance_by_hand(encoder, frozen, distance, expected):
     method = Plain(encoder())
     for name in frozen:
         method.encoder.get_submodule(name).requires_grad_(False)
-    start = copied_layers(method, method.named_tensors)
+    start = copy_layers(method, method.named_tensors)
     assert encoder_divergence(method, start, distance=distance) == 0
     with torch.no_grad():
         for name, move in MOVES.items():
@@ -112,7 +112,7 @@ def test_a_resnet18_has_17_kernels_to_compare():
     method = SimCLR(resnet18(channels=3, size=32), projector=HEAD, temperature=0.5)
     kernels = distance_names(method, distance="mean_conv_l2")
     # The reading of the authors' code: "conv" in the name of an array of four axes.
-    assert kernels == [name for name, a in travelling_layers(method).items() if "conv" in name and a.ndim == 4]
+    assert kernels == [name for name, a in exchanged_layers(method).items() if "conv" in name and a.ndim == 4]
     assert len(kernels) == 17
     # torchvision's ResNet-18 has 62 parameters, two of them in the classifier, which is not part of the encoder.
     assert len(distance_names(method, distance="squared_l2")) == 60
@@ -152,7 +152,7 @@ def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
     random = torch.Generator().manual_seed(0)
     for phase, distance in [(phase, distance) for phase in phases for distance in DISTANCES]:
         with set_active_stages(method, depth=phase.depth, frozen=phase.frozen):
-            start, found = copied_layers(method, method.named_tensors), []
+            start, found = copy_layers(method, method.named_tensors), []
             trained = [
                 tensor
                 for name, tensor in method.named_tensors.items()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.arrays import GlobalLayers, is_weight
+from fedssl.arrays import ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUAAggregator, eua, solve
@@ -125,10 +125,10 @@ def test_rule_equals_the_equations(deviation, step, dtype):
 def run(start, updates, **options):
     """The rule after one round."""
     rule = EUAAggregator(**options)
-    reference = GlobalLayers(start)
+    reference = ReferenceLayers(start)
     rule.start(reference)
     for one in updates:
-        rule.add(one, reference.compare(one.layers))
+        rule.add(one, reference.cosines_of(one.layers))
     rule.finish()
     return rule
 
@@ -141,7 +141,7 @@ def test_gram_of_small_deviations(number, dtype):
     exact = np.stack([flat(update.layers) - flat(start) for update in updates])
     expected = exact @ exact.T
     lengths = np.sqrt(np.diag(expected))
-    weights = GlobalLayers({name: array for name, array in start.items() if is_weight(name, array)})
+    weights = ReferenceLayers({name: array for name, array in start.items() if is_weight(name, array)})
     gram = deviation_gram(weights, [update.layers for update in updates])
     assert np.array_equal(gram, gram.T)
     error = np.abs(gram - expected) / np.outer(lengths, lengths)

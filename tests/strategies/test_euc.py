@@ -11,11 +11,11 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from client_app.app import app as client_app
-from fedssl.arrays import GlobalLayers
+from fedssl.arrays import ReferenceLayers
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import kept_names, travelling_layers
+from fedssl.model_arrays import exchanged_layers, local_names
 from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
@@ -76,7 +76,7 @@ def test_clients_that_do_not_differ_give_no_reason_to_wait():
 )
 def test_discrepancy_by_hand(weighting, expected):
     rule = DiscrepancySum(WeightedSum(weighting=weighting))
-    rule.start(GlobalLayers({"a.weight": np.array([[1.0, 2.0]]), "a.bias": np.zeros(3)}))
+    rule.start(ReferenceLayers({"a.weight": np.array([[1.0, 2.0]]), "a.bias": np.zeros(3)}))
     for client, (weight, examples) in enumerate([([[2.0, 2.0]], 1), ([[2.0, 6.0]], 3)]):
         layers = {"a.weight": np.array(weight), "a.bias": np.full(3, client)}
         rule.add(ClientUpdate(layers=layers, partition_id=client, num_examples=examples), None)
@@ -89,7 +89,7 @@ def test_discrepancy_of_clients_that_are_nearly_equal():
     start = {"a.weight": random.standard_normal((900, 700), np.float32)}  # more than one tile
     clients = [start["a.weight"] + np.float32(1e-3) * random.standard_normal((900, 700), np.float32) for _ in range(4)]
     rule = DiscrepancySum(WeightedSum())
-    rule.start(GlobalLayers(start))
+    rule.start(ReferenceLayers(start))
     for client, weight in enumerate(clients):
         rule.add(ClientUpdate(layers={"a.weight": weight}, partition_id=client), None)
     rule.finish()
@@ -170,7 +170,7 @@ class Toys:
     ):
         self.strategy, self.states, self.method = strategy, {}, make()
         self.begun, self.bytes_down, self.bytes_up, self.plans, self.counted = {}, {}, {}, {}, {}
-        start = travelling_layers(self.method)
+        start = exchanged_layers(self.method)
         app = ClientApp()
 
         @app.train()
@@ -313,7 +313,7 @@ def test_the_part_that_never_travels_stays_with_its_client():
     for round in range(2, 5):
         for client in range(3):
             for name, value in toys.begun[round, client].items():
-                if name in kept_names(toys.method):
+                if name in local_names(toys.method):
                     own = toys.begun[round - 1, client][name].numpy(force=True)
                     expected = trained(name, own, round=round - 1, client=client)
                     assert np.array_equal(value.numpy(force=True), expected)
@@ -448,10 +448,10 @@ def test_settings_are_refused_with_the_reason():
 
 
 def test_what_travels_in_words():
-    travels = EUC(interval=4, weighting="examples").travels(Toy())
-    assert travels.upload == "encoder, projector; of these some weights only every 4 rounds"
-    assert travels.local_state == "layers that are not averaged in the round, target_encoder"
-    assert travels.required_metrics == ("num-examples",)
-    assert EUC(interval=4).travels(Toy()).required_metrics == ()
-    assert EUC(interval=1).travels(Toy()).upload == "encoder, projector"
-    assert EUC(interval=1).travels(Toy()).local_state == "target_encoder"
+    communication = EUC(interval=4, weighting="examples").describe_communication(Toy())
+    assert communication.upload == "encoder, projector; of these some weights only every 4 rounds"
+    assert communication.local_state == "layers that are not averaged in the round, target_encoder"
+    assert communication.required_metrics == ("num-examples",)
+    assert EUC(interval=4).describe_communication(Toy()).required_metrics == ()
+    assert EUC(interval=1).describe_communication(Toy()).upload == "encoder, projector"
+    assert EUC(interval=1).describe_communication(Toy()).local_state == "target_encoder"

@@ -14,7 +14,7 @@ from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
-from fedssl.model_arrays import travelling_layers, travelling_names
+from fedssl.model_arrays import exchanged_layers, exchanged_names
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
@@ -44,7 +44,7 @@ def make_plan(round, method, seed):
     random = np.random.default_rng(seed)
     layers = {
         name: np.asarray(random.uniform(0.5, 1.5, array.shape).astype(array.dtype) + array.dtype.type(10 * seed))
-        for name, array in travelling_layers(method).items()
+        for name, array in exchanged_layers(method).items()
     }
     for array in layers.values():
         array.flags.writeable = False
@@ -69,7 +69,7 @@ def participate(method, strategy, plan, folder, *, step):
     if kept:
         save_state(folder, kept, round=plan.round, keep_from=0)
     sent = half.layers_to_upload(method, plan)
-    assert list(sent) == travelling_names(method)
+    assert list(sent) == exchanged_names(method)
     for name, array in sent.items():
         np.testing.assert_array_equal(array, ended[name])  # NaN equals NaN here
     return began, ended

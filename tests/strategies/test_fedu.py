@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from client_app.state import load_state, read_state, save_state
-from fedssl.arrays import GlobalLayers
+from fedssl.arrays import ReferenceLayers
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
-from fedssl.model_arrays import travelling_layers, travelling_names
+from fedssl.model_arrays import exchanged_layers, exchanged_names
 from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
@@ -47,7 +47,7 @@ def some_layers(method, seed):
     random = np.random.default_rng(seed)
     return {
         name: np.asarray(random.uniform(0.5, 1.5, array.shape).astype(array.dtype) + array.dtype.type(10 * seed))
-        for name, array in travelling_layers(method).items()
+        for name, array in exchanged_layers(method).items()
     }
 
 
@@ -114,7 +114,7 @@ def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
             expected = layers[name.removeprefix("target_")] if name.partition(".")[0] in taken else previous[name]
             np.testing.assert_array_equal(array, expected, err_msg=f"round {round}: {name}")
 
-        assert list(sent) == travelling_names(shared_method)
+        assert list(sent) == exchanged_names(shared_method)
         for name, array in sent.items():
             source = f"target_{name}" if aggregate == "target" and not name.startswith("predictor") else name
             np.testing.assert_array_equal(array, ended[source], err_msg=f"round {round}: {name}")
@@ -122,16 +122,22 @@ def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
 
 
 def test_what_travels_is_said():
-    travels = FedU().travels(make_byol())
-    assert (travels.download, travels.upload) == ("encoder, projector, predictor", "encoder, projector, predictor")
+    communication = FedU().describe_communication(make_byol())
+    assert (communication.download, communication.upload) == (
+        "encoder, projector, predictor",
+        "encoder, projector, predictor",
+    )
     overrides = "predictor (if DAPU says so), target_encoder, target_projector, DAPU's distance and decision"
-    assert travels.local_state == overrides
-    travels = FedU(aggregate="target", update="both", predictor="global").travels(make_byol())
-    assert travels.download == "encoder, projector, predictor"
-    assert travels.upload == "target_encoder (as encoder), target_projector (as projector), predictor"
-    assert travels.local_state == "nothing"
-    assert FedU(update="target", predictor="local").travels(make_byol()).local_state == "encoder, projector, predictor"
-    assert FedU(predictor="local").travels(make_simclr()).local_state == "projector"
+    assert communication.local_state == overrides
+    communication = FedU(aggregate="target", update="both", predictor="global").describe_communication(make_byol())
+    assert communication.download == "encoder, projector, predictor"
+    assert communication.upload == "target_encoder (as encoder), target_projector (as projector), predictor"
+    assert communication.local_state == "nothing"
+    assert (
+        FedU(update="target", predictor="local").describe_communication(make_byol()).local_state
+        == "encoder, projector, predictor"
+    )
+    assert FedU(predictor="local").describe_communication(make_simclr()).local_state == "projector"
 
 
 def test_the_first_target_is_a_copy():
@@ -139,7 +145,7 @@ def test_the_first_target_is_a_copy():
     strategy.client.load_start(method, make_plan(1, some_layers(method, 1)), None)
     before = snapshot(method)
     with torch.no_grad():
-        for name in travelling_names(method):
+        for name in exchanged_names(method):
             method.named_tensors[name].add_(1)
     for name, array in before.items():
         assert np.array_equal(method.named_tensors[name].detach().numpy(), array) == name.startswith("target_")
@@ -295,16 +301,16 @@ def test_refused_options(strategy, option, sentence):
 
 def test_l_dawa_fedu_is_eq_5_on_the_server():
     method, strategy = make_byol(), LDAWAFedU()
-    assert strategy.travels(method).required_metrics == (NUM_EXAMPLES,)
+    assert strategy.describe_communication(method).required_metrics == (NUM_EXAMPLES,)
     layers = some_layers(method, 0)
     updates = [
         ClientUpdate(layers=some_layers(method, client + 1), partition_id=client, num_examples=10 + client)
         for client in range(3)
     ]
-    reference, rule = GlobalLayers(layers), strategy.server.aggregator(1)
+    reference, rule = ReferenceLayers(layers), strategy.server.aggregator(1)
     rule.start(reference)
     for update in updates:
-        rule.add(update, reference.compare(update.layers))
+        rule.add(update, reference.cosines_of(update.layers))
     assert same(rule.finish(), l_dawa(layers, updates, weighting="examples"))
 
 

@@ -11,7 +11,7 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
-from fedssl.model_arrays import kept_names, travelling_layers, travelling_names
+from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.attempts import run_round
@@ -92,13 +92,13 @@ def test_a_step_by_hand(weight, expected):
 
 def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way():
     method, half = make_byol(), PersonalClient(weight=0.1)
-    received = travelling_layers(make_byol())
+    received = exchanged_layers(make_byol())
     half.load_start(method, plan_of(received), None)
     add_one(method)(Regularizer())  # the global model is trained
     before = snapshot(method)
     state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
     assert same(snapshot(method), before)  # and is sent as it was
-    assert state.keys() == {PERSONAL + name for name in [*travelling_names(method), *kept_names(method)]}
+    assert state.keys() == {PERSONAL + name for name in [*exchanged_names(method), *local_names(method)]}
     assert not method.named_tensors.keys() & state.keys()
     first = personal_of(state)
     for name, array in first.items():  # the target began as a copy of v_k, which is w, not as the trained target
@@ -113,7 +113,7 @@ def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way(
 @pytest.mark.parametrize("target", ["keep", "copy", "average"])
 def test_targets_of_a_personal_model(target):
     method, half = make_byol(target), PersonalClient(weight=0.1)
-    received = travelling_layers(make_byol(target))
+    received = exchanged_layers(make_byol(target))
     state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
     moved = {name: value + 5 if name.startswith(f"{PERSONAL}target") else value for name, value in state.items()}
     half.personalized_model(method, plan_of(received, 2), moved)
@@ -126,7 +126,7 @@ def test_targets_of_a_personal_model(target):
 
 def test_own_is_the_personal_model_or_else_the_received_one():
     method, half = make_byol(), PersonalClient(weight=0.1)
-    received = travelling_layers(make_byol())
+    received = exchanged_layers(make_byol())
     assert same(half.personalized_model(method, plan_of(received), None), received)
     state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
     own = half.personalized_model(method, plan_of(received, 2), state)
@@ -139,7 +139,7 @@ def test_own_of_other_strategies_is_what_they_would_train(tmp_path):
     federation.run(1)
     half, method = federation.strategy.client, make_byol()
     kept = {name: value + 1 for name, value in method.state_dict().items() if name == "encoder.blocks.0.1.weight"}
-    plan = plan_of(travelling_layers(method), 2)
+    plan = plan_of(exchanged_layers(method), 2)
     own = half.personalized_model(method, plan, kept)
     assert np.array_equal(own["encoder.blocks.0.1.weight"], kept["encoder.blocks.0.1.weight"].numpy())
     assert same({**own, **plan.layers}, plan.layers)
@@ -181,7 +181,7 @@ def test_the_larger_the_weight_the_nearer_to_the_global_model(tmp_path):
         received = federation.plans[-1]["arrays"]
         found = personal_layers(folder, 1, before=3)
         names = [
-            name for name in travelling_names(federation.method) if federation.method.named_tensors[name].requires_grad
+            name for name in exchanged_names(federation.method) if federation.method.named_tensors[name].requires_grad
         ]
         distances.append(sum(float(((found[name] - received[name].numpy()) ** 2).sum()) for name in names))
     assert distances[0] > distances[1] > 4 * distances[2]

@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
-from fedssl.arrays import GlobalLayers, is_weight
+from fedssl.arrays import ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import from_record, to_record
@@ -243,7 +243,7 @@ def test_scores_are_exact_where_clients_are_nearly_the_same():
     ]
     start = {name: array.astype(float) for name, array in start.items()}
     models = [client.layers["fc.weight"] for client in clients]
-    gram = deviation_gram(GlobalLayers(start), [client.layers for client in clients], exact=True)
+    gram = deviation_gram(ReferenceLayers(start), [client.layers for client in clients], exact=True)
     for k, found in enumerate(scores(gram, malicious=1)):
         distances = sorted(np.sum((models[k] - other) ** 2) for other in models)
         assert found == pytest.approx(sum(distances[1:4]), rel=1e-2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.arrays import GlobalLayers
+from fedssl.arrays import ReferenceLayers
 from fedssl.errors import InputError
 from strategies.fedavg import fedavg
 from strategies.l_dawa import LDAWA, l_dawa
@@ -128,13 +128,13 @@ def test_one_by_one_equals_all_at_once_bit_for_bit(weighting, scale):
     start = model(0)
     updates = clients_of(start)  # the losses fall and rise: the sum is rescaled on the way
     rule = WeightedSum(weighting=weighting, scale=scale)
-    reference = GlobalLayers(start)
+    reference = ReferenceLayers(start)
     rule.start(reference)
     rule.add_all(updates)
     at_once = rule.finish()
     rule.start(reference)
     for one in updates:
-        rule.add(one, reference.compare(one.layers))
+        rule.add(one, reference.cosines_of(one.layers))
     assert same(rule.finish(), at_once)
 
 

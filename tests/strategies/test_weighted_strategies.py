@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fedssl.arrays import GlobalLayers
+from fedssl.arrays import ReferenceLayers
 from fedssl.wire.messages import TrainPlan
 from server_app.round import Round
-from strategies.base import Travels
+from strategies.base import CommunicationSummary
 from strategies.fedavg import FedAvg, fedavg
 from strategies.l_dawa import LDAWA, l_dawa, scale_layers
 from strategies.loss import LossWeighted, loss_weighted
@@ -26,17 +26,17 @@ from tests.strategies.made import (
 
 def ever_needed(strategy):
     """Metrics that the rule needs in some round, as people are told."""
-    return strategy.server.travels(
-        Travels(download="", upload="", required_metrics=("nothing of this",), local_state="")
+    return strategy.server.describe_communication(
+        CommunicationSummary(download="", upload="", required_metrics=("nothing of this",), local_state="")
     ).required_metrics
 
 
 def run(strategy, round):
-    reference = GlobalLayers(GLOBAL)
+    reference = ReferenceLayers(GLOBAL)
     rule = strategy.server.aggregator(round)
     rule.start(reference)
     for client in CLIENTS:
-        rule.add(client, reference.compare(client.layers))
+        rule.add(client, reference.cosines_of(client.layers))
     return rule.finish()
 
 
@@ -77,10 +77,10 @@ def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
     updates = clients_of(start)
     scaled = [replace(one, layers=scale_layers(start, one.layers, buffers=buffers)) for one in updates]
     strategy = LDAWA(weighting=weighting, buffers=buffers, scale_at="client")
-    rule, reference = strategy.server.aggregator(1), GlobalLayers(start)
+    rule, reference = strategy.server.aggregator(1), ReferenceLayers(start)
     rule.start(reference)
     for one in scaled:
-        rule.add(one, reference.compare(one.layers))
+        rule.add(one, reference.cosines_of(one.layers))
     result = rule.finish()
     for name, array in l_dawa(start, updates, weighting=weighting, buffers=buffers).items():
         assert result[name].dtype == array.dtype

@@ -28,8 +28,8 @@ def largest_difference(
     images, source, ahead = random_images(sum(SIZES), channels, *form).split(SIZES), generator(), generator()
     expected = [usual(batch, source) for batch in images]
     with patch.object(devices, "GPU", "cpu"), patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
-        drawn = by_kernel.draw(SIZES, form=(channels, *form), device=CPU, generator=ahead)
-        made = [by_kernel.make(batch, own, layout=layout) for batch, own in zip(images, drawn, strict=True)]
+        drawn = by_kernel.sample_params(SIZES, image_shape=(channels, *form), device=CPU, generator=ahead)
+        made = [by_kernel.apply(batch, own, layout=layout) for batch, own in zip(images, drawn, strict=True)]
     std = torch.tensor(statistics["std"])[:, None, None]
     pairs = [pair for both in zip(made, expected, strict=True) for pair in zip(*both, strict=True)]
     return max(((one - other) * std).abs().max().item() for one, other in pairs)

@@ -122,12 +122,14 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(module, "MATRICES", 10 * 8 * size * (height + width + size))  # ten images
-    drawn = list(make.draw(sizes, form=(channels, height, width), device=torch.device("cpu"), generator=draws))
+    drawn = list(
+        make.sample_params(sizes, image_shape=(channels, height, width), device=torch.device("cpu"), generator=draws)
+    )
     assert torch.equal(draws.get_state(), source.get_state())
     assert drawn[0].matrices[0].rows._base is drawn[1].matrices[0].rows._base  # 5 + 4 images, then 4, then 7
     assert drawn[1].matrices[0].rows._base is not drawn[2].matrices[0].rows._base
     for batch, of_batch, both in zip(images, drawn, expected, strict=True):
-        made = make.make(batch, of_batch, layout=torch.channels_last)
+        made = make.apply(batch, of_batch, layout=torch.channels_last)
         for view, other in zip(made, both, strict=True):
             close(view, other)
             assert view.is_contiguous(memory_format=torch.channels_last)
@@ -137,9 +139,9 @@ def test_drawn_ahead_or_one_after_the_other_views_are_the_same():
     sizes = [5, CHUNK + 3, 4]
     images = random_images(sum(sizes), 3, 16, 16).split(sizes)
     make, source, ahead = augmentation(EVERYTHING, {"flip": 0.5}), generator(), generator()
-    drawn = make.draw(sizes, form=(3, 16, 16), device=torch.device("cpu"), generator=ahead)
+    drawn = make.sample_params(sizes, image_shape=(3, 16, 16), device=torch.device("cpu"), generator=ahead)
     for batch, of_batch in zip(images, drawn, strict=True):
-        for one, other in zip(make(batch, source), make.make(batch, of_batch), strict=True):
+        for one, other in zip(make(batch, source), make.apply(batch, of_batch), strict=True):
             assert torch.equal(one, other)
 
 

@@ -174,7 +174,7 @@ def test_large_images_wait_for_room_in_all_threads(tmp_path, monkeypatch):
     lock, inside, most = threading.Lock(), [0], [0]
 
     def work():
-        with room.room(2**29, most=2**30):
+        with room.decode_slot(2**29, largest=2**30):
             with lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
@@ -185,7 +185,7 @@ def test_large_images_wait_for_room_in_all_threads(tmp_path, monkeypatch):
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
         thread.start()
-    with room.room(room.SMALL, most=2**30):
+    with room.decode_slot(room.SMALL, largest=2**30):
         pass
     for thread in threads:
         thread.join()

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fedssl.encoders import Encoder, conv_small, resnet18, resnet34, resnet50, vit_tiny
-from fedssl.encoders.torchvision_encoders import sincos_positions
+from fedssl.encoders.torchvision_encoders import sincos_position_embedding
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -111,7 +111,7 @@ def test_vit_tiny_has_the_blocks_of_the_paper() -> None:
 def test_fixed_positions_equal_the_formula(side: int, width: int) -> None:
     """Number by number: a quarter each of sin and cos of the row, and sin and cos of the column."""
     n = width // 4
-    for number, place in enumerate(sincos_positions(side, width)):
+    for number, place in enumerate(sincos_position_embedding(side, width)):
         row, column = divmod(number, side)
         expected = [
             function(coordinate / 10000 ** (i / n))
@@ -144,7 +144,7 @@ def test_fixed_positions_are_added_and_nothing_else(pool: str) -> None:
     if pool == "token":
         assert not added[:, 0].any()
         added = added[:, 1:]
-    torch.testing.assert_close(added, sincos_positions(3, 12).expand(2, -1, -1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(added, sincos_position_embedding(3, 12).expand(2, -1, -1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("size", "patch", "channels"), [(8, 2, 1), (32, 4, 3), (64, 8, 5)])

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fedssl.machine.compiler import take_step
+from fedssl.machine.compiler import optimizer_step
 
 RUN = """
 import sys
@@ -47,7 +47,7 @@ MADE = {
 @pytest.mark.parametrize("kind", MADE)
 def test_a_step_is_the_optimisers_own(kind):
     results = []
-    for step in (take_step, lambda optimizer: optimizer.step()):
+    for step in (optimizer_step, lambda optimizer: optimizer.step()):
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 7))
         optimizer = MADE[kind]([weights])
         for _ in range(5):

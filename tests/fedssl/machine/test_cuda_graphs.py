@@ -9,15 +9,15 @@ from client_app.worker import worker_for
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs, devices
-from fedssl.machine.cuda_graphs import Graphs
+from fedssl.machine.cuda_graphs import CudaGraphCache
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import copied_layers
+from fedssl.model_arrays import copy_layers
 from fedssl.regularizers import fur
 from fedssl.regularizers.base import CombinedRegularizer
 from fedssl.regularizers.prox import Proximal
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import seed_torch, torch_generator
-from fedssl.training import LocalTraining, train
+from fedssl.training import LocalTrainer, train
 from tests.federation import Federation
 from tests.recording import Recorder
 
@@ -33,9 +33,9 @@ class Client:
     def __init__(self, *overrides, record=None):
         settings = compose([*SMALL, *overrides])
         self.method = build_method(settings.model)
-        self.training = LocalTraining.prepare(settings.training, self.method)
+        self.training = LocalTrainer.build(settings.training, self.method)
         if record is not None:
-            self.training = replace(self.training, graphs=Graphs(self.training.optimizer, record))
+            self.training = replace(self.training, graphs=CudaGraphCache(self.training.optimizer, record))
         self.rounds, self.losses = 0, []
 
     def round(self, num_images=24, *, depth=None, frozen=0):
@@ -45,7 +45,7 @@ class Client:
         seed_torch(self.rounds, torch.device("cpu"))
         with set_active_stages(self.method, depth=depth, frozen=frozen):
             self.method.start_round(first=self.rounds == 0 or depth is not None)
-            self.training.restart(lr_factor=0.5**self.rounds)
+            self.training.reset_optimizer(lr_factor=0.5**self.rounds)
             rows, generator = torch.arange(num_images), torch_generator(*place)
             self.losses.append(
                 train(self.method, images, rows, training=self.training, generator=generator, labels=labels).loss
@@ -116,7 +116,7 @@ def test_batches_of_another_size_are_recorded_by_themselves(monkeypatch):
     recorded, recorder, plain = both_ways(num_images=25, rounds=2)
     assert (recorder.recorded, recorder.replayed) == (2, 8)
     assert recorded.is_like(plain)
-    monkeypatch.setattr(cuda_graphs, "KEPT", 1)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
     recorded, recorder, plain = both_ways(num_images=25, rounds=2)
     assert recorder.recorded == 3  # the 6, which made room for the 7 of the last epoch, and the 6 again
     assert recorded.is_like(plain)
@@ -185,11 +185,11 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2"]
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr("client_app.worker.settled", lambda images, device: images)
-    monkeypatch.setattr("strategies.base.take_layers", copied_layers)  # a CPU gives its memory away
+    monkeypatch.setattr("client_app.worker.place_images", lambda images, device: images)
+    monkeypatch.setattr("strategies.base.move_layers_out", copy_layers)  # a CPU gives its memory away
     expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()
-    monkeypatch.setattr(cuda_graphs, "record_on_gpu", lambda: recorder)
+    monkeypatch.setattr(cuda_graphs, "capture_on_gpu", lambda: recorder)
     layers = Federation(tmp_path / "recorded", *overrides, "cuda_graphs=true").run(2)
     worker_for.cache_clear()
     assert recorder.recorded >= 1
@@ -206,11 +206,11 @@ def test_a_gpu_records_its_steps(method):
     for overrides in (["cuda_graphs=true"], []):
         settings = compose([*SMALL, f"method={method}", *overrides])
         training_on = build_method(settings.model).to("cuda")
-        training = LocalTraining.prepare(settings.training, training_on)
+        training = LocalTrainer.build(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()
         labels = torch.arange(24, device="cuda") % 10 if training_on.uses_labels else None
         training_on.start_round(first=True)
-        training.restart(lr_factor=1.0)
+        training.reset_optimizer(lr_factor=1.0)
         rows, generator = torch.arange(24), torch_generator(0, "gpu")
         found.append(train(training_on, images, rows, training=training, generator=generator, labels=labels).loss)
         assert (training.graphs is not None) == bool(overrides)
@@ -219,6 +219,6 @@ def test_a_gpu_records_its_steps(method):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_says_what_cannot_be_recorded():
-    record = cuda_graphs.record_on_gpu()
+    record = cuda_graphs.capture_on_gpu()
     with pytest.raises(RequestRefused, match=r"a training step cannot be recorded \(.*\); set cuda_graphs=false"):
         record(lambda: torch.ones(2, device="cuda") * torch.ones((), device="cuda").item())

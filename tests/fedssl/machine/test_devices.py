@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedssl.errors import InputError
-from fedssl.machine.devices import pick_device, settled, to_device
+from fedssl.machine.devices import place_images, select_device, to_device
 
 
 def test_only_a_gpu_takes_from_pinned_memory():
@@ -22,16 +22,16 @@ def test_only_a_gpu_takes_from_pinned_memory():
 def test_images_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, free, moves):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
     images = Mock(spec=torch.Tensor, nbytes=100)
-    assert settled(images, torch.device("cuda")) is (images.to.return_value if moves else images)
+    assert place_images(images, torch.device("cuda")) is (images.to.return_value if moves else images)
 
 
 def test_on_a_cpu_images_stay():
     images = torch.arange(12).view(6, 2)
-    assert settled(images, torch.device("cpu")) is images
+    assert place_images(images, torch.device("cpu")) is images
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    assert select_device("auto") == select_device("cpu") == torch.device("cpu")
     with pytest.raises(InputError, match="torch finds no GPU; use device=auto or device=cpu"):
-        pick_device("cuda")
+        select_device("cuda")

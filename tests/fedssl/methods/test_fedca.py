@@ -19,7 +19,7 @@ from fedssl.methods.build import build_method
 from fedssl.methods.fedca import FedCA, enqueue, teacher_distance
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
-from fedssl.model_arrays import copied_layers, layers_of, travelling_names
+from fedssl.model_arrays import copy_layers, exchanged_names, names_in_parts
 from fedssl.wire.records import to_record
 from server_app.checkpoint import latest_checkpoint
 from server_app.replies import receive
@@ -137,14 +137,14 @@ def test_the_loss_has_both_terms():
 
 def test_the_teacher_stays_as_it_is_in_training():
     method = make_method(alignment_weight=0.5)
-    before = copied_layers(method, layers_of(method, ["teacher"]))
+    before = copy_layers(method, names_in_parts(method, ["teacher"]))
     optimizer = torch.optim.SGD([method.named_tensors[name] for name in method.trainable], lr=0.1)
     method.train()
     method.loss(*images()).backward()
     optimizer.step()
     assert not method.teacher.training
     assert method.encoder.training
-    for name, array in copied_layers(method, layers_of(method, ["teacher"])).items():
+    for name, array in copy_layers(method, names_in_parts(method, ["teacher"])).items():
         np.testing.assert_array_equal(array, before[name])
 
 
@@ -196,7 +196,7 @@ def test_a_client_sends_its_first_projections():
 
 def test_the_server_gives_a_queue_and_the_teacher_as_it_was():
     method = make_method(alignment_weight=0.5)
-    shared = copied_layers(method, layers_of(method, method.broadcast_parts))
+    shared = copy_layers(method, names_in_parts(method, method.broadcast_parts))
     made = method.aggregate_parts([{"local_dictionary": np.eye(4, dtype=np.float32)[:3]}], shared)
     assert made.keys() == shared.keys()
     np.testing.assert_array_equal(made["dictionary"][:3], np.eye(4)[:3])
@@ -205,7 +205,7 @@ def test_the_server_gives_a_queue_and_the_teacher_as_it_was():
 
 def test_parts():
     method = make_method(alignment_weight=0.5)
-    assert {name.partition(".")[0] for name in travelling_names(method)} == {"encoder", "projector"}
+    assert {name.partition(".")[0] for name in exchanged_names(method)} == {"encoder", "projector"}
     assert (method.uploaded_parts, method.broadcast_parts) == (("local_dictionary",), ("dictionary", "teacher"))
     assert (method.static_parts, method.local_parts) == (("teacher",), ())
     plain = make_method(dictionary_size=0)
@@ -270,9 +270,9 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
         for row, plan, update in zip(rows, federation.plans[-2:], federation.updates[-2:], strict=True):
             first = row.client not in seen
             seen.add(row.client)
-            assert set(plan["shared"]) == {"dictionary", *(layers_of(method, ["teacher"]) if first else ())}
+            assert set(plan["shared"]) == {"dictionary", *(names_in_parts(method, ["teacher"]) if first else ())}
             np.testing.assert_array_equal(plan["shared"]["dictionary"].numpy(), given)
-            assert set(plan["arrays"]) == set(update["arrays"]) == set(travelling_names(method))
+            assert set(plan["arrays"]) == set(update["arrays"]) == set(exchanged_names(method))
             local = update["gathered"]["local_dictionary"].numpy()
             np.testing.assert_allclose(np.linalg.norm(local, axis=1), 1, rtol=1e-5)
             bytes_down.setdefault(first, set()).add(row.bytes_down)
@@ -280,13 +280,13 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
         given = enqueue(given, sent)
         np.testing.assert_array_equal(federation.state.models[GLOBAL].shared["dictionary"], given)
     assert given.any(axis=1).all()
-    teacher_bytes = sum(method.named_tensors[name].nbytes for name in layers_of(method, ["teacher"]))
+    teacher_bytes = sum(method.named_tensors[name].nbytes for name in names_in_parts(method, ["teacher"]))
     assert min(bytes_down[True]) - max(bytes_down[False]) > teacher_bytes
-    travels = federation.strategy.travels(method)
-    assert travels.download == (
+    communication = federation.strategy.describe_communication(method)
+    assert communication.download == (
         "encoder, projector, dictionary (made by the server half), teacher (of the server half, once)"
     )
-    assert travels.upload == "encoder, projector, local_dictionary (for the server half)"
+    assert communication.upload == "encoder, projector, local_dictionary (for the server half)"
 
 
 def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, teacher):

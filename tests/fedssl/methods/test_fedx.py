@@ -15,7 +15,7 @@ from fedssl.errors import InputError
 from fedssl.losses import nt_xent, relational
 from fedssl.methods.fedx import FedX
 from fedssl.methods.heads import MLP
-from fedssl.model_arrays import kept_names
+from fedssl.model_arrays import local_names
 from fedssl.wire.messages import TrainPlan
 from tests.federation import Federation
 
@@ -185,7 +185,7 @@ def test_the_received_model_is_frozen_and_follows_at_the_start_of_a_round() -> N
 def test_the_received_model_is_no_part_but_moves_along() -> None:
     method = make()
     assert {name.partition(".")[0] for name in method.state_dict()} == {"encoder", "projector", "predictor"}
-    assert kept_names(method) == []
+    assert local_names(method) == []
     method.double()
     assert all(value.dtype in (torch.float64, torch.int64) for value in received(method).values())
     view1, view2 = views()

@@ -8,7 +8,7 @@ from fedssl.config.load import compose
 from fedssl.config.overrides import groups
 from fedssl.errors import InputError
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import kept_names, travelling_names
+from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import from_record
 from simulation.cli import main
@@ -40,12 +40,12 @@ def parts(names) -> set[str]:
 )
 def test_what_stays_and_what_travels(method, kept, more):
     averaged = build_method(compose([f"method={method}", "method.target=average"]).model)
-    assert parts(kept_names(averaged)) == kept
-    assert parts(travelling_names(averaged)) == {"encoder", "projector", *TARGETS, *more}
+    assert parts(local_names(averaged)) == kept
+    assert parts(exchanged_names(averaged)) == {"encoder", "projector", *TARGETS, *more}
     for target in ("keep", "copy"):
         own = build_method(compose([f"method={method}", f"method.target={target}"]).model)
-        assert parts(kept_names(own)) == {*TARGETS, *kept}
-        assert parts(travelling_names(own)) == {"encoder", "projector", *more}
+        assert parts(local_names(own)) == {*TARGETS, *kept}
+        assert parts(exchanged_names(own)) == {"encoder", "projector", *more}
 
 
 @pytest.mark.parametrize("method", ["byol", "moco_v3", "orchestra"])
@@ -181,8 +181,8 @@ def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
     overrides = [f"strategy={strategy}", "method=byol", "method.target=average", "dataset.limit=60", "num_clients=5"]
     federation = run(tmp_path, *overrides, rounds=2)
     assert parts(from_record(federation.updates[0].array_records[ARRAYS])) >= {"encoder", *TARGETS}
-    travels = federation.strategy.travels(federation.method)
-    assert all(target in travels.upload and target in travels.download for target in TARGETS)
+    communication = federation.strategy.describe_communication(federation.method)
+    assert all(target in communication.upload and target in communication.download for target in TARGETS)
 
 
 @pytest.mark.parametrize("strategy", REFUSED)

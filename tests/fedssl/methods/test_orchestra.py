@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.methods.clustering import equal_clusters, farthest_points, global_centroids, sinkhorn_assignment
 from fedssl.methods.heads import MLP
 from fedssl.methods.orchestra import Orchestra, consistency, rotate_quarters
-from fedssl.model_arrays import kept_names, travelling_names
+from fedssl.model_arrays import exchanged_names, local_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from tests.federation import Federation
@@ -231,10 +231,10 @@ def test_loss_is_consistency_plus_turns():
 
 def test_parts_and_who_has_them():
     method = make_method()
-    parts = {name.partition(".")[0] for name in travelling_names(method)}
+    parts = {name.partition(".")[0] for name in exchanged_names(method)}
     assert parts == {"encoder", "projector", "rotation"}
     assert (method.uploaded_parts, method.broadcast_parts) == (("local_centroids",), ("centroids",))
-    assert {name.partition(".")[0] for name in kept_names(method)} == {"target_encoder", "target_projector", "memory"}
+    assert {name.partition(".")[0] for name in local_names(method)} == {"target_encoder", "target_projector", "memory"}
     method.loss(*images()).backward()
     for name, parameter in method.named_parameters():
         assert (parameter.grad is None) == name.startswith("target_"), name
@@ -382,7 +382,7 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
         found.append(shared_of(federation))
         np.testing.assert_allclose(np.linalg.norm(found[-1], axis=1), 1, rtol=1e-6)
     assert not np.array_equal(*found)
-    everything = set(travelling_names(federation.method))
+    everything = set(exchanged_names(federation.method))
     for number, (plan, update) in enumerate(zip(federation.plans, federation.updates, strict=True)):
         assert set(plan["arrays"]) == set(update["arrays"]) == everything
         given = plan["shared"]["centroids"].numpy()
@@ -392,10 +392,10 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
     sent = [update["gathered"]["local_centroids"].numpy() for update in federation.updates]
     np.testing.assert_array_equal(found[0], clusters_of(sent[:4], np.zeros_like(found[0])))
     np.testing.assert_array_equal(found[1], clusters_of(sent[4:], found[0]))
-    travels = federation.strategy.travels(federation.method)
-    assert travels.download == "encoder, projector, rotation, centroids (made by the server half)"
-    assert travels.upload == "encoder, projector, rotation, local_centroids (for the server half)"
-    assert travels.local_state == "target_encoder, target_projector, memory"
+    communication = federation.strategy.describe_communication(federation.method)
+    assert communication.download == "encoder, projector, rotation, centroids (made by the server half)"
+    assert communication.upload == "encoder, projector, rotation, local_centroids (for the server half)"
+    assert communication.local_state == "target_encoder, target_projector, memory"
 
 
 @pytest.mark.parametrize(

@@ -145,5 +145,5 @@ def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
 
 def test_dapu_decides_on_the_classifier(tmp_path):
     never = Federation(tmp_path, "method=supervised", "strategy=fedu", "strategy.predictor_threshold=0")
-    travels = never.strategy.travels(never.method)
-    assert travels.local_state.startswith("classifier (if DAPU says so)")
+    communication = never.strategy.describe_communication(never.method)
+    assert communication.local_state.startswith("classifier (if DAPU says so)")

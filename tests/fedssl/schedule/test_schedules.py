@@ -13,7 +13,7 @@ from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import kept_names, travelling_names
+from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.schedule.phases import end_to_end, layer_wise, phase_at, progressive, split_rounds
 from fedssl.schedule.stages import Stages, frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
@@ -175,7 +175,7 @@ def settings(*overrides):
 @pytest.mark.parametrize("kind", METHODS)
 def test_what_is_trained_and_kept_in_a_stage(kind):
     method = build_method(settings(f"method={kind}"))
-    whole = set(travelling_names(method)) | set(kept_names(method))
+    whole = set(exchanged_names(method)) | set(local_names(method))
     every = {name: method.named_tensors[name].requires_grad for name in method.trainable}
     with set_active_stages(method, depth=2, frozen=1):
         trained = {name for name in method.trainable if method.named_tensors[name].requires_grad}
@@ -187,18 +187,18 @@ def test_what_is_trained_and_kept_in_a_stage(kind):
             name for name in method.trainable if not name.startswith("encoder.")
         }
         idle = ("encoder.blocks.2", "encoder.blocks.3", "encoder.bridges.1")
-        assert not any(name.startswith(idle) for name in travelling_names(method))
+        assert not any(name.startswith(idle) for name in exchanged_names(method))
         assert {name.split(".")[3] for name in frozen_names(method)} == {"0", "1"}
         assert all(name.startswith("encoder.blocks.0.") for name in frozen_names(method))
-        assert not any(name.startswith("target_encoder.blocks.0") for name in kept_names(method))
+        assert not any(name.startswith("target_encoder.blocks.0") for name in local_names(method))
         with set_active_stages(method, depth=4):
             assert {name for name in method.trainable if not method.named_tensors[name].requires_grad} == {
                 name for name in method.trainable if ".bridges." in name
             }
-            used = set(travelling_names(method)) | set(kept_names(method))
+            used = set(exchanged_names(method)) | set(local_names(method))
             assert used == {name for name in whole if ".bridges." not in name}
         assert {name for name in method.trainable if method.named_tensors[name].requires_grad} == trained
-    assert set(travelling_names(method)) | set(kept_names(method)) == whole
+    assert set(exchanged_names(method)) | set(local_names(method)) == whole
     assert {name: method.named_tensors[name].requires_grad for name in method.trainable} == every
 
 

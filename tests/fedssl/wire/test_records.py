@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.config.load import compose
 from fedssl.methods.build import build_method
-from fedssl.model_arrays import travelling_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import Array, LayerRecord, content_bytes, from_message, to_message, to_record
 from fedssl.wire.wire_format import TABLE, TRANSPORTS
@@ -81,7 +81,7 @@ MODELS = {
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS)
 def test_the_bytes_that_are_counted_are_those_that_flower_sends(overrides, transport):
-    layers = travelling_layers(build_method(compose(overrides).model))
+    layers = exchanged_layers(build_method(compose(overrides).model))
     start = {name: array * np.array(0.5, dtype=array.dtype) for name, array in layers.items()}
     plan = replace(PLAN, layers=start, shared=CENTROIDS, transport=transport)
     update = ClientUpdate(layers=layers, partition_id=0, num_examples=7).to_content(plan)
