@@ -32,7 +32,7 @@ import torch
 from fedssl.arrays import Layers, ReferenceLayers, is_weight
 from fedssl.machine.threads import default_threads, tune_allocator
 from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.records import from_record, to_record
+from fedssl.wire.records import arrays_to_record, record_to_arrays
 from strategies.eua import EUAAggregator, solve
 from strategies.fedavg import fedavg
 from strategies.gram import deviation_gram
@@ -162,12 +162,12 @@ def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpd
 
 def from_messages(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
     """Print the time after the last message and the memory of the whole round."""
-    records = [to_record(update.layers) for update in updates]
+    records = [arrays_to_record(update.layers) for update in updates]
     model = sum(array.nbytes for array in layers.values())
 
     def received() -> Iterator[ClientUpdate]:
         for update, record in zip(updates, records, strict=True):
-            yield replace(update, layers=from_record(record))
+            yield replace(update, layers=record_to_arrays(record))
 
     after: dict[str, list[float]] = {name: [] for name in RULES}
     for _ in range(repetitions):

@@ -43,7 +43,7 @@ from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import step_cost
 from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
-from fedssl.wire.records import content_bytes, from_record
+from fedssl.wire.records import content_bytes, record_to_arrays
 from server_app.round import Round
 from server_app.round_context import RoundContext
 from simulation.grid import LocalGrid
@@ -139,7 +139,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         trained = context.stages.trained(phase, layers)
         update = ClientUpdate(layers={name: layers[name] for name in trained}, partition_id=0, num_examples=1)
         for content in (message.content, update.to_content(plan)):
-            there = from_record(content.array_records[ARRAYS])
+            there = record_to_arrays(content.array_records[ARRAYS])
             encoder = sum(array.nbytes for name, array in there.items() if name.startswith("encoder."))
             total += content_bytes(content), encoder
         model = Model(layers=layers, phase=phase.number)

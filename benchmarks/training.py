@@ -85,7 +85,7 @@ class Client:
         self.labels = torch.randint(0, 10, (num_images,), generator=random).to(device)
         self.method = build_method(self.settings.model).to(device)
         layers = exchanged_layers(self.method)
-        plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), keep_from=0, code="")
+        plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
         self.settings.algorithm.strategy.make().client.load_start(self.method, plan, None)
         self.method.train()
         self.training = LocalTrainer.build(self.settings.training, self.method)

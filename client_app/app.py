@@ -19,7 +19,7 @@ from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import SimulatedClient, is_simulated
 from client_app.worker import worker_for
 from fedssl.config.load import read_client
-from fedssl.config.settings import EXACT
+from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
 from fedssl.fingerprint import code_fingerprint
 from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan, node_info_reply
@@ -58,7 +58,7 @@ def personalized(message: Message, context: Context) -> Message:
         settings = read_client(plan.settings)
         folder = settings.states / client.name
         shown = worker_for(settings).personalized_encoder(plan, client.number, folder, ask=ask, store=client.store)
-        return Message(shown.to_content(replace(plan, transport=EXACT)), reply_to=message)
+        return Message(shown.to_content(replace(plan, wire_dtype=LOSSLESS)), reply_to=message)
     except Exception as error:  # as for a failure of training
         return _failure_reply(message, context, error)
 
@@ -81,8 +81,10 @@ def _train(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdate]
     if isinstance(client, EdgeClient):
         check_message(message.content, client.limits)
     plan = TrainPlan.from_content(message.content)
-    if plan.code != code_fingerprint():
-        raise RequestRefused(f"the client runs other code ({code_fingerprint()}) than the server ({plan.code})")
+    if plan.code_fingerprint != code_fingerprint():
+        raise RequestRefused(
+            f"the client runs other code ({code_fingerprint()}) than the server ({plan.code_fingerprint})"
+        )
     if isinstance(client, EdgeClient):
         check_plan(plan)
         settings, check_deadline = client.settings(plan.settings), client.limits.make_deadline_check()

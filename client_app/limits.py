@@ -91,12 +91,12 @@ def check_plan(plan: TrainPlan) -> None:
     """Refuse numbers of a plan that mean nothing; raises `RequestRefused`."""
     ranges: dict[str, tuple[float, float, float]] = {
         "round": (plan.round, 1, 10**6),
-        "keep-from": (plan.keep_from, 0, plan.round),
+        "oldest-resumable-round": (plan.oldest_resumable_round, 0, plan.round),
         "lr-factor": (plan.lr_factor, 0, 1000),
-        "depth": (1 if plan.depth is None else plan.depth, 1, 256),
-        "frozen": (plan.frozen, 0, plan.depth or 0),
+        "num-stages": (1 if plan.num_stages is None else plan.num_stages, 1, 256),
+        "num-frozen-stages": (plan.num_frozen_stages, 0, plan.num_stages or 0),
         "depth-dropout": (plan.depth_dropout, 0, 1),
-        "models to choose from": (1 + len(plan.others), 1, 64),
+        "models to choose from": (1 + len(plan.candidate_arrays), 1, 64),
     }
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:

@@ -25,7 +25,7 @@ from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, TrainResult, train
-from fedssl.wire.messages import OWN, Ask, ClientUpdate, TrainPlan
+from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan
 from strategies.base import ClientState, ClientStrategy
 
 
@@ -72,11 +72,13 @@ class ClientWorker:
             See `fedssl.training.train`.
         """
         start = time.perf_counter()
-        with set_active_stages(self.method, depth=plan.depth, frozen=plan.frozen, depth_dropout=plan.depth_dropout):
+        with set_active_stages(
+            self.method, depth=plan.num_stages, frozen=plan.num_frozen_stages, depth_dropout=plan.depth_dropout
+        ):
             private = set(plan.upload_names or ()) - set(exchanged_names(self.method))
             if private:
                 raise RequestRefused(f"layer {min(private)!r} was asked for, which is not exchanged")
-            arrived, indices = {*plan.layers, *plan.shared}, self._indices(client)
+            arrived, indices = {*plan.layers, *plan.broadcast}, self._indices(client)
             plan, state = self._received(plan, state_folder, store)
             chosen, plan = self._choose(plan, client, indices, state, on_step_start)
             place = (self.settings.seed, "train", plan.round, client)
@@ -88,18 +90,18 @@ class ClientWorker:
             own = self.client_strategy.train_personalized(self.method, plan, state, train=again)
             kept = self.client_strategy.state_to_save(self.method, plan, start=begun_with, state=state) | own
             if kept:
-                store.save(state_folder, kept, round=plan.round, keep_from=plan.keep_from)
-            frozen = frozen_names(self.method) if plan.hold else []
+                store.save(state_folder, kept, round=plan.round, keep_from=plan.oldest_resumable_round)
+            frozen = frozen_names(self.method) if plan.cache_frozen else []
             constant = names_in_parts(self.method, self.method.static_parts)
-            for folder, names, source in (("frozen", frozen, plan.layers), ("constant", constant, plan.shared)):
+            for folder, names, source in (("frozen", frozen, plan.layers), ("constant", constant, plan.broadcast)):
                 if not arrived.isdisjoint(names):
                     held = {name: torch.from_numpy(source[name]) for name in names}
-                    save_state(state_folder / folder, held, round=plan.round, keep_from=plan.keep_from)
+                    save_state(state_folder / folder, held, round=plan.round, keep_from=plan.oldest_resumable_round)
             return ClientUpdate(
                 layers=self.client_strategy.layers_to_upload(self.method, plan),
-                gathered=copy_layers(self.method, names_in_parts(self.method, self.method.uploaded_parts)),
+                uploaded_parts=copy_layers(self.method, names_in_parts(self.method, self.method.uploaded_parts)),
                 partition_id=client,
-                chosen=chosen,
+                model_index=chosen,
                 num_examples=result.num_examples,
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
@@ -113,12 +115,14 @@ class ClientWorker:
         A client that never trained may have nothing to tell models apart by: before it chooses between several, it
         learns from the one that it would take otherwise.
         """
-        with set_active_stages(self.method, depth=plan.depth, frozen=plan.frozen, depth_dropout=plan.depth_dropout):
+        with set_active_stages(
+            self.method, depth=plan.num_stages, frozen=plan.num_frozen_stages, depth_dropout=plan.depth_dropout
+        ):
             training, indices = replace(self.training, epochs=ask.epochs), self._indices(client)
             plan, state = self._received(plan, state_folder, store)
-            offered, place = plan, (self.settings.seed, OWN, plan.round, client)
+            offered, place = plan, (self.settings.seed, "own", plan.round, client)
             chosen, plan = self._choose(offered, client, indices, state, _nothing)
-            if plan.others and ask.epochs:
+            if plan.candidate_arrays and ask.epochs:
                 begun_with = self.client_strategy.load_start(self.method, plan, state)
                 self._train(training, plan, indices, torch_generator(*place, "first"), _nothing)
                 state = self.client_strategy.state_to_save(self.method, plan, start=begun_with, state=state)
@@ -132,14 +136,14 @@ class ClientWorker:
                 for name in self.method.named_tensors
                 if name.startswith("encoder.") and name not in self.method.inactive_names
             ]
-            return ClientUpdate(layers=copy_layers(self.method, names), partition_id=client, chosen=chosen)
+            return ClientUpdate(layers=copy_layers(self.method, names), partition_id=client, model_index=chosen)
 
     def _received(self, plan: TrainPlan, state_folder: Path, store: StateStore) -> tuple[TrainPlan, ClientState | None]:
         """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
         state = store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         plan = self._add_cached_frozen(plan, state, state_folder / "frozen")
         plan = self._add_cached_static(plan, state_folder / "constant")
-        load_layers(self.method, plan.shared)
+        load_layers(self.method, plan.broadcast)
         return plan, state
 
     def _choose(
@@ -151,11 +155,11 @@ class ClientWorker:
         on_step_start: Callable[[], None],
     ) -> tuple[int, TrainPlan]:
         """The model that the client takes of those in the plan, and the plan with it in their place."""
-        if not plan.others:
+        if not plan.candidate_arrays:
             return 0, plan
-        if any(layers.keys() != plan.layers.keys() for layers in plan.others):
+        if any(layers.keys() != plan.layers.keys() for layers in plan.candidate_arrays):
             raise RequestRefused("the models of the plan are not of the same layers")
-        plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.others)]
+        plans = [replace(plan, layers=layers) for layers in (plan.layers, *plan.candidate_arrays)]
         place = (self.settings.seed, "choose", plan.round, client)
         local_data = LocalDataSample(
             self.images,
@@ -167,7 +171,7 @@ class ClientWorker:
             on_step_start=on_step_start,
         )
         chosen = self.client_strategy.select_model(self.method, plans, state, local_data)
-        return chosen, replace(plans[chosen], others=plan.others)
+        return chosen, replace(plans[chosen], candidate_arrays=plan.candidate_arrays)
 
     def _add_cached_frozen(self, plan: TrainPlan, state: ClientState | None, folder: Path) -> TrainPlan:
         """The plan with the frozen layers that the client has from an earlier round.
@@ -177,7 +181,7 @@ class ClientWorker:
         Refused
             A layer of the model is then still missing.
         """
-        if plan.frozen:
+        if plan.num_frozen_stages:
             before = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(exchanged_names(self.method)) - plan.layers.keys() - (state or {}).keys()
@@ -194,11 +198,11 @@ class ClientWorker:
             A layer of that half is then still missing.
         """
         wanted = set(names_in_parts(self.method, self.method.broadcast_parts))
-        if wanted <= plan.shared.keys():
+        if wanted <= plan.broadcast.keys():
             return plan
         before = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
-        plan = replace(plan, shared={name: value.numpy() for name, value in before.items()} | plan.shared)
-        absent = wanted - plan.shared.keys()
+        plan = replace(plan, broadcast={name: value.numpy() for name, value in before.items()} | plan.broadcast)
+        absent = wanted - plan.broadcast.keys()
         if absent:
             raise RequestRefused(
                 f"the plan lacks {len(absent)} layers of the method's server half, such as {min(absent)}"

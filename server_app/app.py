@@ -21,7 +21,7 @@ from fedssl.model_arrays import exchanged_layers, load_layers
 from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import set_active_stages
 from fedssl.waiting import RUN_FOLDER_MARKER
-from fedssl.wire.records import record_bytes, to_message
+from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import RunComponents, build_run
 from server_app.devices import NO_SERVER_DATA
 from server_app.evaluator import Judged
@@ -109,7 +109,7 @@ def run(
     log.info(
         f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",
         *(settings.num_clients, images, settings.rounds),
-        *(record_bytes(to_message(exchanged_layers(components.method), settings.transport)), recorder.folder),
+        *(record_bytes(encode_arrays(exchanged_layers(components.method), settings.wire_dtype)), recorder.folder),
     )
     log.info(
         "strategy %s; clients tell of their training: %s",

@@ -143,7 +143,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         updates=settings.updates,
         secure=settings.secure,
         privacy=make_privacy(settings, method, devices=bool(task)),
-        transport=settings.transport,
+        wire_dtype=settings.wire_dtype,
         unseen_clients=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
         extract_features=make_feature_extractor(settings, method, strategy.server.num_comparison_images, device),
     )

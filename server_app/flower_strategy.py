@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedssl.wire.records import to_record
+from fedssl.wire.records import arrays_to_record
 from server_app.report import RoundResult
 from server_app.round import Round
 from server_app.round_context import RoundContext
@@ -59,7 +59,7 @@ class FlowerStrategy(Strategy):
         self.state, self.result = self._round.finish(replies)
         del self._round  # it holds the models of the round before
         first = self.state.models[self.state.names()[0]]
-        return to_record(first.layers), MetricRecord({"clients": len(self.result.clients)})
+        return arrays_to_record(first.layers), MetricRecord({"clients": len(self.result.clients)})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -11,7 +11,7 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
-from fedssl.wire.records import content_bytes, to_message
+from fedssl.wire.records import content_bytes, encode_arrays
 from server_app.round_context import RoundContext
 from strategies.state import Model, ServerState
 
@@ -89,9 +89,9 @@ class PlanBuilder:
             layers={},
             settings=context.client_config,
             metrics=context.requested_metrics(self._number),
-            keep_from=keep_from,
-            code=context.code_fingerprint,
-            transport=context.transport,
+            oldest_resumable_round=keep_from,
+            code_fingerprint=context.code_fingerprint,
+            wire_dtype=context.wire_dtype,
             lr_factor=context.lr_factor(self._number),
         )
         contents: dict[tuple[tuple[str, ...], ...], RecordDict] = {}  # clients that receive the same share a record
@@ -107,7 +107,11 @@ class PlanBuilder:
             if key not in contents:
                 models = [self._subset(name, down) for name in names]
                 one = replace(
-                    plan, layers=models[0], others=tuple(models[1:]), shared=shared, upload_names=start.upload_names
+                    plan,
+                    layers=models[0],
+                    candidate_arrays=tuple(models[1:]),
+                    broadcast=shared,
+                    upload_names=start.upload_names,
                 )
                 contents[key] = self._in_phase(one, start).to_content(self._encode)
             content = contents[key]
@@ -120,10 +124,10 @@ class PlanBuilder:
             self._models[name, down] = {layer: self.starts[name].model.layers[layer] for layer in down}
         return self._models[name, down]
 
-    def _encode(self, layers: Layers, transport: str) -> ArrayRecord:
+    def _encode(self, layers: Layers, wire_dtype: str) -> ArrayRecord:
         """The record of a model, made once, in whatever place clients are offered it."""
         if id(layers) not in self._packed:
-            self._packed[id(layers)] = to_message(layers, transport)
+            self._packed[id(layers)] = encode_arrays(layers, wire_dtype)
         return self._packed[id(layers)]
 
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
@@ -134,9 +138,9 @@ class PlanBuilder:
         return replace(
             plan,
             upload_names=tuple(start.expected_upload.layers),
-            depth=phase.depth,
-            frozen=phase.frozen,
-            hold=self._context.clients_cache_frozen,
+            num_stages=phase.depth,
+            num_frozen_stages=phase.frozen,
+            cache_frozen=self._context.clients_cache_frozen,
             depth_dropout=phase.depth_dropout,
         )
 

@@ -8,9 +8,9 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers
-from fedssl.config.settings import EXACT
+from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
-from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, read_choice
+from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
 from server_app.messaging import MessageExchange
 
 log = logging.getLogger("fedssl")
@@ -79,7 +79,7 @@ def ordered_by_client(
 def read_model_index(reply: Message, *, among: int) -> int:
     """Which of so many models the client says that it started from; raises `InvalidUpdate`."""
     try:
-        return read_choice(reply.content, among=among)
+        return parse_model_index(reply.content, among=among)
     except KeyError as missing:
         raise InvalidUpdate(f"record {missing} is missing") from missing
     except Exception as error:  # whatever a peer may have put into a message
@@ -87,16 +87,16 @@ def read_model_index(reply: Message, *, among: int) -> int:
 
 
 def read_update(
-    reply: Message, client: int, *, sent_to: int, transport: str = EXACT, start: Layers | None = None
+    reply: Message, client: int, *, sent_to: int, wire_dtype: str = LOSSLESS, start: Layers | None = None
 ) -> ClientUpdate:
     """The update in the reply of a client to what was sent to its node; raises `InvalidUpdate`.
 
-    ``transport`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
+    ``wire_dtype`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
     """
     if reply.metadata.src_node_id != sent_to:
         raise InvalidUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
     try:
-        return ClientUpdate.from_content(reply.content, client, transport=transport, start=start)
+        return ClientUpdate.from_content(reply.content, client, wire_dtype=wire_dtype, start=start)
     except KeyError as missing:
         raise InvalidUpdate(f"record {missing} is missing") from missing
     except Exception as error:  # whatever a peer may have put into a message
@@ -133,17 +133,17 @@ def check_update(
         It answers another plan, a layer is missing, of another form or not finite, or a metric is missing or
         impossible.
     """
-    for what, answered, sent_out in zip(("round", "code"), update.answers or (None, None), plan, strict=True):
+    for what, answered, sent_out in zip(("round", "code"), update.plan_id or (None, None), plan, strict=True):
         if answered != sent_out:
             raise InvalidUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
     try:
         expected.check(update.layers)
-        gathered.check(update.gathered)
+        gathered.check(update.uploaded_parts)
     except InputError as problem:
         raise InvalidUpdate(str(problem)) from problem
     _check_metrics(update, required_metrics, max_examples=max_examples)
     cosines = expected.cosines_of(update.layers)
-    for offender in (cosines.first_invalid, gathered.cosines_of(update.gathered).first_invalid):
+    for offender in (cosines.first_invalid, gathered.cosines_of(update.uploaded_parts).first_invalid):
         if offender is not None:
             raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
     for name, array in update.layers.items():

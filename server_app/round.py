@@ -19,7 +19,7 @@ from fedssl.config.aggregation_settings import SecureSettings
 from fedssl.errors import InputError, RunError
 from fedssl.waiting import sanitize_line
 from fedssl.wire.messages import ARRAYS, ClientUpdate
-from fedssl.wire.records import content_bytes, from_message
+from fedssl.wire.records import content_bytes, decode_arrays
 from server_app.messaging import MessageExchange
 from server_app.overdue import apply_stale_update
 from server_app.plans import PlanBuilder
@@ -276,7 +276,7 @@ class Round:
         received = {layer: expected.layers[layer] for layer in self._received[client] if layer in expected.layers}
         try:
             update = read_update(
-                reply, client, sent_to=context.nodes[client], transport=context.transport, start=received
+                reply, client, sent_to=context.nodes[client], wire_dtype=context.wire_dtype, start=received
             )
             cosines = check_update(
                 update,
@@ -300,7 +300,7 @@ class Round:
                 self._result.late.append(plan.metadata.dst_node_id if client is None else client)
                 continue
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
-            start_layers = from_message(plan.content.array_records[ARRAYS], context.transport)
+            start_layers = decode_arrays(plan.content.array_records[ARRAYS], context.wire_dtype)
             then = ReferenceLayers({name: start_layers[name] for name in start.expected_upload.layers})
             self._start_models[client], self._destinations[client], self._received[client] = (
                 GLOBAL,
@@ -346,7 +346,7 @@ class Round:
             aggregation = self._aggregations[name]
             aggregation.aggregator.add(update, one.cosines)
             aggregation.received[client] = self._received[client]
-            aggregation.gathered.append(update.gathered)
+            aggregation.gathered.append(update.uploaded_parts)
         if observe is not None:
             observe(client, whole)
         self._result.clients.append(self._client_row(one))

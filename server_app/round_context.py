@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.aggregation_settings import SecureSettings, UpdateSettings
-from fedssl.config.settings import EXACT
+from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copy_layers, names_in_parts
@@ -70,7 +70,7 @@ class RoundContext:
         None: the model is released as the rule made it.
     secure : SecureSettings or None
         None: the server sees every update.
-    transport : str
+    wire_dtype : str
         How layers travel, see `fedssl.wire.wire_format`.
     extract_features : callable
         What a model with these layers makes of images of the server's own, for server halves that compare models.
@@ -98,7 +98,7 @@ class RoundContext:
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     privacy: Privacy | None = None
     secure: SecureSettings | None = None
-    transport: str = EXACT
+    wire_dtype: str = LOSSLESS
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
     unseen_clients: frozenset[int] = frozenset()
 

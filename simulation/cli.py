@@ -183,7 +183,7 @@ def print_communication(overrides: Sequence[str]) -> None:
         f"\n# up, to the server:    {communication.upload}"
         f"\n# metrics, up:          {', '.join(metrics) or 'none'}"
         f"\n# stays at the clients: {communication.local_state}"
-        f"\n# layers travel as:     {describe_wire_format(settings.transport)}"
+        f"\n# layers travel as:     {describe_wire_format(settings.wire_dtype)}"
         + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if len(phases) > 1 else "")
     )
 

@@ -71,7 +71,7 @@ class SelectByFeatures(ClientStrategy):
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
     ) -> ClientState:
         kept = super().state_to_save(method, plan, start=start, state=state)
-        if not plan.others:
+        if not plan.candidate_arrays:
             return kept
         return {
             **kept,

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.overrides import CONF, check_choices, groups, nearest, parse, refuse_renamed
-from fedssl.config.settings import TRANSPORTS
+from fedssl.config.settings import WIRE_DTYPES
 from fedssl.config.targets import SEARCH, add_import_path, check_targets, search_folders, with_folders
 from fedssl.errors import InputError
 from fedssl.machine.threads import default_threads
@@ -47,7 +47,7 @@ _SWITCHED_ON = {
     "privacy": ("clip_norm", "central", "noise_multiplier"),
     "secure": ("clipping_range", "secagg_plus", "threshold"),
 }
-CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "transport": TRANSPORTS}
+CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "wire_dtype": WIRE_DTYPES}
 
 # Settings, or groups of them, that do not change the numbers of a run, and its length.
 MAY_CHANGE = {

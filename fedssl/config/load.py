@@ -259,7 +259,7 @@ def _settings(
         rounds=config.rounds,
         newcomers=config.newcomers,
         client_timeout=config.client_timeout,
-        transport=config.transport,
+        wire_dtype=config.wire_dtype,
         lr_schedule=_component(config.lr_schedule),
         data=read_data(config.dataset),
         partition=_partition(config),

@@ -10,8 +10,8 @@ from fedssl.config.aggregation_settings import PrivacySettings, SecureSettings, 
 from fedssl.early_stopping import StopSettings
 from fedssl.errors import InputError
 
-EXACT = "fp32"
-TRANSPORTS = (EXACT, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.wire.wire_format`
+LOSSLESS = "fp32"
+WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.wire.wire_format`
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class Settings:
         How many clients never train.
     client_timeout : float
         Seconds that a round waits for the next reply.
-    transport : str
+    wire_dtype : str
         How layers travel, see `fedssl.wire.wire_format`.
     lr_schedule : Component
         A function of `fedssl.schedule.lr`, without its last arguments.
@@ -352,7 +352,7 @@ class Settings:
     rounds: int
     newcomers: int
     client_timeout: float
-    transport: str
+    wire_dtype: str
     lr_schedule: Component
     data: DataSettings
     partition: PartitionSettings

@@ -11,13 +11,19 @@ from dataclasses import dataclass, field
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedssl.arrays import Layers
-from fedssl.config.settings import EXACT
+from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
-from fedssl.wire.records import from_message, to_message
-from fedssl.wire.wire_format import check_transport
+from fedssl.wire.records import decode_arrays, encode_arrays
+from fedssl.wire.wire_format import check_wire_dtype
 
-ARRAYS, SHARED, GATHERED, PLAN, METRICS = "arrays", "shared", "gathered", "plan", "metrics"
-ANSWERS, NODE_INFO, OWN = "answers", "node-info", "own"
+ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD, CONFIG, METRICS = (
+    "arrays",
+    "method-broadcast",
+    "method-upload",
+    "config",
+    "metrics",
+)
+REPLY_CONFIG, NODE_INFO, PERSONALIZED = "reply-config", "node-info", "personalized"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -32,31 +38,31 @@ class TrainPlan:
         Number of the round, from 1.
     layers : Layers
         The layers that travel down.
-    shared : Layers
+    broadcast : Layers
         What the server half of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
         What `fedssl.config.load.read_client` reads, for simulated clients, or `fedssl.config.device_task.compose_task`, for devices.
     metrics : tuple of str
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
-    keep_from : int
+    oldest_resumable_round : int
         Oldest round that a resumed run may go back to; a client drops what it kept only for earlier ones.
     lr_factor : float
         Factor of the optimiser's learning rate in this round.
-    code : str
+    code_fingerprint : str
         Fingerprint of the server's source code; a client that runs other code refuses to train.
-    transport : str
+    wire_dtype : str
         How layers travel, in both directions, see `fedssl.wire.wire_format`.
     upload_names : tuple of str or None
         Names of the layers that the client sends back; None: all that its model exchanges.
-    depth : int or None
+    num_stages : int or None
         Stages of the encoder that run, see `fedssl.schedule.phases`; None: all, and all are trained.
-    frozen : int
+    num_frozen_stages : int
         How many of these, from the first on, are not trained.
-    hold : bool
+    cache_frozen : bool
         Whether the client keeps the frozen layers, because the server will not send them again.
     depth_dropout : float
         Probability that a frozen stage is left out of a training step.
-    others : tuple of Layers
+    candidate_arrays : tuple of Layers
         Other models, in whose place the client may take one of these as ``layers``; it says which it took.
     """
 
@@ -64,62 +70,72 @@ class TrainPlan:
     layers: Layers
     settings: str
     metrics: tuple[str, ...]
-    keep_from: int
-    code: str
-    transport: str = EXACT
-    shared: Layers = field(default_factory=dict)
+    oldest_resumable_round: int
+    code_fingerprint: str
+    wire_dtype: str = LOSSLESS
+    broadcast: Layers = field(default_factory=dict)
     lr_factor: float = 1.0
     upload_names: tuple[str, ...] | None = None
-    depth: int | None = None
-    frozen: int = 0
-    hold: bool = False
+    num_stages: int | None = None
+    num_frozen_stages: int = 0
+    cache_frozen: bool = False
     depth_dropout: float = 0.0
-    others: tuple[Layers, ...] = ()
+    candidate_arrays: tuple[Layers, ...] = ()
 
-    def to_content(self, pack: Callable[[Layers, str], ArrayRecord] = to_message) -> RecordDict:
+    def to_content(self, pack: Callable[[Layers, str], ArrayRecord] = encode_arrays) -> RecordDict:
         """The plan as a message's content; ``pack`` makes the records of models."""
         plan = ConfigRecord(
             {
                 "round": self.round,
                 "settings": self.settings,
-                "keep-from": self.keep_from,
+                "oldest-resumable-round": self.oldest_resumable_round,
                 "lr-factor": self.lr_factor,
-                "code": self.code,
-                "transport": self.transport,
-                "metrics": _to_text(self.metrics),
+                "code-fingerprint": self.code_fingerprint,
+                "wire-dtype": self.wire_dtype,
+                "metrics": _join_names(self.metrics),
             }
         )
         if self.upload_names is not None:
-            plan["upload-names"] = _to_text(self.upload_names)
-        if self.depth is not None:
-            plan.update({"depth": self.depth, "frozen": self.frozen, "hold": self.hold})
+            plan["upload-names"] = _join_names(self.upload_names)
+        if self.num_stages is not None:
+            plan.update(
+                {
+                    "num-stages": self.num_stages,
+                    "num-frozen-stages": self.num_frozen_stages,
+                    "cache-frozen": self.cache_frozen,
+                }
+            )
             plan["depth-dropout"] = self.depth_dropout
-        content = RecordDict({ARRAYS: pack(self.layers, self.transport), SHARED: to_message(self.shared), PLAN: plan})
-        for number, layers in enumerate(self.others, start=1):
-            content[f"{ARRAYS}-{number}"] = pack(layers, self.transport)
+        content = RecordDict(
+            {ARRAYS: pack(self.layers, self.wire_dtype), METHOD_BROADCAST: encode_arrays(self.broadcast), CONFIG: plan}
+        )
+        for number, layers in enumerate(self.candidate_arrays, start=1):
+            content[f"{ARRAYS}-{number}"] = pack(layers, self.wire_dtype)
         return content
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "TrainPlan":
         """The plan in a message's content."""
-        plan = content.config_records[PLAN]
-        transport = check_transport(plan["transport"])
-        others = [content.array_records[f"{ARRAYS}-{number}"] for number in range(1, len(content.array_records) - 1)]
+        plan = content.config_records[CONFIG]
+        wire_dtype = check_wire_dtype(plan["wire-dtype"])
+        candidate_arrays = [
+            content.array_records[f"{ARRAYS}-{number}"] for number in range(1, len(content.array_records) - 1)
+        ]
         return cls(
             round=int(_number(plan["round"])),
-            layers=from_message(content.array_records[ARRAYS], transport),
-            others=tuple(from_message(layers, transport) for layers in others),
-            shared=from_message(content.array_records[SHARED]),
-            transport=transport,
+            layers=decode_arrays(content.array_records[ARRAYS], wire_dtype),
+            candidate_arrays=tuple(decode_arrays(layers, wire_dtype) for layers in candidate_arrays),
+            broadcast=decode_arrays(content.array_records[METHOD_BROADCAST]),
+            wire_dtype=wire_dtype,
             settings=str(plan["settings"]),
-            metrics=_from_text(plan["metrics"]),
-            keep_from=int(_number(plan["keep-from"])),
-            code=str(plan["code"]),
+            metrics=_split_names(plan["metrics"]),
+            oldest_resumable_round=int(_number(plan["oldest-resumable-round"])),
+            code_fingerprint=str(plan["code-fingerprint"]),
             lr_factor=_number(plan["lr-factor"]),
-            upload_names=_from_text(plan["upload-names"]) if "upload-names" in plan else None,
-            depth=int(_number(plan["depth"])) if "depth" in plan else None,
-            frozen=int(_number(plan.get("frozen", 0))),
-            hold=bool(plan.get("hold", False)),
+            upload_names=_split_names(plan["upload-names"]) if "upload-names" in plan else None,
+            num_stages=int(_number(plan["num-stages"])) if "num-stages" in plan else None,
+            num_frozen_stages=int(_number(plan.get("num-frozen-stages", 0))),
+            cache_frozen=bool(plan.get("cache-frozen", False)),
             depth_dropout=_number(plan.get("depth-dropout", 0.0)),
         )
 
@@ -134,7 +150,7 @@ class ClientUpdate:
         The client's layers after local training.
     partition_id : int
         The client; known to the server, not sent.
-    gathered : Layers
+    uploaded_parts : Layers
         What the server half of the method gathers, see `fedssl.methods.base.SSLMethod`.
     num_examples : int, optional
         Images the client trained on.
@@ -142,43 +158,45 @@ class ClientUpdate:
         Mean loss of the last local epoch.
     seconds : float, optional
         Time the client took for the round.
-    answers : tuple of int and str, optional
+    plan_id : tuple of int and str, optional
         Round and code of the plan that it answers.
-    chosen : int
-        Which of the plan's models it started from: 0 for ``layers``, else the place in ``others``, from 1.
+    model_index : int
+        Which of the plan's models it started from: 0 for ``layers``, else the place in ``candidate_arrays``, from 1.
     """
 
     layers: Layers
     partition_id: int
-    gathered: Layers = field(default_factory=dict)
+    uploaded_parts: Layers = field(default_factory=dict)
     num_examples: int | None = None
     train_loss: float | None = None
     seconds: float | None = None
-    answers: tuple[int, str] | None = None
-    chosen: int = 0
+    plan_id: tuple[int, str] | None = None
+    model_index: int = 0
 
     def to_content(self, plan: TrainPlan) -> RecordDict:
         """The reply to a plan, with only the metrics in it that the plan asks for.
 
-        Of layers that the plan brought the difference travels, if transport shortens them.
+        Of layers that the plan brought the difference travels, if wire_dtype shortens them.
         """
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
         record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
-        answers = ConfigRecord({"round": plan.round, "code": plan.code})
-        if plan.others:
-            answers["chosen"] = self.chosen
+        plan_id = ConfigRecord({"round": plan.round, "code-fingerprint": plan.code_fingerprint})
+        if plan.candidate_arrays:
+            plan_id["model-index"] = self.model_index
         return RecordDict(
             {
-                ARRAYS: to_message(self.layers, plan.transport, start=(plan.layers, *plan.others)[self.chosen]),
-                GATHERED: to_message(self.gathered),
+                ARRAYS: encode_arrays(
+                    self.layers, plan.wire_dtype, start=(plan.layers, *plan.candidate_arrays)[self.model_index]
+                ),
+                METHOD_UPLOAD: encode_arrays(self.uploaded_parts),
                 METRICS: record,
-                ANSWERS: answers,
+                REPLY_CONFIG: plan_id,
             }
         )
 
     @classmethod
     def from_content(
-        cls, content: RecordDict, partition_id: int, *, transport: str = EXACT, start: Layers | None = None
+        cls, content: RecordDict, partition_id: int, *, wire_dtype: str = LOSSLESS, start: Layers | None = None
     ) -> "ClientUpdate":
         """The update in a reply's content.
 
@@ -186,7 +204,7 @@ class ClientUpdate:
         ----------
         content : RecordDict
         partition_id : int
-        transport : str
+        wire_dtype : str
             That of the plan.
         start : Layers, optional
             The layers that the client had received, as the server has them: what differences are added to.
@@ -199,7 +217,7 @@ class ClientUpdate:
             There is a record or a metric that no update has, an array is damaged, a metric is no number, or a count is
             none.
         """
-        unknown = content.keys() - {ARRAYS, GATHERED, METRICS, ANSWERS}
+        unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, METRICS, REPLY_CONFIG}
         if unknown:
             raise ValueError(f"record {min(unknown)} was not asked for")
         values: dict[str, float] = {}
@@ -209,18 +227,18 @@ class ClientUpdate:
             if not isinstance(value, int | float):
                 raise ValueError(f"metric {name} is {value} instead of a number")
             values[name] = value
-        answers = content.config_records[ANSWERS]
+        plan_id = content.config_records[REPLY_CONFIG]
         examples = values.get(NUM_EXAMPLES)
         if examples is not None and not abs(examples) < 2**53:
             raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is no count")
         return cls(
-            layers=from_message(content.array_records[ARRAYS], transport, start=start),
-            gathered=from_message(content.array_records[GATHERED]),
+            layers=decode_arrays(content.array_records[ARRAYS], wire_dtype, start=start),
+            uploaded_parts=decode_arrays(content.array_records[METHOD_UPLOAD]),
             partition_id=partition_id,
             num_examples=None if examples is None else int(examples),
             train_loss=values.get(TRAIN_LOSS),
             seconds=values.get(SECONDS),
-            answers=(int(_number(answers["round"])), str(answers["code"])),
+            plan_id=(int(_number(plan_id["round"])), str(plan_id["code-fingerprint"])),
         )
 
 
@@ -242,16 +260,16 @@ class Ask:
     def beside(self, plan: RecordDict) -> RecordDict:
         """The content of a message that has both."""
         asked = ConfigRecord({"epochs": self.epochs, "adapted": self.adapted})
-        return RecordDict({**plan, OWN: asked})
+        return RecordDict({**plan, PERSONALIZED: asked})
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "Ask":
         """What the content of a message asks."""
-        asked = content.config_records[OWN]
-        return cls(epochs=_whole(asked["epochs"]), adapted=bool(asked["adapted"]))
+        asked = content.config_records[PERSONALIZED]
+        return cls(epochs=_as_count(asked["epochs"]), adapted=bool(asked["adapted"]))
 
 
-def read_choice(content: RecordDict, *, among: int) -> int:
+def parse_model_index(content: RecordDict, *, among: int) -> int:
     """Which of so many models a client says in its reply that it started from.
 
     Raises
@@ -261,10 +279,10 @@ def read_choice(content: RecordDict, *, among: int) -> int:
     """
     if among == 1:
         return 0
-    chosen = _whole(content.config_records[ANSWERS]["chosen"])
-    if chosen >= among:
-        raise ValueError(f"it chose model {chosen} of {among}")
-    return chosen
+    model_index = _as_count(content.config_records[REPLY_CONFIG]["model-index"])
+    if model_index >= among:
+        raise ValueError(f"it chose model {model_index} of {among}")
+    return model_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,13 +326,13 @@ def read_node_info(message: Message) -> NodeInfo:
     """
     if NODE_INFO not in message.content.config_records:
         record = message.content.metric_records[METRICS]
-        return NodeInfo(partition=_whole(record["partition-id"]), partitions=_whole(record["num-partitions"]))
+        return NodeInfo(partition=_as_count(record["partition-id"]), partitions=_as_count(record["num-partitions"]))
     about = message.content.config_records[NODE_INFO]
     name = about["name"]
     if not isinstance(name, str):
         raise ValueError(f"{type(name).__name__} instead of a name")
     check_device_name(name)
-    return NodeInfo(partition=_whole(about["partition-id"]) if "partition-id" in about else None, name=name)
+    return NodeInfo(partition=_as_count(about["partition-id"]) if "partition-id" in about else None, name=name)
 
 
 def check_device_name(name: str) -> None:
@@ -326,12 +344,12 @@ def check_device_name(name: str) -> None:
         )
 
 
-def _to_text(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Names as lines, the first of which is empty: Flower can count the bytes of no empty list and of no empty text."""
     return "\n" + "\n".join(names)
 
 
-def _from_text(text: object) -> tuple[str, ...]:
+def _split_names(text: object) -> tuple[str, ...]:
     return tuple(str(text).splitlines()[1:])
 
 
@@ -342,7 +360,7 @@ def _number(value: object) -> float:
     return value
 
 
-def _whole(value: object) -> int:
+def _as_count(value: object) -> int:
     """A value of a record as the number that counts something."""
     number = _number(value)
     if not (isinstance(number, int) and 0 <= number < 2**31) or isinstance(number, bool):

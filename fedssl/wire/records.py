@@ -1,9 +1,9 @@
 """Layers in Flower's records: handed over as they are in one process, packed where they travel, and counted.
 
-An `Array` here is a view of a live NumPy array, and a `LayerRecord` a record of these. In one process they are handed
+An `Array` here is a view of a live NumPy array, and a `LazyArrayRecord` a record of these. In one process they are handed
 over as they are; Ray pickles them out-of-band, i.e. through shared memory. Only a network deployment asks what they
 consist of: a record then becomes the few flat arrays of `fedssl.wire.wire_format`, and these the ``.npy`` bytes that a stock
-Flower peer reads. A transport other than ``fp32`` changes numbers, so there all engines exchange the flat arrays.
+Flower peer reads. A wire dtype other than ``fp32`` changes numbers, so there all engines exchange the flat arrays.
 
 What comes over a network is read without a copy from ``.npy`` bytes whose header fits their length.
 """
@@ -19,11 +19,11 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.arrays import Layers
-from fedssl.config.settings import EXACT
-from fedssl.wire.wire_format import TABLE, Entry, layout, pack, table_text, unpack
+from fedssl.config.settings import LOSSLESS
+from fedssl.wire.wire_format import TABLE, TensorSpec, flat_layout, pack, table_text, unpack
 
-CHUNK = 5 * 2**20  # bytes of an array that Flower sends at once
-ENVELOPE = 160  # bytes that Flower writes about a message: from whom, to whom, when, in reply to what
+CHUNK_BYTES = 5 * 2**20  # bytes of an array that Flower sends at once
+ENVELOPE_BYTES = 160  # bytes that Flower writes about a message: from whom, to whom, when, in reply to what
 
 _name = functools.cache(str)  # name of a dtype; NumPy makes it anew at each call
 
@@ -59,7 +59,7 @@ class Array(FlowerArray):
         return Array, (self.numpy(),)
 
 
-class LayerRecord(ArrayRecord):
+class LazyArrayRecord(ArrayRecord):
     """Layers as they are, in this process; as flat arrays, to the bit the same, as soon as Flower serialises them."""
 
     def __init__(self, layers: Layers) -> None:
@@ -78,14 +78,14 @@ class LayerRecord(ArrayRecord):
 
     @functools.cached_property
     def _packed(self) -> ArrayRecord:
-        return to_record(pack(from_record(self), EXACT))
+        return arrays_to_record(pack(record_to_arrays(self), LOSSLESS))
 
     def __setitem__(self, key: str, value: FlowerArray) -> None:
         self.__dict__.pop("_packed", None)
         super().__setitem__(key, value)
 
 
-def to_record(layers: Layers) -> ArrayRecord:
+def arrays_to_record(layers: Layers) -> ArrayRecord:
     """Arrays as a Flower record that shares their memory."""
     record = ArrayRecord()
     for name, array in layers.items():
@@ -93,7 +93,7 @@ def to_record(layers: Layers) -> ArrayRecord:
     return record
 
 
-def from_record(record: ArrayRecord) -> Layers:
+def record_to_arrays(record: ArrayRecord) -> Layers:
     """Arrays of a Flower record, which share its memory; those that came over a network cannot be written to.
 
     Raises
@@ -107,22 +107,24 @@ def from_record(record: ArrayRecord) -> Layers:
     }
 
 
-def to_message(layers: Layers, transport: str = EXACT, *, start: Layers | None = None) -> ArrayRecord:
+def encode_arrays(layers: Layers, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> ArrayRecord:
     """Layers as a record of a message; parameters as in `fedssl.wire.wire_format.pack`."""
-    return LayerRecord(layers) if transport == EXACT else to_record(pack(layers, transport, start=start))
+    return (
+        LazyArrayRecord(layers) if wire_dtype == LOSSLESS else arrays_to_record(pack(layers, wire_dtype, start=start))
+    )
 
 
-def from_message(record: ArrayRecord, transport: str = EXACT, *, start: Layers | None = None) -> Layers:
+def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> Layers:
     """Layers in a record of a message; parameters as in `fedssl.wire.wire_format.unpack`.
 
     Raises
     ------
     ValueError
-        The record is not what `to_message` makes; or, with ``fp32``, one array per layer, as a stock Flower peer or one
+        The record is not what `encode_arrays` makes; or, with ``fp32``, one array per layer, as a stock Flower peer or one
         of Flower's mods writes them.
     """
-    arrays = from_record(record)
-    return arrays if transport == EXACT and TABLE not in arrays else unpack(arrays, transport, start=start)
+    arrays = record_to_arrays(record)
+    return arrays if wire_dtype == LOSSLESS and TABLE not in arrays else unpack(arrays, wire_dtype, start=start)
 
 
 def read_array(data: bytes, *, name: str) -> np.ndarray:
@@ -153,9 +155,9 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 def content_bytes(content: RecordDict) -> int:
     """Bytes of a message with this content as Flower sends it; nothing is serialised for it but what is small.
 
-    Every object that Flower sends is its kind, the ids of its parts, and a body; an array's parts are `CHUNK` long.
+    Every object that Flower sends is its kind, the ids of its parts, and a body; an array's parts are `CHUNK_BYTES` long.
     """
-    total = ENVELOPE + _refers(content, "RecordDict")
+    total = ENVELOPE_BYTES + _reference_bytes(content, "RecordDict")
     total += sum(len(record.deflate()) for record in content.metric_records.values())
     total += sum(len(record.deflate()) for record in content.config_records.values())
     return total + sum(record_bytes(record) for record in content.array_records.values())
@@ -163,22 +165,22 @@ def content_bytes(content: RecordDict) -> int:
 
 def record_bytes(record: ArrayRecord) -> int:
     """Bytes of a record with all its arrays as Flower sends them."""
-    if type(record) is LayerRecord and record:
-        return _packed_bytes(tuple((name, array.dtype, array.shape) for name, array in record.items()))
+    if type(record) is LazyArrayRecord and record:
+        return _lazy_record_bytes(tuple((name, array.dtype, array.shape) for name, array in record.items()))
     parts = sum(_array_bytes(array.dtype, array.shape, _npy_bytes(array)) for array in record.values())
-    return _refers(record, "ArrayRecord") + parts
+    return _reference_bytes(record, "ArrayRecord") + parts
 
 
 @functools.lru_cache(maxsize=256)
-def _packed_bytes(lines: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
-    """Bytes of a `LayerRecord` of these layers once it is packed; the same in every round."""
-    entries = [Entry(*line) for line in lines]
-    flats = {**layout(entries, EXACT), TABLE: (np.dtype(np.uint8), len(table_text(entries, EXACT)))}
+def _lazy_record_bytes(lines: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
+    """Bytes of a `LazyArrayRecord` of these layers once it is packed; the same in every round."""
+    specs = [TensorSpec(*line) for line in lines]
+    flats = {**flat_layout(specs, LOSSLESS), TABLE: (np.dtype(np.uint8), len(table_text(specs, LOSSLESS)))}
     parts = sum(
         _array_bytes(str(dtype), (length,), _header_bytes(dtype, (length,)) + length * dtype.itemsize)
         for dtype, length in flats.values()
     )
-    return _refers(flats, "ArrayRecord") + parts
+    return _reference_bytes(flats, "ArrayRecord") + parts
 
 
 def _npy_bytes(array: FlowerArray) -> int:
@@ -189,13 +191,13 @@ def _npy_bytes(array: FlowerArray) -> int:
 
 
 def _array_bytes(dtype: str, shape: tuple[int, ...], data: int) -> int:
-    pieces = [min(CHUNK, data - start) for start in range(0, data, CHUNK)]
+    pieces = [min(CHUNK_BYTES, data - start) for start in range(0, data, CHUNK_BYTES)]
     about = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": list(range(len(pieces)))}
     chunks = sum(_object_bytes("ArrayChunk", piece, parts=0) for piece in pieces)
     return chunks + _object_bytes("Array", len(json.dumps(about)), parts=len(pieces))
 
 
-def _refers(parts: Collection[str], kind: str) -> int:
+def _reference_bytes(parts: Collection[str], kind: str) -> int:
     """Bytes of an object that only names its parts and their ids."""
     return _object_bytes(kind, len(json.dumps(dict.fromkeys(parts, "0" * 64))), parts=len(parts))
 

@@ -1,6 +1,6 @@
 """How layers travel: a table of names, dtypes and shapes, and one flat array for all layers of a dtype.
 
-A model of a hundred arrays so becomes about four. ``transport`` says what becomes of its kernels and matrices, i.e. of
+A model of a hundred arrays so becomes about four. ``wire_dtype`` says what becomes of its kernels and matrices, i.e. of
 float32 weights with two or more dimensions, which are nearly all bytes:
 
 - ``fp32``: they travel as they are, to the bit;
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import STATISTICS, Layers
-from fedssl.config.settings import EXACT, TRANSPORTS
+from fedssl.config.settings import LOSSLESS, WIRE_DTYPES
 from fedssl.errors import InputError
 
 # Arrays that came over a network are read-only; they are only read here.
@@ -57,7 +57,7 @@ Layout = dict[str, tuple[np.dtype, int]]  # dtype and length of every flat array
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSpec:
     """A line of the table: a layer's name, dtype and shape."""
 
     name: str
@@ -70,61 +70,61 @@ class Entry:
         return math.prod(self.shape)
 
     @property
-    def short(self) -> bool:
-        """Whether transports other than ``fp32`` shorten it."""
+    def is_compressed(self) -> bool:
+        """Whether wire dtypes other than ``fp32`` shorten it."""
         kernel = len(self.shape) > 1 and 0 not in self.shape
         return kernel and self.dtype == "float32" and self.name.rpartition(".")[2] not in STATISTICS
 
 
-def check_transport(transport: object) -> str:
-    """Return the name of a transport; raises `InputError` for any other word."""
-    if transport not in TRANSPORTS:
-        raise InputError(f"transport={transport} is not valid; choose one of {', '.join(TRANSPORTS)}")
-    return str(transport)
+def check_wire_dtype(wire_dtype: object) -> str:
+    """Return the name of a wire dtype; raises `InputError` for any other word."""
+    if wire_dtype not in WIRE_DTYPES:
+        raise InputError(f"wire_dtype={wire_dtype} is not valid; choose one of {', '.join(WIRE_DTYPES)}")
+    return str(wire_dtype)
 
 
-def describe_wire_format(transport: str) -> str:
+def describe_wire_format(wire_dtype: str) -> str:
     """What becomes of layers, in words for people."""
-    if transport == EXACT:
-        return f"{transport}, exactly"
-    return f"{transport}: kernels and matrices, up as differences to what came down; all others exactly"
+    if wire_dtype == LOSSLESS:
+        return f"{wire_dtype}, exactly"
+    return f"{wire_dtype}: kernels and matrices, up as differences to what came down; all others exactly"
 
 
-def entries_of(layers: Layers) -> list[Entry]:
+def tensor_specs(layers: Layers) -> list[TensorSpec]:
     """The table of these layers."""
-    return [Entry(name, array.dtype.name, array.shape) for name, array in layers.items()]
+    return [TensorSpec(name, array.dtype.name, array.shape) for name, array in layers.items()]
 
 
-def layout(entries: Sequence[Entry], transport: str) -> Layout:
+def flat_layout(specs: Sequence[TensorSpec], wire_dtype: str) -> Layout:
     """The flat arrays beside the table, in the order in which layers need them first."""
     found: Layout = {}
 
     def more(key: str, dtype: np.dtype, numbers: int) -> None:
         found[key] = dtype, found.get(key, (dtype, 0))[1] + numbers
 
-    for entry in entries:
-        if transport == EXACT or not entry.short:
-            more(entry.dtype, _DTYPES[entry.dtype], entry.size)
+    for spec in specs:
+        if wire_dtype == LOSSLESS or not spec.is_compressed:
+            more(spec.dtype, _DTYPES[spec.dtype], spec.size)
             continue
-        more(WEIGHTS, _WIRE[transport], entry.size)
-        if transport == "int8":
-            more(SCALES, np.dtype(np.float32), entry.shape[0])
+        more(WEIGHTS, _WIRE[wire_dtype], spec.size)
+        if wire_dtype == "int8":
+            more(SCALES, np.dtype(np.float32), spec.shape[0])
     return found
 
 
-def table_text(entries: Sequence[Entry], transport: str) -> bytes:
+def table_text(specs: Sequence[TensorSpec], wire_dtype: str) -> bytes:
     """The table as it travels, as JSON."""
-    lines = [[entry.name, entry.dtype, entry.shape] for entry in entries]
-    return json.dumps([transport, lines], separators=(",", ":")).encode()
+    lines = [[spec.name, spec.dtype, spec.shape] for spec in specs]
+    return json.dumps([wire_dtype, lines], separators=(",", ":")).encode()
 
 
-def pack(layers: Layers, transport: str, *, start: Layers | None = None) -> dict[str, np.ndarray]:
+def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dict[str, np.ndarray]:
     """The table and the flat arrays by name; nothing for no layers.
 
     Parameters
     ----------
     layers : Layers
-    transport : {"fp32", "fp16", "bf16", "int8"}
+    wire_dtype : {"fp32", "fp16", "bf16", "int8"}
     start : Layers, optional
         What the receiver has: of the layers in it that are shortened, the difference travels.
 
@@ -133,34 +133,34 @@ def pack(layers: Layers, transport: str, *, start: Layers | None = None) -> dict
     ValueError
         A layer has values that are not finite, and ``int8`` cannot carry them.
     """
-    entries = entries_of(layers)
-    if not entries:
+    specs = tensor_specs(layers)
+    if not specs:
         return {}
-    flats = {key: np.empty(numbers, dtype) for key, (dtype, numbers) in layout(entries, transport).items()}
-    cut = _Cutter(flats)
-    for entry, array in zip(entries, layers.values(), strict=True):
-        if transport == EXACT or not entry.short:
-            cut.next(entry.dtype, entry.size)[:] = array.reshape(-1)
+    flats = {key: np.empty(numbers, dtype) for key, (dtype, numbers) in flat_layout(specs, wire_dtype).items()}
+    cursor = _FlatCursor(flats)
+    for spec, array in zip(specs, layers.values(), strict=True):
+        if wire_dtype == LOSSLESS or not spec.is_compressed:
+            cursor.next(spec.dtype, spec.size)[:] = array.reshape(-1)
             continue
         x = torch.from_numpy(np.ascontiguousarray(array))
-        if start is not None and entry.name in start:
-            x = x - torch.from_numpy(start[entry.name])
-        numbers = torch.from_numpy(cut.next(WEIGHTS, entry.size)).view(x.shape)
-        if transport == "int8":
-            torch.from_numpy(cut.next(SCALES, len(x)))[:] = encode_int8(x, out=numbers, name=entry.name)
+        if start is not None and spec.name in start:
+            x = x - torch.from_numpy(start[spec.name])
+        numbers = torch.from_numpy(cursor.next(WEIGHTS, spec.size)).view(x.shape)
+        if wire_dtype == "int8":
+            torch.from_numpy(cursor.next(SCALES, len(x)))[:] = encode_int8(x, out=numbers, name=spec.name)
         else:
-            encode_half(x, out=numbers.view(_HALVES[transport]))
-    return {TABLE: np.frombuffer(table_text(entries, transport), np.uint8), **flats}
+            encode_half(x, out=numbers.view(_HALVES[wire_dtype]))
+    return {TABLE: np.frombuffer(table_text(specs, wire_dtype), np.uint8), **flats}
 
 
-def unpack(arrays: Mapping[str, np.ndarray], transport: str, *, start: Layers | None = None) -> Layers:
+def unpack(arrays: Mapping[str, np.ndarray], wire_dtype: str, *, start: Layers | None = None) -> Layers:
     """The layers; those that travelled as they are keep the memory of what arrived.
 
     Parameters
     ----------
     arrays : mapping of str to ndarray
         What `pack` returned, or anything else.
-    transport, start
+    wire_dtype, start
         As they were handed to `pack`.
 
     Raises
@@ -170,8 +170,8 @@ def unpack(arrays: Mapping[str, np.ndarray], transport: str, *, start: Layers | 
     """
     if not arrays:
         return {}
-    entries = read_table(arrays.get(TABLE), transport)
-    expected = layout(entries, transport)
+    specs = parse_table(arrays.get(TABLE), wire_dtype)
+    expected = flat_layout(specs, wire_dtype)
     odd = (arrays.keys() - {TABLE}) ^ expected.keys()
     if odd:
         here = min(odd) in arrays
@@ -182,34 +182,34 @@ def unpack(arrays: Mapping[str, np.ndarray], transport: str, *, start: Layers | 
             raise ValueError(f"array {key} holds {found.dtype} of shape {found.shape} instead of {numbers} {dtype}")
     if SCALES in expected and not ((arrays[SCALES] >= 0) & (arrays[SCALES] <= _LARGEST_SCALE)).all():
         raise ValueError(f"array {SCALES} has values that are negative, not finite or far too large")
-    cut = _Cutter(arrays)
-    return {entry.name: _unpacked(entry, cut, transport, start or {}) for entry in entries}
+    cursor = _FlatCursor(arrays)
+    return {spec.name: _unpacked(spec, cursor, wire_dtype, start or {}) for spec in specs}
 
 
-def _unpacked(entry: Entry, cut: "_Cutter", transport: str, start: Layers) -> np.ndarray:
-    if transport == EXACT or not entry.short:
-        return cut.next(entry.dtype, entry.size).reshape(entry.shape)
-    numbers = torch.from_numpy(cut.next(WEIGHTS, entry.size)).view(entry.shape)
-    if transport == "int8":
-        x = decode_int8(numbers, torch.from_numpy(cut.next(SCALES, entry.shape[0])))
+def _unpacked(spec: TensorSpec, cursor: "_FlatCursor", wire_dtype: str, start: Layers) -> np.ndarray:
+    if wire_dtype == LOSSLESS or not spec.is_compressed:
+        return cursor.next(spec.dtype, spec.size).reshape(spec.shape)
+    numbers = torch.from_numpy(cursor.next(WEIGHTS, spec.size)).view(spec.shape)
+    if wire_dtype == "int8":
+        x = decode_int8(numbers, torch.from_numpy(cursor.next(SCALES, spec.shape[0])))
     else:
-        x = numbers.view(_HALVES[transport]).to(torch.float32)
-    if entry.name in start:
-        have = start[entry.name]
-        if have.shape != entry.shape:
-            raise ValueError(f"layer {entry.name} has shape {entry.shape} instead of {have.shape}")
+        x = numbers.view(_HALVES[wire_dtype]).to(torch.float32)
+    if spec.name in start:
+        have = start[spec.name]
+        if have.shape != spec.shape:
+            raise ValueError(f"layer {spec.name} has shape {spec.shape} instead of {have.shape}")
         x += torch.from_numpy(have)
     array: np.ndarray = x.numpy()
     return array
 
 
-def read_table(table: np.ndarray | None, transport: str) -> list[Entry]:
+def parse_table(table: np.ndarray | None, wire_dtype: str) -> list[TensorSpec]:
     """The entries of a table that arrived.
 
     Raises
     ------
     ValueError
-        There is none, it is damaged, is for another transport, or names a layer twice.
+        There is none, it is damaged, is for another wire dtype, or names a layer twice.
     """
     if table is None or table.dtype != np.uint8 or table.ndim != 1:
         raise ValueError("the layers come without their table of names, dtypes and shapes")
@@ -217,24 +217,24 @@ def read_table(table: np.ndarray | None, transport: str) -> list[Entry]:
         raise ValueError(f"the table of layers has {len(table)} bytes, more than {LONGEST_TABLE}")
     try:
         announced, lines = json.loads(table.tobytes())
-        entries = [_entry(*line) for line in lines]
+        specs = [_entry(*line) for line in lines]
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError("the table of layers is damaged") from error
-    if announced != transport:
-        raise ValueError(f"layers come by transport={str(announced)[:20]} instead of {transport}")
-    if len({entry.name for entry in entries}) < len(entries):
+    if announced != wire_dtype:
+        raise ValueError(f"layers come by wire_dtype={str(announced)[:20]} instead of {wire_dtype}")
+    if len({spec.name for spec in specs}) < len(specs):
         raise ValueError("the table of layers names a layer twice")
-    return entries
+    return specs
 
 
-def _entry(name: object, dtype: object, shape: object) -> Entry:
+def _entry(name: object, dtype: object, shape: object) -> TensorSpec:
     if not (isinstance(name, str) and name.isprintable() and isinstance(dtype, str) and dtype in _DTYPES):
         raise ValueError("a layer has no name, or no dtype of numbers")
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
         raise ValueError("a layer has no shape")
     if not all(type(length) is int and 0 <= length < 2**31 for length in shape):
         raise ValueError("a layer has a shape of other than whole numbers")
-    return Entry(name, dtype, tuple(shape))
+    return TensorSpec(name, dtype, tuple(shape))
 
 
 def encode_half(x: Tensor, *, out: Tensor) -> None:
@@ -251,7 +251,7 @@ def encode_int8(x: Tensor, *, out: Tensor, name: str) -> Tensor:
     rows = x.reshape(len(x), -1)
     scales = torch.maximum(-rows.amin(dim=1), rows.amax(dim=1)) / _LEVELS  # aminmax takes twice as long
     if not scales.isfinite().all():
-        raise ValueError(f"layer {name} has values that are not finite, which transport=int8 cannot carry")
+        raise ValueError(f"layer {name} has values that are not finite, which wire_dtype=int8 cannot carry")
     scales[scales < _TINY] = 0  # too few digits are left there to divide by
     scales.clamp_(max=_LARGEST_SCALE)  # of which 127 are still finite
     by = scales.masked_fill(scales == 0, 1 / _TINY)
@@ -266,7 +266,7 @@ def decode_int8(q: Tensor, scales: Tensor) -> Tensor:
     return x
 
 
-class _Cutter:
+class _FlatCursor:
     """Flat arrays, of which every call of `next` gives the next piece."""
 
     def __init__(self, flats: Mapping[str, np.ndarray]) -> None:

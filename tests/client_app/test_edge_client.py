@@ -15,7 +15,7 @@ from client_app.limits import Limits, read_limits
 from client_app.simulated import MARKER_KEY, is_simulated
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
-from fedssl.wire.messages import PLAN, ClientUpdate, NodeInfo, read_node_info
+from fedssl.wire.messages import CONFIG, ClientUpdate, NodeInfo, read_node_info
 from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
@@ -55,13 +55,13 @@ def node(tmp_path):
 def changed(plan, **values):
     """The content with other entries of the plan; _ stands for - in their names."""
     content = copy.deepcopy(plan)
-    content.config_records[PLAN].update({key.replace("_", "-"): value for key, value in values.items()})
+    content.config_records[CONFIG].update({key.replace("_", "-"): value for key, value in values.items()})
     return content
 
 
 def with_task(plan, *, choices=None, **values):
     """The content with another task."""
-    task = json.loads(str(plan.config_records[PLAN]["settings"]))
+    task = json.loads(str(plan.config_records[CONFIG]["settings"]))
     task["values"] |= {key.replace("__", "."): value for key, value in values.items()}
     task["choices"] |= choices or {}
     return changed(plan, settings=json.dumps(task))
@@ -132,13 +132,19 @@ ATTEMPTS = {
         lambda plan: with_task(plan, method__projector__hidden=65_536, method__projector__layers=256),
         "a training step takes about",
     ),
-    "other code": (lambda plan: changed(plan, code="evil"), "the client runs other code"),
+    "other code": (lambda plan: changed(plan, code_fingerprint="evil"), "the client runs other code"),
     "a round that never was": (lambda plan: changed(plan, round=-1), "round=-1 of the plan is not from 1"),
     "no end of rounds": (lambda plan: changed(plan, round=10**9), "round=1000000000 of the plan"),
-    "keep nothing": (lambda plan: changed(plan, keep_from=7), "keep-from=7 of the plan is not from 0 to 1"),
+    "keep nothing": (
+        lambda plan: changed(plan, oldest_resumable_round=7),
+        "oldest-resumable-round=7 of the plan is not from 0 to 1",
+    ),
     "no number": (lambda plan: changed(plan, lr_factor=float("nan")), "lr-factor=nan of the plan"),
-    "a depth": (lambda plan: changed(plan, depth=10**6), "depth=1000000 of the plan is not from 1 to 256"),
-    "frozen beyond": (lambda plan: changed(plan, depth=1, frozen=2), "frozen=2 of the plan is not from 0 to 1"),
+    "a depth": (lambda plan: changed(plan, num_stages=10**6), "num-stages=1000000 of the plan is not from 1 to 256"),
+    "frozen beyond": (
+        lambda plan: changed(plan, num_stages=1, num_frozen_stages=2),
+        "num-frozen-stages=2 of the plan is not from 0 to 1",
+    ),
     "what is private": (
         lambda plan: changed(plan, upload_names="\nencoder.nothing"),
         "layer 'encoder.nothing' was asked for",
@@ -164,9 +170,11 @@ def test_another_runs_states_are_never_read_or_dropped(plan, node, tmp_path):
     kept = tmp_path / "states" / "mine" / "a" / "round-000001.state"
     before = kept.read_bytes()
     # The same run under other settings, which would send up what FedBN keeps.
-    reason = refusal(changed(with_task(plan, choices={"strategy": "fedavg"}), round=2, keep_from=2), node)
+    reason = refusal(changed(with_task(plan, choices={"strategy": "fedavg"}), round=2, oldest_resumable_round=2), node)
     assert reason == "run_id=mine is another run here, with other settings; settings of a run do not change"
-    assert not ask(changed(with_task(plan, run_id="other"), round=3, keep_from=3), context(**node)).has_error()
+    assert not ask(
+        changed(with_task(plan, run_id="other"), round=3, oldest_resumable_round=3), context(**node)
+    ).has_error()
     assert kept.read_bytes() == before
     assert not ask(changed(with_task(plan, rounds=9), round=2), context(**node)).has_error()  # it may go on for longer
 
@@ -228,7 +236,7 @@ def test_limits_by_default():
 
 def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
     (tmp_path / "limits.yaml").write_text("threads: 2")
-    task = str(plan.config_records[PLAN]["settings"])
+    task = str(plan.config_records[CONFIG]["settings"])
     config = context(**node, limits=tmp_path / "limits.yaml", threads=3, device="cpu").node_config
     settings = EdgeClient.read(config).settings(task)
     assert (settings.machine.threads, settings.machine.device) == (2, "cpu")
@@ -304,7 +312,7 @@ def test_layers_that_are_not_the_models(plan, node):
 
 
 def test_labels_are_nothing_that_devices_agree_on(plan, node):
-    task = json.loads(str(plan.config_records[PLAN]["settings"]))
+    task = json.loads(str(plan.config_records[CONFIG]["settings"]))
     task["values"] = {key: value for key, value in task["values"].items() if not key.startswith("method.")}
     task["values"]["method.num_classes"] = 3
     task["choices"]["method"] = "supervised"

@@ -38,17 +38,26 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
     needs = set(federation.strategy.describe_communication(method).required_metrics)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         several = ["arrays-1"] if name in ("featarc", "clustered") else []  # models to choose from
-        assert set(plan) == {"arrays", "shared", "plan", *several}
+        assert set(plan) == {"arrays", "method-broadcast", "config", *several}
         assert all(set(plan[other]) == set(plan["arrays"]) for other in several)
-        assert ("chosen" in update["answers"]) == bool(several)
-        known = {"round", "settings", "keep-from", "lr-factor", "code", "transport", "metrics", "upload-names"}
-        assert set(plan["plan"]) <= known
+        assert ("model-index" in update["reply-config"]) == bool(several)
+        known = {
+            "round",
+            "settings",
+            "oldest-resumable-round",
+            "lr-factor",
+            "code-fingerprint",
+            "wire-dtype",
+            "metrics",
+            "upload-names",
+        }
+        assert set(plan["config"]) <= known
         assert set(plan["arrays"]) <= travelling
-        assert set(plan["shared"]) == set(method.broadcast_parts)
-        assert set(update) == {"arrays", "gathered", "metrics", "answers"}
-        up = plan["plan"].get("upload-names")
+        assert set(plan["method-broadcast"]) == set(method.broadcast_parts)
+        assert set(update) == {"arrays", "method-upload", "metrics", "reply-config"}
+        up = plan["config"].get("upload-names")
         assert set(update["arrays"]) == (travelling if up is None else set(up.splitlines()))
-        assert set(update["gathered"]) == set(method.uploaded_parts)
+        assert set(update["method-upload"]) == set(method.uploaded_parts)
         assert set(update["metrics"]) == needs | set(federation.settings.algorithm.metrics)
 
 

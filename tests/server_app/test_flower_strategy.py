@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flwr.serverapp.strategy import Strategy
 
-from fedssl.wire.records import from_record, to_record
+from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.flower_strategy import FlowerStrategy
 from tests.federation import Federation
 
@@ -16,12 +16,12 @@ def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
     ours.run(2)
     strategy = FlowerStrategy(theirs.components.context)
     assert isinstance(strategy, Strategy)
-    result = strategy.start(grid=theirs.grid, initial_arrays=to_record(theirs.layers), num_rounds=2, timeout=60)
+    result = strategy.start(grid=theirs.grid, initial_arrays=arrays_to_record(theirs.layers), num_rounds=2, timeout=60)
     assert strategy.state.round == 2
     assert strategy.state.names() == ours.state.names()
     for model in ours.state.names():
         for layer, array in ours.state.models[model].layers.items():
             assert np.array_equal(strategy.state.models[model].layers[layer], array), (model, layer)
     first = strategy.state.models[strategy.state.names()[0]].layers
-    assert all(np.array_equal(from_record(result.arrays)[layer], array) for layer, array in first.items())
+    assert all(np.array_equal(record_to_arrays(result.arrays)[layer], array) for layer, array in first.items())
     assert [metrics["clients"] for metrics in result.train_metrics_clientapp.values()] == [2, 2]

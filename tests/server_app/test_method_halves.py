@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from fedssl.wire.records import to_record
+from fedssl.wire.records import arrays_to_record
 from server_app.replies import receive
 from server_app.round import Round
 from strategies.state import GLOBAL
@@ -55,15 +55,15 @@ def test_centroids_are_gathered_and_shared_under_every_rule(tmp_path, rule):
         for row, plan, update in zip(rows, plans, updates, strict=True):
             for record in (plan["arrays"], update["arrays"]):
                 assert not any("centroids" in name or "memory" in name for name in record)
-            assert set(plan["shared"]) == {"centroids"}
-            assert set(update["gathered"]) == {"local_centroids"}
+            assert set(plan["method-broadcast"]) == {"centroids"}
+            assert set(update["method-upload"]) == {"local_centroids"}
             expected = given.get(row.model)
-            found = plan["shared"]["centroids"].numpy()
+            found = plan["method-broadcast"]["centroids"].numpy()
             assert not found.any() if expected is None else np.array_equal(found, expected)
         for name, model in federation.state.models.items():
             assert not any("centroids" in layer or "memory" in layer for layer in model.layers)
             local = [
-                update["gathered"]["local_centroids"].numpy()
+                update["method-upload"]["local_centroids"].numpy()
                 for row, update in zip(rows, updates, strict=True)
                 if row.model == name
             ]
@@ -72,7 +72,7 @@ def test_centroids_are_gathered_and_shared_under_every_rule(tmp_path, rule):
             np.testing.assert_allclose(model.shared["centroids"], slow, atol=1e-6)
             given[name] = model.shared["centroids"].copy()
         assert len(given) == (3 if rule == "local_only" else 1)
-    sent = [update["gathered"]["local_centroids"].numpy() for update in federation.updates]
+    sent = [update["method-upload"]["local_centroids"].numpy() for update in federation.updates]
     assert all(one.any() and not np.array_equal(one, other) for one, other in zip(sent[:3], sent[3:], strict=True))
 
 
@@ -106,20 +106,20 @@ def more(gathered):
         (of_another_dtype, "layer local_centroids has dtype float64 instead of float32"),
         (not_finite, "layer local_centroids has values that are not finite, or far too large"),
         (more, "layer centroids is not part of the global model"),
-        (None, "record 'gathered' is missing"),
+        (None, "record 'method-upload' is missing"),
     ],
 )
 def test_a_part_that_cannot_be_used_drops_the_client(tmp_path, spoil, reason):
     federation = Federation(tmp_path, *SMALL, "strategy=fedavg")
     one = Round(federation.components.context, federation.state)
     replies = list(receive(federation.grid, one.messages, timeout=60))
-    local = [reply.content["gathered"]["local_centroids"].numpy() for reply in replies]
+    local = [reply.content["method-upload"]["local_centroids"].numpy() for reply in replies]
     content = replies[1].content
     if spoil is None:
-        del content["gathered"]
+        del content["method-upload"]
     else:
         gathered = {"local_centroids": local[1]}
-        content["gathered"] = to_record(spoil(gathered)) if spoil(gathered) else ArrayRecord()
+        content["method-upload"] = arrays_to_record(spoil(gathered)) if spoil(gathered) else ArrayRecord()
     state, report = one.finish(replies)
     assert report.dropped == {1: reason}
     assert [row.client for row in report.clients] == [0, 2]

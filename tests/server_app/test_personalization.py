@@ -139,7 +139,9 @@ def test_in_the_run_folder(tmp_path):
 
 def test_a_device_shows_nothing(tmp_path):
     federation = Federation(tmp_path / "run", "strategy=fedavg", *THREE)
-    plan = TrainPlan(round=1, layers={}, settings="", metrics=(), keep_from=0, code="x").to_content()
+    plan = TrainPlan(
+        round=1, layers={}, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x"
+    ).to_content()
     device = context(**{"data-path": str(write_images(tmp_path / "own", 4)), "state-path": str(tmp_path / "states")})
     reply = asked_of(Ask().beside(plan), device, kind="train.own")
     assert reply.has_error()

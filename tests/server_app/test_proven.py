@@ -12,10 +12,12 @@ from strategies.euc import EUC
 from strategies.state import GLOBAL, Model, ServerState
 
 LAYERS = {"weight": np.ones((2, 3), dtype=np.float32), "counter": np.array(4, dtype=np.int64)}
-SHARED = {"centre": np.zeros(2, dtype=np.float32)}
-GOOD = Model(layers=LAYERS, shared=SHARED, memory={"intervals": {"weight": 2}}, moments={"first": LAYERS}, updates=1)
+METHOD_BROADCAST = {"centre": np.zeros(2, dtype=np.float32)}
+GOOD = Model(
+    layers=LAYERS, shared=METHOD_BROADCAST, memory={"intervals": {"weight": 2}}, moments={"first": LAYERS}, updates=1
+)
 EXPECTED = StateSchema(
-    untrained=Model(layers=LAYERS, shared=SHARED),
+    untrained=Model(layers=LAYERS, shared=METHOD_BROADCAST),
     clients=2,
     phases=3,
     is_valid_model_state=EUC(interval=2, weighting="uniform").server.is_valid_model_state,

@@ -21,7 +21,7 @@ from strategies.m_dawa import MDAWA
 from strategies.state import GLOBAL, ServerState
 from tests.server_app.small import LAYERS, small_federation
 
-ANSWERS = ConfigRecord({"round": 1, "code": "x"})
+REPLY_CONFIG = ConfigRecord({"round": 1, "code-fingerprint": "x"})
 
 
 def good(layers, partition):
@@ -202,13 +202,21 @@ def test_only_what_is_declared_travels_up(strategy, metrics, declared):
     for content in received:
         assert set(content["metrics"]) == declared
         assert set(content["arrays"]) == set(LAYERS)
-        assert set(content) == {"arrays", "gathered", "metrics", "answers"}
-        assert not content["gathered"]  # the method has no server half
+        assert set(content) == {"arrays", "method-upload", "metrics", "reply-config"}
+        assert not content["method-upload"]  # the method has no server half
 
 
 def test_nothing_to_report_and_nothing_to_send_are_said_in_the_plan():
     for up in (None, (), ("encoder.weight",)):
-        plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x", upload_names=up)
+        plan = TrainPlan(
+            round=1,
+            layers={},
+            settings="{}",
+            metrics=(),
+            oldest_resumable_round=0,
+            code_fingerprint="x",
+            upload_names=up,
+        )
         content = plan.to_content()
         assert content_bytes(content) > 0
         assert TrainPlan.from_content(content) == plan
@@ -256,9 +264,9 @@ def test_messages_go_to_the_nodes_of_the_chosen_partitions():
 def test_a_reply_that_is_no_update_is_dropped():
     for records, absent in (
         ({"arrays": ArrayRecord()}, "metrics"),
-        ({"arrays": ArrayRecord(), "metrics": MetricRecord()}, "answers"),
-        ({"arrays": ArrayRecord(), "metrics": MetricRecord(), "answers": ANSWERS}, "gathered"),
-        ({"metrics": MetricRecord(), "gathered": ArrayRecord(), "answers": ANSWERS}, "arrays"),
+        ({"arrays": ArrayRecord(), "metrics": MetricRecord()}, "reply-config"),
+        ({"arrays": ArrayRecord(), "metrics": MetricRecord(), "reply-config": REPLY_CONFIG}, "method-upload"),
+        ({"metrics": MetricRecord(), "method-upload": ArrayRecord(), "reply-config": REPLY_CONFIG}, "arrays"),
     ):
         configured, replies = played(FedAvg(), [good, good])
         replies[1].content = RecordDict(records)
@@ -310,13 +318,13 @@ def test_another_dtype_is_dropped():
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"round": 4, "code": "x"}, "it answers round 4 instead of round 1"),
-        ({"round": 1, "code": "older"}, "it answers code older instead of code x"),
+        ({"round": 4, "code-fingerprint": "x"}, "it answers round 4 instead of round 1"),
+        ({"round": 1, "code-fingerprint": "older"}, "it answers code older instead of code x"),
     ],
 )
 def test_an_answer_to_another_plan_is_dropped(answers, reason):
     configured, replies = played(FedAvg(), [good, good])
-    replies[1].content["answers"] = ConfigRecord(answers)
+    replies[1].content["reply-config"] = ConfigRecord(answers)
     _, report = end(configured, replies)
     assert report.dropped == {1: reason}
 

@@ -209,7 +209,7 @@ def test_a_device_that_gives_sums_only_answers_no_plain_plan(tmp_path):
         client_name="a",
         secure_aggregation_only=True,
     )
-    plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), keep_from=0, code="x")
+    plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), oldest_resumable_round=0, code_fingerprint="x")
     reply = ask(plan.to_content(), device)
     assert "this device takes part in secure aggregation only" in reply.error.reason
 

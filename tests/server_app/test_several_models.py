@@ -10,7 +10,7 @@ import pytest
 from client_app.state import read_state
 from fedssl.export import load_encoder
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import from_record
+from fedssl.wire.records import record_to_arrays
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
@@ -112,7 +112,7 @@ def test_on_a_ring_every_model_is_the_mean_of_three_updates(tmp_path):
     for round in range(1, 4):
         federation.run(1)
         plans = [TrainPlan.from_content(content) for content in federation.plans[-5:]]
-        sent = [from_record(content["arrays"]) for content in federation.updates[-5:]]
+        sent = [record_to_arrays(content["arrays"]) for content in federation.updates[-5:]]
         for client, plan in enumerate(plans):
             for name, array in plan.layers.items():
                 np.testing.assert_allclose(array, expected[client][name], rtol=1e-6, atol=1e-7, err_msg=name)
@@ -144,7 +144,7 @@ def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp
     names = [str((row.client + step) % 5) for step in (-1, 0, 1)]
     assert federation.state.names() == sorted(names)
     for name in names:
-        assert equal(federation.state.models[name].layers, copied(from_record(update["arrays"])))
+        assert equal(federation.state.models[name].layers, copied(record_to_arrays(update["arrays"])))
     beyond = str((row.client + 2) % 5)  # no model yet: it would begin untrained
     assert equal(model_of(federation.components.context, federation.state, beyond).layers, start)
 

@@ -59,7 +59,9 @@ class Scripted(SimulatedGrid):
         if what == "nan":
             layers = {name: array * np.float32(np.nan) for name, array in layers.items()}
         if what == "other":
-            plan = TrainPlan(round=plan.round + 1, layers={}, settings="", metrics=(), keep_from=0, code="x")
+            plan = TrainPlan(
+                round=plan.round + 1, layers={}, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x"
+            )
         content = ClientUpdate(layers=layers, partition_id=client, num_examples=10).to_content(plan)
         if what == "cut":
             content[ARRAYS] = ArrayRecord({name: FlowerArray(array) for name, array in layers.items()})

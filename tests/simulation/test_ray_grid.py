@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import RunError
 from fedssl.machine.threads import available_cores
-from fedssl.wire.records import from_record, to_record
+from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.replies import receive
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
 from simulation.ray_session import _environment, ray_session
@@ -87,7 +87,7 @@ def make_grid(hosts):
 
 def ask(grid, *, timeout=60.0, array=None, **asked):
     """One message for every node, all with the same content; the replies by node."""
-    arrays = ArrayRecord([np.zeros(1)]) if array is None else to_record({"w": array})
+    arrays = ArrayRecord([np.zeros(1)]) if array is None else arrays_to_record({"w": array})
     content = RecordDict({"arrays": arrays, "asked": MetricRecord(asked)}) if asked else RecordDict({"arrays": arrays})
     messages = [Message(content, node, "train") for node in grid.get_node_ids()]
     return {reply.metadata.src_node_id: reply for reply in receive(grid, messages, timeout=timeout)}
@@ -161,7 +161,7 @@ def test_what_clients_share_travels_once_and_is_read_in_place(make_grid, monkeyp
     assert len(puts) == 1
     assert set(facts(replies, "writable")) == {0}  # memory that all processes share
     for node, reply in replies.items():
-        (sum_of_both,) = from_record(reply.content.array_records["arrays"]).values()
+        (sum_of_both,) = record_to_arrays(reply.content.array_records["arrays"]).values()
         np.testing.assert_array_equal(sum_of_both, node - 2)
     assert not grid._running
     assert not grid._pending

@@ -16,7 +16,7 @@ from fedssl.evaluation.subject import make_subject
 from fedssl.export import load_encoder
 from fedssl.model_arrays import local_names
 from fedssl.wire.messages import TrainPlan
-from fedssl.wire.records import from_record
+from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from strategies.local_only import LocalOnly
@@ -77,7 +77,7 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     federation = Federation(tmp_path, "strategy=local_only", "method=byol", "num_clients=2")
     start = copied(federation.layers)
     federation.run(1)
-    sent = [copied(from_record(update["arrays"])) for update in federation.updates]
+    sent = [copied(record_to_arrays(update["arrays"])) for update in federation.updates]
     assert any((sent[0][name] != sent[1][name]).any() for name in start)
     assert federation.state.names() == ["0", "1"]
     untrained = model_of(federation.components.context, federation.state, "2").layers
@@ -108,7 +108,7 @@ def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
                 assert (array == begun[name]).all(), name
         taking_part += clients
         for client, update in zip(clients, federation.updates[-2:], strict=True):
-            newest[str(client)] = copied(from_record(update["arrays"]))
+            newest[str(client)] = copied(record_to_arrays(update["arrays"]))
     assert len(set(taking_part)) < len(taking_part)  # somebody took part twice
     models = layers(federation.state)
     assert list(models) == sorted(newest)

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from fedssl.errors import InputError
 from fedssl.schedule.stages import set_active_stages
-from fedssl.wire.messages import ANSWERS, ARRAYS, ClientUpdate, TrainPlan
+from fedssl.wire.messages import ARRAYS, REPLY_CONFIG, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
@@ -121,7 +121,7 @@ class FakeImages:
 
 def plan(*weights):
     layers = {**LAYERS, "encoder.weight": np.array(weights, dtype=np.float32)}
-    return TrainPlan(round=2, layers=layers, settings="", metrics=(), keep_from=0, code="x")
+    return TrainPlan(round=2, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x")
 
 
 PLANS = [plan(-1, 1, 1), plan(1, 1, 1), plan(1, -1, -1)]
@@ -171,12 +171,14 @@ def played(state, *chosen):
     def train(message, context):
         plan, client = TrainPlan.from_content(message.content), context.node_config["partition-id"]
         took = chosen[client] if chosen[client] in (0, 1) else 0
-        layers = {name: array + np.float32(1 + client) for name, array in (plan.layers, *plan.others)[took].items()}
-        content = ClientUpdate(layers=layers, partition_id=client, num_examples=1, chosen=took).to_content(plan)
+        layers = {
+            name: array + np.float32(1 + client) for name, array in (plan.layers, *plan.candidate_arrays)[took].items()
+        }
+        content = ClientUpdate(layers=layers, partition_id=client, num_examples=1, model_index=took).to_content(plan)
         if chosen[client] is None:
-            del content[ANSWERS]["chosen"]
+            del content[REPLY_CONFIG]["model-index"]
         else:
-            content[ANSWERS]["chosen"] = chosen[client]
+            content[REPLY_CONFIG]["model-index"] = chosen[client]
         return Message(content, reply_to=message)
 
     grid = LocalGrid(app, num_clients=len(chosen))
@@ -222,7 +224,7 @@ def test_a_model_that_nobody_takes_stays():
 @pytest.mark.parametrize(
     ("chosen", "reason"),
     [
-        (None, "record 'chosen' is missing"),
+        (None, "record 'model-index' is missing"),
         (2, "it chose model 2 of 2"),
         (-1, "-1 instead of a whole number"),
         (0.5, "0.5 instead of a whole number"),
@@ -240,15 +242,15 @@ def test_models_of_a_plan_arrive_as_they_were_sent():
     sent = TrainPlan(
         round=1,
         layers=LAYERS,
-        others=(PLANS[0].layers, PLANS[2].layers),
+        candidate_arrays=(PLANS[0].layers, PLANS[2].layers),
         settings="",
         metrics=(),
-        keep_from=0,
-        code="x",
+        oldest_resumable_round=0,
+        code_fingerprint="x",
     )
     arrived = TrainPlan.from_content(sent.to_content())
-    assert len(arrived.others) == 2
-    assert all(same(one, other) for one, other in zip(arrived.others, sent.others, strict=True))
+    assert len(arrived.candidate_arrays) == 2
+    assert all(same(one, other) for one, other in zip(arrived.candidate_arrays, sent.candidate_arrays, strict=True))
     without = sent.to_content()
     del without[f"{ARRAYS}-1"]
     without["else"] = ArrayRecord()
@@ -288,7 +290,7 @@ def test_a_run_with_the_choice_at_the_server(tmp_path):
     assert sorted(federation.state.models) == ["0", "1"]
     assert federation.state.memory[ASSIGNMENTS].keys() == set(range(5))
     assert all(len(plan.array_records) == 2 for plan in federation.plans)  # one model and what is shared
-    assert all("chosen" not in update[ANSWERS] for update in federation.updates)
+    assert all("model-index" not in update[REPLY_CONFIG] for update in federation.updates)
 
 
 # --- sorted once ---

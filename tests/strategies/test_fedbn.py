@@ -53,7 +53,7 @@ def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):
         np.testing.assert_allclose(array, np.rint(mean) if array.dtype.kind == "i" else mean, rtol=1e-5, atol=1e-7)
 
     # In the next round a client trains from its own batch norm and the global rest.
-    plan = TrainPlan(round=2, layers=first, settings="", metrics=(), keep_from=0, code="")
+    plan = TrainPlan(round=2, layers=first, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
     for client, own in enumerate(sent):
         state = load_state(tmp_path / "clients" / str(client), before=2)
         federation.strategy.client.load_start(federation.method, plan, state)

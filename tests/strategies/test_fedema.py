@@ -48,7 +48,7 @@ def make_plan(round, method, seed):
     }
     for array in layers.values():
         array.flags.writeable = False
-    return TrainPlan(round=round, layers=layers, settings="", metrics=(), keep_from=0, code="")
+    return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
 
 
 def snapshot(method):

@@ -39,7 +39,7 @@ def make_simclr() -> SimCLR:
 def make_plan(round, layers, *, read_only=True):
     for array in layers.values():
         array.flags.writeable = not read_only
-    return TrainPlan(round=round, layers=layers, settings="", metrics=(), keep_from=0, code="")
+    return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
 
 
 def some_layers(method, seed):

@@ -32,7 +32,7 @@ def make_byol(target: str = "keep") -> BYOL:
 
 
 def plan_of(layers, round=1):
-    return TrainPlan(round=round, layers=layers, settings="", metrics=(), keep_from=0, code="")
+    return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
 
 
 def snapshot(method):

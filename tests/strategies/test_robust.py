@@ -16,7 +16,7 @@ from flwr.serverapp.strategy.multikrum import select_multikrum
 from fedssl.arrays import ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.records import from_record, to_record
+from fedssl.wire.records import arrays_to_record, record_to_arrays
 from simulation.grid import LocalGrid
 from strategies.base import StrategyContext
 from strategies.fedavg import fedavg
@@ -136,11 +136,13 @@ def flowers(strategy, updates):
     LocalGrid(ClientApp(), num_clients=1)  # a message can be made from now on
     replies = [
         Message(
-            RecordDict({"arrays": to_record(update.layers), "metrics": MetricRecord({"num-examples": 1})}), 1, "train"
+            RecordDict({"arrays": arrays_to_record(update.layers), "metrics": MetricRecord({"num-examples": 1})}),
+            1,
+            "train",
         )
         for update in updates
     ]
-    return from_record(strategy.aggregate_train(1, replies)[0])
+    return record_to_arrays(strategy.aggregate_train(1, replies)[0])
 
 
 @pytest.mark.parametrize("number", [2, 5, 6, 9, 51])
@@ -217,7 +219,7 @@ def test_krum_chooses_as_flower_does(number, malicious, select):
                 if is_weight(name, array)
             }
             metrics = MetricRecord({"position": position})
-            contents.append(RecordDict({"arrays": to_record(deviations), "metrics": metrics}))
+            contents.append(RecordDict({"arrays": arrays_to_record(deviations), "metrics": metrics}))
         chosen = select_multikrum(contents, num_malicious_nodes=malicious, num_nodes_to_select=select)
         expected = sorted(content["metrics"]["position"] for content in chosen)
         found = closest(start, clients, malicious=malicious, select=select)

@@ -14,7 +14,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.records import from_record, to_record
+from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from simulation.grid import LocalGrid
@@ -107,13 +107,13 @@ def test_weights_equal_those_of_flowers_strategies(ours, theirs):
     moments = {}
     mine = flowers = {name: array for name, array in model(0).items() if is_weight(name, array)}
     for round in range(1, 4):
-        theirs.configure_train(round, to_record(flowers), ConfigRecord(), grid)
+        theirs.configure_train(round, arrays_to_record(flowers), ConfigRecord(), grid)
         steps = model(round)
         # Both see the same client: its model is what it received, plus a step.
         client = {name: np.asarray(array + np.float32(0.1) * steps[name]) for name, array in mine.items()}
-        content = RecordDict({"arrays": to_record(client), "metrics": MetricRecord({"num-examples": 7})})
+        content = RecordDict({"arrays": arrays_to_record(client), "metrics": MetricRecord({"num-examples": 7})})
         arrays, _ = theirs.aggregate_train(round, [Message(content, 1, "train")])
-        flowers = from_record(arrays)
+        flowers = record_to_arrays(arrays)
         moments, mine = ours.step(moments, round, mine, client)
         for name, array in mine.items():
             np.testing.assert_allclose(array, flowers[name], rtol=1e-6, atol=1e-6, err_msg=name)

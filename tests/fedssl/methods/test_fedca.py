@@ -20,7 +20,7 @@ from fedssl.methods.fedca import FedCA, enqueue, teacher_distance
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copy_layers, exchanged_names, names_in_parts
-from fedssl.wire.records import to_record
+from fedssl.wire.records import arrays_to_record
 from server_app.checkpoint import latest_checkpoint
 from server_app.replies import receive
 from server_app.round import Round
@@ -270,13 +270,16 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
         for row, plan, update in zip(rows, federation.plans[-2:], federation.updates[-2:], strict=True):
             first = row.client not in seen
             seen.add(row.client)
-            assert set(plan["shared"]) == {"dictionary", *(names_in_parts(method, ["teacher"]) if first else ())}
-            np.testing.assert_array_equal(plan["shared"]["dictionary"].numpy(), given)
+            assert set(plan["method-broadcast"]) == {
+                "dictionary",
+                *(names_in_parts(method, ["teacher"]) if first else ()),
+            }
+            np.testing.assert_array_equal(plan["method-broadcast"]["dictionary"].numpy(), given)
             assert set(plan["arrays"]) == set(update["arrays"]) == set(exchanged_names(method))
-            local = update["gathered"]["local_dictionary"].numpy()
+            local = update["method-upload"]["local_dictionary"].numpy()
             np.testing.assert_allclose(np.linalg.norm(local, axis=1), 1, rtol=1e-5)
             bytes_down.setdefault(first, set()).add(row.bytes_down)
-        sent = [update["gathered"]["local_dictionary"].numpy() for update in federation.updates[-2:]]
+        sent = [update["method-upload"]["local_dictionary"].numpy() for update in federation.updates[-2:]]
         given = enqueue(given, sent)
         np.testing.assert_array_equal(federation.state.models[GLOBAL].shared["dictionary"], given)
     assert given.any(axis=1).all()
@@ -300,18 +303,18 @@ def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, t
     assert reason in federation.report.dropped[1]
     federation.run(1)
     assert federation.report.dropped == {}
-    assert [len(plan["shared"]) for plan in federation.plans[-2:]] == [1, 25]
+    assert [len(plan["method-broadcast"]) for plan in federation.plans[-2:]] == [1, 25]
 
 
 def test_rows_of_any_length_make_unit_entries_and_bad_ones_drop_the_client(tmp_path):
     federation = Federation(tmp_path, *WORDS, "num_clients=3")
     one = Round(federation.components.context, federation.state)
     replies = list(receive(federation.grid, one.messages, timeout=60))
-    sent = [reply.content["gathered"]["local_dictionary"].numpy() for reply in replies]
+    sent = [reply.content["method-upload"]["local_dictionary"].numpy() for reply in replies]
     not_finite = sent[2].copy()
     not_finite[0, 0] = np.inf
-    replies[0].content["gathered"] = to_record({"local_dictionary": 1e4 * sent[0]})
-    replies[2].content["gathered"] = to_record({"local_dictionary": not_finite})
+    replies[0].content["method-upload"] = arrays_to_record({"local_dictionary": 1e4 * sent[0]})
+    replies[2].content["method-upload"] = arrays_to_record({"local_dictionary": not_finite})
     state, report = one.finish(replies)
     assert report.dropped == {2: "layer local_dictionary has values that are not finite, or far too large"}
     found = state.models[GLOBAL].shared["dictionary"]

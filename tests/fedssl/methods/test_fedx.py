@@ -202,7 +202,9 @@ def test_a_round_starts_with_the_received_model_and_keeps_nothing(tmp_path) -> N
 
 def test_clients_of_one_process_do_not_see_what_the_others_received(tmp_path) -> None:
     federation = Federation(tmp_path, "method=fedx", "strategy=fedavg", "num_clients=2")
-    plan = TrainPlan(round=1, layers=federation.layers, settings="", metrics=(), keep_from=0, code="")
+    plan = TrainPlan(
+        round=1, layers=federation.layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint=""
+    )
     alone = ClientWorker(read_client(federation.settings.client_text)).train(plan, 1, tmp_path / "alone")
     shared = ClientWorker(read_client(federation.settings.client_text))
     shared.train(plan, 0, tmp_path / "first")

@@ -10,7 +10,7 @@ from fedssl.errors import InputError
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
-from fedssl.wire.records import from_record
+from fedssl.wire.records import record_to_arrays
 from simulation.cli import main
 from strategies.base import StrategyContext
 from tests.federation import Federation
@@ -60,7 +60,7 @@ def test_the_server_averages_the_targets(tmp_path, method):
     federation.run(1)
     sizes = [len(part) for part in federation.components.client_data.parts]
     assert sizes[0] != sizes[1]
-    sent = [of_targets(from_record(update.array_records[ARRAYS])) for update in federation.updates]
+    sent = [of_targets(record_to_arrays(update.array_records[ARRAYS])) for update in federation.updates]
     assert all(set(layers) == set(first) for layers in sent)
     received = TrainPlan.from_content(federation.plans[0]).layers
     assert of_targets(received).keys() == first.keys()
@@ -115,7 +115,7 @@ def test_stages_send_the_targets_of_what_is_trained(tmp_path):
     overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.target=average", *VIT]
     federation = run(tmp_path, *overrides, "schedule=layer_wise", rounds=4)
     for number, update in enumerate(federation.updates):
-        sent = from_record(update.array_records[ARRAYS])
+        sent = record_to_arrays(update.array_records[ARRAYS])
         for layer, stage in (("encoder_layer_0", 1), ("encoder_layer_1", 2)):
             present = {name.partition(".")[0] for name in sent if layer in name}
             assert present == ({"encoder", "target_encoder"} if stage == 1 + number // 4 else set())
@@ -180,7 +180,7 @@ CORE = ("fedavg", "fedbn", "euc", "gossip", "median")  # kinds of what travels
 def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
     overrides = [f"strategy={strategy}", "method=byol", "method.target=average", "dataset.limit=60", "num_clients=5"]
     federation = run(tmp_path, *overrides, rounds=2)
-    assert parts(from_record(federation.updates[0].array_records[ARRAYS])) >= {"encoder", *TARGETS}
+    assert parts(record_to_arrays(federation.updates[0].array_records[ARRAYS])) >= {"encoder", *TARGETS}
     communication = federation.strategy.describe_communication(federation.method)
     assert all(target in communication.upload and target in communication.download for target in TARGETS)
 

@@ -385,11 +385,11 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
     everything = set(exchanged_names(federation.method))
     for number, (plan, update) in enumerate(zip(federation.plans, federation.updates, strict=True)):
         assert set(plan["arrays"]) == set(update["arrays"]) == everything
-        given = plan["shared"]["centroids"].numpy()
+        given = plan["method-broadcast"]["centroids"].numpy()
         assert np.array_equal(given, found[0]) if number >= 4 else not given.any()
-        norms = np.linalg.norm(update["gathered"]["local_centroids"].numpy(), axis=1)
+        norms = np.linalg.norm(update["method-upload"]["local_centroids"].numpy(), axis=1)
         np.testing.assert_allclose(norms, 1, rtol=1e-6)
-    sent = [update["gathered"]["local_centroids"].numpy() for update in federation.updates]
+    sent = [update["method-upload"]["local_centroids"].numpy() for update in federation.updates]
     np.testing.assert_array_equal(found[0], clusters_of(sent[:4], np.zeros_like(found[0])))
     np.testing.assert_array_equal(found[1], clusters_of(sent[4:], found[0]))
     communication = federation.strategy.describe_communication(federation.method)

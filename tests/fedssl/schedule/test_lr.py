@@ -60,7 +60,7 @@ def test_the_factor_reaches_the_clients(tmp_path):
     rounds = federation.components.context
     federation.components = replace(federation.components, context=replace(rounds, lr_factor=lambda round: 0.0))
     after = federation.run(1)
-    assert all(plan["plan"]["lr-factor"] == 0 for plan in federation.plans)
+    assert all(plan["config"]["lr-factor"] == 0 for plan in federation.plans)
     weight = "encoder.blocks.0.0.weight"
     np.testing.assert_allclose(after[weight], before[weight], rtol=1e-6)
     assert not np.allclose(after["encoder.blocks.0.1.running_mean"], before["encoder.blocks.0.1.running_mean"])

@@ -14,14 +14,19 @@ from hypothesis import strategies as st
 
 from fedssl import messages as public
 from fedssl.wire.messages import ClientUpdate, NodeInfo, TrainPlan, node_info_reply, read_node_info
-from fedssl.wire.records import Array, from_record, read_array, to_record
+from fedssl.wire.records import Array, arrays_to_record, read_array, record_to_arrays
 
 LAYERS = {
     "encoder.conv.weight": np.arange(12, dtype=np.float32).reshape(3, 2, 2),
     "encoder.bn.num_batches_tracked": np.array(7, dtype=np.int64),
 }
 PLAN = TrainPlan(
-    round=3, layers=LAYERS, settings="seed: 0\n", metrics=("num-examples",), keep_from=2, code="0123456789abcdef"
+    round=3,
+    layers=LAYERS,
+    settings="seed: 0\n",
+    metrics=("num-examples",),
+    oldest_resumable_round=2,
+    code_fingerprint="0123456789abcdef",
 )
 CENTROIDS = {"centroids": np.eye(3, dtype=np.float32)}
 
@@ -34,17 +39,17 @@ def same(one, other):
 
 
 def test_layers_are_handed_over_without_a_copy():
-    received = from_record(to_record(LAYERS))
+    received = record_to_arrays(arrays_to_record(LAYERS))
     assert same(received, LAYERS)
     assert np.shares_memory(received["encoder.conv.weight"], LAYERS["encoder.conv.weight"])
 
 
 def test_pickle_takes_the_memory_out_of_band():
     buffers = []
-    data = pickle.dumps(to_record(LAYERS), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(arrays_to_record(LAYERS), protocol=5, buffer_callback=buffers.append)
     sizes = sorted(memoryview(buffer).nbytes for buffer in buffers)
     assert 48 in sizes  # 12 float32
-    assert same(from_record(pickle.loads(data, buffers=buffers)), LAYERS)
+    assert same(record_to_arrays(pickle.loads(data, buffers=buffers)), LAYERS)
 
 
 def test_a_stock_flower_peer_reads_the_bytes():
@@ -57,13 +62,13 @@ def test_a_stock_flower_peer_reads_the_bytes():
 
 def test_we_read_what_a_stock_flower_peer_writes():
     record = ArrayRecord({name: FlowerArray(array) for name, array in LAYERS.items()})
-    assert same(from_record(record), LAYERS)
+    assert same(record_to_arrays(record), LAYERS)
 
 
 def test_plan_survives_the_message():
     back = TrainPlan.from_content(PLAN.to_content())
     assert same(back.layers, PLAN.layers)
-    assert (back.round, back.settings, back.metrics, back.keep_from, back.code) == (
+    assert (back.round, back.settings, back.metrics, back.oldest_resumable_round, back.code_fingerprint) == (
         *(3, "seed: 0\n", ("num-examples",), 2, "0123456789abcdef"),
     )
 
@@ -74,12 +79,12 @@ def test_all_and_nothing_are_told_apart(up):
 
 
 def test_what_belongs_to_the_servers_half_of_a_method_is_apart_from_the_layers():
-    plan = TrainPlan.from_content(replace(PLAN, shared=CENTROIDS).to_content())
-    assert same(plan.shared, CENTROIDS)
+    plan = TrainPlan.from_content(replace(PLAN, broadcast=CENTROIDS).to_content())
+    assert same(plan.broadcast, CENTROIDS)
     assert same(plan.layers, LAYERS)
-    update = ClientUpdate(layers=LAYERS, gathered=CENTROIDS, partition_id=4)
+    update = ClientUpdate(layers=LAYERS, uploaded_parts=CENTROIDS, partition_id=4)
     back = ClientUpdate.from_content(update.to_content(PLAN), 4)
-    assert same(back.gathered, CENTROIDS)
+    assert same(back.uploaded_parts, CENTROIDS)
     assert same(back.layers, LAYERS)
 
 
@@ -88,9 +93,9 @@ def test_update_carries_only_the_declared_metrics(metrics):
     update = ClientUpdate(layers=LAYERS, partition_id=4, num_examples=10, train_loss=0.5, seconds=1.5)
     content = update.to_content(replace(PLAN, metrics=metrics))
     assert set(content.metric_records["metrics"]) == set(metrics)
-    assert set(content) == {"arrays", "gathered", "metrics", "answers"}
+    assert set(content) == {"arrays", "method-upload", "metrics", "reply-config"}
     back = ClientUpdate.from_content(content, 4)
-    assert back.answers == (3, "0123456789abcdef")
+    assert back.plan_id == (3, "0123456789abcdef")
     assert back.num_examples == (10 if "num-examples" in metrics else None)
     assert back.train_loss == (0.5 if "train-loss" in metrics else None)
 
@@ -170,7 +175,7 @@ def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, place)
     [
         ("extra", ConfigRecord({"a": 1}), "record extra was not asked for"),
         ("metrics", MetricRecord({"images": 3}), "metric images was not asked for"),
-        ("answers", ConfigRecord({"round": "one", "code": "x"}), "one instead of a number"),
+        ("reply-config", ConfigRecord({"round": "one", "code-fingerprint": "x"}), "one instead of a number"),
     ],
 )
 def test_what_nobody_asked_for_is_refused(name, record, reason):

@@ -11,8 +11,8 @@ from fedssl.config.load import compose
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import Array, LayerRecord, content_bytes, from_message, to_message, to_record
-from fedssl.wire.wire_format import TABLE, TRANSPORTS
+from fedssl.wire.records import Array, LazyArrayRecord, arrays_to_record, content_bytes, decode_arrays, encode_arrays
+from fedssl.wire.wire_format import TABLE, WIRE_DTYPES
 from tests.wire import arrived, message_of, objects
 
 LAYERS = {
@@ -22,7 +22,12 @@ LAYERS = {
 }
 CENTROIDS = {"centroids": np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)}
 PLAN = TrainPlan(
-    round=3, layers=LAYERS, settings="seed: 0\n" * 40, metrics=("num-examples",), keep_from=2, code="0123456789abcdef"
+    round=3,
+    layers=LAYERS,
+    settings="seed: 0\n" * 40,
+    metrics=("num-examples",),
+    oldest_resumable_round=2,
+    code_fingerprint="0123456789abcdef",
 )
 
 
@@ -35,38 +40,38 @@ def same(one, other):
 
 
 def test_in_one_process_layers_are_handed_over_and_nothing_is_packed():
-    record = to_message(LAYERS)
-    assert np.shares_memory(from_message(record)["encoder.conv.weight"], LAYERS["encoder.conv.weight"])
+    record = encode_arrays(LAYERS)
+    assert np.shares_memory(decode_arrays(record)["encoder.conv.weight"], LAYERS["encoder.conv.weight"])
     content_bytes(RecordDict({"arrays": record}))
     assert "_packed" not in record.__dict__
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_network_brings_what_one_process_hands_over(transport):
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_a_network_brings_what_one_process_hands_over(wire_dtype):
     start = {name: array for name, array in LAYERS.items() if name != "encoder.bn.running_var"}
-    plan = replace(PLAN, transport=transport, shared=CENTROIDS, layers=start)
-    update = ClientUpdate(layers=LAYERS, gathered=CENTROIDS, partition_id=4, num_examples=9)
+    plan = replace(PLAN, wire_dtype=wire_dtype, broadcast=CENTROIDS, layers=start)
+    update = ClientUpdate(layers=LAYERS, uploaded_parts=CENTROIDS, partition_id=4, num_examples=9)
     down, up = message_of(plan.to_content()), message_of(update.to_content(plan))
     here, there = TrainPlan.from_content(down.content), TrainPlan.from_content(arrived(down).content)
     assert same(here.layers, there.layers)
-    assert same(there.shared, CENTROIDS)  # what a method's server half deals with is not shortened
-    assert there.transport == transport
-    options = {"transport": transport, "start": start}
+    assert same(there.broadcast, CENTROIDS)  # what a method's server half deals with is not shortened
+    assert there.wire_dtype == wire_dtype
+    options = {"wire_dtype": wire_dtype, "start": start}
     here, there = (ClientUpdate.from_content(one.content, 4, **options) for one in (up, arrived(up)))
     assert same(here.layers, there.layers)
-    assert same(there.gathered, CENTROIDS)
-    if transport == "fp32":
+    assert same(there.uploaded_parts, CENTROIDS)
+    if wire_dtype == "fp32":
         assert same(there.layers, LAYERS)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_model_of_many_layers_travels_as_few_arrays(transport):
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_a_model_of_many_layers_travels_as_few_arrays(wire_dtype):
     layers = {f"encoder.{number}.weight": np.full((2, 2), number, dtype=np.float32) for number in range(100)}
     layers |= {f"encoder.{number}.num_batches_tracked": np.array(number) for number in range(20)}
-    message = message_of(replace(PLAN, layers=layers, transport=transport).to_content())
+    message = message_of(replace(PLAN, layers=layers, wire_dtype=wire_dtype).to_content())
     there = arrived(message).content["arrays"]
     assert TABLE in there
-    assert len(there) == (4 if transport == "int8" else 3)
+    assert len(there) == (4 if wire_dtype == "int8" else 3)
     # The message, its records (plan, arrays, and shared, which is empty), and of every array one chunk.
     assert len(objects(message)) == 1 + 1 + 3 + 2 * len(there)
 
@@ -78,12 +83,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS)
-def test_the_bytes_that_are_counted_are_those_that_flower_sends(overrides, transport):
+def test_the_bytes_that_are_counted_are_those_that_flower_sends(overrides, wire_dtype):
     layers = exchanged_layers(build_method(compose(overrides).model))
     start = {name: array * np.array(0.5, dtype=array.dtype) for name, array in layers.items()}
-    plan = replace(PLAN, layers=start, shared=CENTROIDS, transport=transport)
+    plan = replace(PLAN, layers=start, broadcast=CENTROIDS, wire_dtype=wire_dtype)
     update = ClientUpdate(layers=layers, partition_id=0, num_examples=7).to_content(plan)
     for content in (plan.to_content(), update):
         message = message_of(content)
@@ -100,39 +105,39 @@ def test_small_messages_are_counted_to_the_object():
 
 
 def test_a_record_that_is_changed_is_packed_anew():
-    record = to_message(LAYERS)
+    record = encode_arrays(LAYERS)
     before = record.object_id
     record["encoder.bn.running_var"] = Array(np.zeros(3, dtype=np.float32))
     assert record.object_id != before
     there = arrived(message_of(RecordDict({"arrays": record}))).content["arrays"]
-    assert not from_message(there)["encoder.bn.running_var"].any()
+    assert not decode_arrays(there)["encoder.bn.running_var"].any()
 
 
 def test_one_array_per_layer_as_a_flower_peer_writes_them_is_read_too_but_not_where_layers_are_shortened():
-    stock = ArrayRecord(dict(to_record(LAYERS)))
-    assert same(from_message(stock), LAYERS)
+    stock = ArrayRecord(dict(arrays_to_record(LAYERS)))
+    assert same(decode_arrays(stock), LAYERS)
     with pytest.raises(ValueError, match="the layers come without their table"):
-        from_message(stock, "int8")
+        decode_arrays(stock, "int8")
 
 
 def test_flat_arrays_are_read_where_they_lie():
     there = arrived(message_of(PLAN.to_content())).content["arrays"]
-    layer = from_message(there)["encoder.conv.weight"]
+    layer = decode_arrays(there)["encoder.conv.weight"]
     assert np.shares_memory(layer, np.frombuffer(there["float32"].data, np.uint8))
     assert not layer.flags.writeable
 
 
 def test_a_plan_that_names_another_transport_is_refused():
     content = PLAN.to_content()
-    content.config_records["plan"]["transport"] = "zip"
-    with pytest.raises(ValueError, match="transport=zip is not valid; choose one of fp32, fp16, bf16, int8"):
+    content.config_records["config"]["wire-dtype"] = "zip"
+    with pytest.raises(ValueError, match="wire_dtype=zip is not valid; choose one of fp32, fp16, bf16, int8"):
         TrainPlan.from_content(content)
-    content.config_records["plan"]["transport"] = "int8"
-    with pytest.raises(ValueError, match="layers come by transport=fp32 instead of int8"):
+    content.config_records["config"]["wire-dtype"] = "int8"
+    with pytest.raises(ValueError, match="layers come by wire_dtype=fp32 instead of int8"):
         TrainPlan.from_content(arrived(message_of(content)).content)
 
 
 def test_records_of_layers_survive_pickle():
-    back = pickle.loads(pickle.dumps(to_message(LAYERS), protocol=5))
-    assert type(back) is LayerRecord
-    assert same(from_message(back), LAYERS)
+    back = pickle.loads(pickle.dumps(encode_arrays(LAYERS), protocol=5))
+    assert type(back) is LazyArrayRecord
+    assert same(decode_arrays(back), LAYERS)

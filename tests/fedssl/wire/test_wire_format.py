@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fedssl.wire.wire_format import LONGEST_TABLE, SCALES, TABLE, TRANSPORTS, WEIGHTS, entries_of, layout, pack, unpack
+from fedssl.wire.wire_format import (
+    LONGEST_TABLE,
+    SCALES,
+    TABLE,
+    WEIGHTS,
+    WIRE_DTYPES,
+    flat_layout,
+    pack,
+    tensor_specs,
+    unpack,
+)
 
-SHORT = [transport for transport in TRANSPORTS if transport != "fp32"]
+SHORT = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype != "fp32"]
 
 LAYERS = {
     "encoder.conv.weight": np.linspace(-1, 2, 24, dtype=np.float32).reshape(3, 2, 2, 2),
@@ -39,8 +49,8 @@ def same(one, other):
     return list(one) == list(other) and all(bits(one[name]) == bits(other[name]) for name in one)
 
 
-def back(layers, transport, start=None):
-    return unpack(pack(layers, transport, start=start), transport, start=start)
+def back(layers, wire_dtype, start=None):
+    return unpack(pack(layers, wire_dtype, start=start), wire_dtype, start=start)
 
 
 def scales_of(array):
@@ -59,18 +69,20 @@ def test_fp32_is_exact_to_the_bit_and_reads_arrays_where_they_lie():
     assert pack({}, "fp32") == {} == unpack({}, "int8")
 
 
-@pytest.mark.parametrize("transport", SHORT)
-def test_only_kernels_and_matrices_are_shortened(transport):
-    there = back(LAYERS, transport, start=LAYERS)
+@pytest.mark.parametrize("wire_dtype", SHORT)
+def test_only_kernels_and_matrices_are_shortened(wire_dtype):
+    there = back(LAYERS, wire_dtype, start=LAYERS)
     assert list(there) == list(LAYERS)
     for name, array in LAYERS.items():
         assert (there[name].dtype, there[name].shape) == (array.dtype, array.shape)
         if name not in KERNELS:
             assert bits(there[name]) == bits(array)
     numbers = sum(LAYERS[name].size for name in KERNELS)
-    sizes = {key: (dtype.itemsize, count) for key, (dtype, count) in layout(entries_of(LAYERS), transport).items()}
-    assert sizes[WEIGHTS] == (1 if transport == "int8" else 2, numbers)
-    assert sizes.get(SCALES) == ((4, 3 + 2) if transport == "int8" else None)
+    sizes = {
+        key: (dtype.itemsize, count) for key, (dtype, count) in flat_layout(tensor_specs(LAYERS), wire_dtype).items()
+    }
+    assert sizes[WEIGHTS] == (1 if wire_dtype == "int8" else 2, numbers)
+    assert sizes.get(SCALES) == ((4, 3 + 2) if wire_dtype == "int8" else None)
 
 
 @given(matrices)
@@ -99,16 +111,16 @@ def test_int8_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("transport", "relative", "smallest"), [("fp16", 2.0**-11, 2.0**-25), ("bf16", 2.0**-8, 1e-40)]
+    ("wire_dtype", "relative", "smallest"), [("fp16", 2.0**-11, 2.0**-25), ("bf16", 2.0**-8, 1e-40)]
 )
 @given(matrices)
-def test_halves_err_by_half_a_unit_in_the_last_place_and_stay_finite(transport, relative, smallest, array):
-    there = back({"w": array}, transport)["w"]
-    largest = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}[transport]
+def test_halves_err_by_half_a_unit_in_the_last_place_and_stay_finite(wire_dtype, relative, smallest, array):
+    there = back({"w": array}, wire_dtype)["w"]
+    largest = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}[wire_dtype]
     clipped = np.clip(array.astype(np.float64), -largest, largest)
     assert np.all(np.isfinite(there))
     assert np.all(np.abs(clipped - there) <= relative * np.abs(clipped) + smallest)
-    assert same(back({"w": there}, transport), {"w": there})  # rounding again changes nothing
+    assert same(back({"w": there}, wire_dtype), {"w": there})  # rounding again changes nothing
 
 
 def test_halves_clip_what_is_finite_and_hide_nothing_else():
@@ -121,7 +133,7 @@ def test_halves_clip_what_is_finite_and_hide_nothing_else():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_int8_refuses_what_is_not_finite(bad):
-    with pytest.raises(ValueError, match="layer w has values that are not finite, which transport=int8 cannot carry"):
+    with pytest.raises(ValueError, match="layer w has values that are not finite, which wire_dtype=int8 cannot carry"):
         pack({"w": np.array([[1.0, bad]], dtype=np.float32)}, "int8")
 
 
@@ -135,20 +147,20 @@ def test_a_difference_errs_by_its_own_size(array, size, seed):
     assert np.all(np.abs(new.astype(np.float64) - there) <= step * 0.50002 + rounding)
 
 
-@pytest.mark.parametrize("transport", SHORT)
-def test_what_did_not_change_does_not_change(transport):
+@pytest.mark.parametrize("wire_dtype", SHORT)
+def test_what_did_not_change_does_not_change(wire_dtype):
     layers = {"w": np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)}
-    assert same(back(layers, transport, start=layers), layers)
+    assert same(back(layers, wire_dtype, start=layers), layers)
     mine = {"w": layers["w"] + np.float32(1e-6)}
-    packed = pack(layers, transport, start=layers)  # a receiver with another start gets the same change
-    assert same(unpack(packed, transport, start=mine), mine)
+    packed = pack(layers, wire_dtype, start=layers)  # a receiver with another start gets the same change
+    assert same(unpack(packed, wire_dtype, start=mine), mine)
 
 
 # --- what arrives ---
 
 
-def table(transport, *lines):
-    return np.frombuffer(json.dumps([transport, lines]).encode(), np.uint8)
+def table(wire_dtype, *lines):
+    return np.frombuffer(json.dumps([wire_dtype, lines]).encode(), np.uint8)
 
 
 F4 = np.arange(4, dtype=np.float32)
@@ -157,7 +169,7 @@ GOOD = {WEIGHTS: np.array([1, 2, 3, 4], dtype=np.int8), SCALES: np.ones(2, dtype
 
 
 @pytest.mark.parametrize(
-    ("arrived", "transport", "reason"),
+    ("arrived", "wire_dtype", "reason"),
     [
         ({"float32": F4}, "fp32", "the layers come without their table"),
         ({TABLE: F4, "float32": F4}, "fp32", "the layers come without their table"),
@@ -173,8 +185,8 @@ GOOD = {WEIGHTS: np.array([1, 2, 3, 4], dtype=np.int8), SCALES: np.ones(2, dtype
         ({TABLE: table("fp32", ["w", "float32", [1] * 17]), "float32": F4}, "fp32", "the table of layers is damaged"),
         ({TABLE: table("fp32", ["w", "float32", [2**40]]), "float32": F4}, "fp32", "the table of layers is damaged"),
         ({TABLE: table("fp32", W, W), "float32": F4}, "fp32", "names a layer twice"),
-        ({TABLE: table("fp32", W), "float32": F4}, "int8", "layers come by transport=fp32 instead of int8"),
-        ({TABLE: table("int8", W), **GOOD}, "fp32", "layers come by transport=int8 instead of fp32"),
+        ({TABLE: table("fp32", W), "float32": F4}, "int8", "layers come by wire_dtype=fp32 instead of int8"),
+        ({TABLE: table("int8", W), **GOOD}, "fp32", "layers come by wire_dtype=int8 instead of fp32"),
         (
             {TABLE: table("fp32", ["w", "float32", [2**30, 2**30]]), "float32": F4},
             "fp32",
@@ -199,10 +211,10 @@ GOOD = {WEIGHTS: np.array([1, 2, 3, 4], dtype=np.int8), SCALES: np.ones(2, dtype
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_taken(arrived, transport, reason):
+def test_what_does_not_fit_is_refused_before_anything_is_taken(arrived, wire_dtype, reason):
     tracemalloc.start()
     with pytest.raises(ValueError, match=reason):
-        unpack(arrived, transport)
+        unpack(arrived, wire_dtype)
     assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
 
@@ -232,21 +244,21 @@ flats = st.dictionaries(
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(TRANSPORTS), st.sampled_from(TRANSPORTS), lines, flats)
-def test_whatever_arrives_layers_or_a_sentence_come_out(announced, transport, lines, flats):
+@given(st.sampled_from(WIRE_DTYPES), st.sampled_from(WIRE_DTYPES), lines, flats)
+def test_whatever_arrives_layers_or_a_sentence_come_out(announced, wire_dtype, lines, flats):
     there = {TABLE: table(announced, *lines), **flats}
     with suppress(ValueError):
-        layers = unpack(there, transport)
+        layers = unpack(there, wire_dtype)
         assert sum(array.nbytes for array in layers.values()) <= 4 * sum(array.nbytes for array in flats.values())
 
 
-@given(st.sampled_from(TRANSPORTS), st.data())
-def test_a_bit_that_flips_in_the_table_gives_layers_or_a_sentence(transport, data):
-    packed = pack(LAYERS, transport)
+@given(st.sampled_from(WIRE_DTYPES), st.data())
+def test_a_bit_that_flips_in_the_table_gives_layers_or_a_sentence(wire_dtype, data):
+    packed = pack(LAYERS, wire_dtype)
     damaged = packed[TABLE].copy()
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with suppress(ValueError):
-        layers = unpack({**packed, TABLE: damaged}, transport)
+        layers = unpack({**packed, TABLE: damaged}, wire_dtype)
         assert sum(array.size for array in layers.values()) == sum(array.size for array in LAYERS.values())
 
 
@@ -256,7 +268,7 @@ def test_threads_change_no_number():
     try:
         for number in (1, 3):
             torch.set_num_threads(number)
-            packed.append({transport: pack(layers, transport) for transport in TRANSPORTS})
+            packed.append({wire_dtype: pack(layers, wire_dtype) for wire_dtype in WIRE_DTYPES})
     finally:
         torch.set_num_threads(threads)
-    assert all(same(packed[0][transport], packed[1][transport]) for transport in TRANSPORTS)
+    assert all(same(packed[0][wire_dtype], packed[1][wire_dtype]) for wire_dtype in WIRE_DTYPES)

@@ -1,10 +1,10 @@
 """What it costs to bring a model into the form in which it travels, and what that form weighs.
 
-    uv run python benchmarks/transport.py
+    uv run python benchmarks/wire_format.py
 
 ResNet-18 with SimCLR's head (11.5 M weights), one thread. Times are beside one pass over memory, i.e. a copy of the
 model into memory that is there already, all in turn in one run:
-1. for every transport: packing a client's update (differences to what it started from, where they are shortened) and
+1. for every wire dtype: packing a client's update (differences to what it started from, where they are shortened) and
    unpacking it at the server, and the bytes and HTTP objects of the reply as Flower sends it;
 2. the same reply with one array per layer, as Flower's own `ArrayRecord` would send it, and the time that Flower takes
    to serialise either.
@@ -28,8 +28,8 @@ from fedssl.config.load import compose
 from fedssl.machine.threads import tune_allocator
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.wire.records import to_message, to_record
-from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
+from fedssl.wire.records import arrays_to_record, encode_arrays
+from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
 from simulation.grid import set_task_identity
 
 
@@ -77,19 +77,19 @@ def main() -> None:
         for name, array in trained.items():
             np.copyto(target[name], array)
 
-    packed = {transport: pack(trained, transport, start=start) for transport in TRANSPORTS}
+    packed = {wire_dtype: pack(trained, wire_dtype, start=start) for wire_dtype in WIRE_DTYPES}
     jobs: dict[str, Callable[[], object]] = {"one pass": one_pass}
-    for transport in TRANSPORTS:
-        jobs[f"pack {transport}"] = lambda transport=transport: pack(trained, transport, start=start)
-        jobs[f"unpack {transport}"] = lambda transport=transport: unpack(packed[transport], transport, start=start)
+    for wire_dtype in WIRE_DTYPES:
+        jobs[f"pack {wire_dtype}"] = lambda wire_dtype=wire_dtype: pack(trained, wire_dtype, start=start)
+        jobs[f"unpack {wire_dtype}"] = lambda wire_dtype=wire_dtype: unpack(packed[wire_dtype], wire_dtype, start=start)
     seconds = in_turn(jobs)
     print(f"one pass: {1e3 * seconds['one pass']:.1f} ms of CPU")
-    for transport in TRANSPORTS:
-        size, objects = serialised(RecordDict({"arrays": to_message(trained, transport, start=start)}))
-        there, back = (seconds[f"{what} {transport}"] for what in ("pack", "unpack"))
+    for wire_dtype in WIRE_DTYPES:
+        size, objects = serialised(RecordDict({"arrays": encode_arrays(trained, wire_dtype, start=start)}))
+        there, back = (seconds[f"{what} {wire_dtype}"] for what in ("pack", "unpack"))
         shown = [f"{1e3 * taken:.1f} ms ({taken / seconds['one pass']:.1f}x)" for taken in (there, back)]
-        print(f"{transport}: pack {shown[0]}, unpack {shown[1]}; {size / 1e6:.2f} MB in {objects} objects")
-    forms = {"one array per layer": to_record, "packed": to_message}
+        print(f"{wire_dtype}: pack {shown[0]}, unpack {shown[1]}; {size / 1e6:.2f} MB in {objects} objects")
+    forms = {"one array per layer": arrays_to_record, "packed": encode_arrays}
     seconds = in_turn(
         {name: lambda form=form: serialised(RecordDict({"arrays": form(trained)})) for name, form in forms.items()},
         repeats=7,

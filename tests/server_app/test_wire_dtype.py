@@ -13,8 +13,8 @@ from fedssl.arrays import ReferenceLayers, is_weight
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import to_message
-from fedssl.wire.wire_format import TRANSPORTS, pack, unpack
+from fedssl.wire.records import encode_arrays
+from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
 from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
@@ -25,7 +25,7 @@ from tests.server_app.small import LAYERS
 from tests.server_app.test_waiting import Run
 from tests.wire import NetworkGrid
 
-SHORT = [transport for transport in TRANSPORTS if transport != "fp32"]
+SHORT = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype != "fp32"]
 SMALL = [*TINY, "num_clients=3", "dataset.limit=60", "measure_resources=false"]
 
 EVERY = {
@@ -70,10 +70,10 @@ def same(one, other):
     [*EVERY.values(), *(pytest.param(overrides, marks=pytest.mark.heavy) for overrides in OTHERS.values())],
     ids=[*EVERY, *OTHERS],
 )
-@pytest.mark.parametrize("transport", ["int8", pytest.param("fp32", marks=pytest.mark.heavy)])
-def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(overrides, transport, tmp_path):
+@pytest.mark.parametrize("wire_dtype", ["int8", pytest.param("fp32", marks=pytest.mark.heavy)])
+def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(overrides, wire_dtype, tmp_path):
     number = 4 if "schedule=layer_wise" in overrides else 3
-    overrides = [*overrides, f"transport={transport}"]
+    overrides = [*overrides, f"wire_dtype={wire_dtype}"]
     _, here, reports = rounds(LocalGrid, tmp_path / "a", *overrides, number=number)
     grid, there, others = rounds(NetworkGrid, tmp_path / "b", *overrides, number=number)
     assert here.models.keys() == there.models.keys()
@@ -90,10 +90,10 @@ def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(overrides, tra
         assert row.bytes_up == pytest.approx(received[0], rel=0.01)
 
 
-@pytest.mark.parametrize("transport", SHORT)
-def test_clients_that_do_not_train_change_nothing(transport, tmp_path):
+@pytest.mark.parametrize("wire_dtype", SHORT)
+def test_clients_that_do_not_train_change_nothing(wire_dtype, tmp_path):
     # Though what they start from is rounded: what they send is that nothing changed.
-    federation = Federation(tmp_path, "strategy=l_dawa", f"transport={transport}", "local_epochs=0", "num_clients=3")
+    federation = Federation(tmp_path, "strategy=l_dawa", f"wire_dtype={wire_dtype}", "local_epochs=0", "num_clients=3")
     before = federation.layers
     after = federation.run(2)
     for name, array in before.items():
@@ -103,12 +103,12 @@ def test_clients_that_do_not_train_change_nothing(transport, tmp_path):
 
 
 def test_updates_are_compared_as_the_client_moved(tmp_path):
-    federation = Federation(tmp_path, "strategy=fedavg", "transport=int8", "num_clients=3")
+    federation = Federation(tmp_path, "strategy=fedavg", "wire_dtype=int8", "num_clients=3")
     exact = federation.layers
     federation.run(1)
     for row, plan, content in zip(federation.report.clients, federation.plans, federation.updates, strict=True):
         start = TrainPlan.from_content(plan).layers
-        trained = ClientUpdate.from_content(content, 0, transport="int8", start=start).layers  # the client's own model
+        trained = ClientUpdate.from_content(content, 0, wire_dtype="int8", start=start).layers  # the client's own model
         right = ReferenceLayers(start).cosines_of(trained)
         wrong = ReferenceLayers(exact).cosines_of(trained)  # has the way down in it as well
         name = max(row.cosine, key=lambda name: start[name].size)
@@ -120,7 +120,7 @@ def test_updates_are_compared_as_the_client_moved(tmp_path):
             assert abs(found - true) < 0.2 * abs(false - true)
 
 
-def step_federation(tmp_path, transport, change):
+def step_federation(tmp_path, wire_dtype, change):
     """Rounds of clients whose whole training is to add ``change``."""
     app = ClientApp()
 
@@ -135,27 +135,27 @@ def step_federation(tmp_path, transport, change):
         update = ClientUpdate(layers=layers, partition_id=0, num_examples=5)
         return Message(update.to_content(plan), reply_to=message)
 
-    overrides = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"transport={transport}"]
+    overrides = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"wire_dtype={wire_dtype}"]
     grid = LocalGrid(app, num_clients=3)
     return grid, build_run(grid, compose(overrides)).context
 
 
-@pytest.mark.parametrize("transport", SHORT)
-def test_steps_that_are_smaller_than_what_the_way_down_rounds_add_up(transport, tmp_path):
+@pytest.mark.parametrize("wire_dtype", SHORT)
+def test_steps_that_are_smaller_than_what_the_way_down_rounds_add_up(wire_dtype, tmp_path):
     random = np.random.default_rng(0)
     layers = Federation(tmp_path / "a").layers
     change = {
         name: (5e-6 * random.normal(size=array.shape)).astype(array.dtype) if is_weight(name, array) else array * 0
         for name, array in layers.items()
     }
-    grid, federation = step_federation(tmp_path / "b", transport, change)
+    grid, federation = step_federation(tmp_path / "b", wire_dtype, change)
     state = ServerState()
     for _ in range(20):
         state, _ = run_round(MessageExchange(grid), lambda: federation, state)
     for name, array in layers.items():
         if array.ndim < 2:
             continue
-        rounded = unpack(pack({name: array}, transport), transport)[name]
+        rounded = unpack(pack({name: array}, wire_dtype), wire_dtype)[name]
         assert np.abs(rounded - array).mean() > np.abs(change[name]).mean()
         moved = state.models[GLOBAL].layers[name] - array
         assert np.linalg.norm(moved - 20 * change[name]) < 0.02 * np.linalg.norm(20 * change[name])
@@ -164,15 +164,18 @@ def test_steps_that_are_smaller_than_what_the_way_down_rounds_add_up(transport, 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda layers: to_message(layers), "the layers come without their table"),
-        (lambda layers: to_message(layers, "fp16"), "layers come by transport=fp16 instead of int8"),
-        (lambda layers: to_message(dict(list(layers.items())[1:]), "int8"), "is missing"),
-        (lambda layers: to_message({**layers, "spy.weight": np.ones((2, 2), np.float32)}, "int8"), "layer spy.weight"),
-        (lambda layers: to_message({name: a.T for name, a in layers.items()}, "int8"), "has shape"),
+        (lambda layers: encode_arrays(layers), "the layers come without their table"),
+        (lambda layers: encode_arrays(layers, "fp16"), "layers come by wire_dtype=fp16 instead of int8"),
+        (lambda layers: encode_arrays(dict(list(layers.items())[1:]), "int8"), "is missing"),
+        (
+            lambda layers: encode_arrays({**layers, "spy.weight": np.ones((2, 2), np.float32)}, "int8"),
+            "layer spy.weight",
+        ),
+        (lambda layers: encode_arrays({name: a.T for name, a in layers.items()}, "int8"), "has shape"),
     ],
 )
 def test_an_update_that_came_by_other_means_is_dropped_with_its_reason(damage, reason, tmp_path):
-    federation = Federation(tmp_path, "strategy=fedavg", "transport=int8", "num_clients=3")
+    federation = Federation(tmp_path, "strategy=fedavg", "wire_dtype=int8", "num_clients=3")
     grid, honest = federation.grid, federation.grid._client_app
 
     def app(message, context):
@@ -189,15 +192,15 @@ def test_an_update_that_came_by_other_means_is_dropped_with_its_reason(damage, r
 
 
 def test_another_word_is_refused_before_work_starts():
-    with pytest.raises(InputError, match="transport=zip is not valid; choose one of fp32, fp16, bf16, int8"):
-        compose(["transport=zip"])
+    with pytest.raises(InputError, match="wire_dtype=zip is not valid; choose one of fp32, fp16, bf16, int8"):
+        compose(["wire_dtype=zip"])
 
 
-@pytest.mark.parametrize("transport", SHORT)
-def test_late_updates_are_added_to_what_their_clients_had_started_from(transport):
+@pytest.mark.parametrize("wire_dtype", SHORT)
+def test_late_updates_are_added_to_what_their_clients_had_started_from(wire_dtype):
     run = Run(3, lambda client, round: (6 if client == 2 else 1, "good"), buffered=True, min_updates=2)
     layers = {**LAYERS, "encoder.weight": np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32) * 1000}
-    run.federation = replace(run.federation, transport=transport, initial=lambda: layers)
+    run.federation = replace(run.federation, wire_dtype=wire_dtype, initial_arrays=lambda: layers)
     weight, ages = layers["encoder.weight"].astype(np.float64), set()
     for _ in range(8):
         report = run.round()
