@@ -62,13 +62,6 @@ def test_parameters_that_share_a_text_have_their_own_defaults(site: Path) -> Non
     assert "tau_a ( float , default: 0.8 )" in page  # not that of cost_scale, the first of those that share a text
 
 
-def test_diagrams_are_lists(site: Path) -> None:
-    page = text(site / "architecture.html")
-    assert "app, build, training_loop: build, train, finish" in page
-    assert "simulation: how the apps are run → server_app: the rounds" in page
-    assert "flowchart" not in page
-
-
 def test_modules_have_pages_and_the_readme_is_the_first(site: Path) -> None:
     assert "load_encoder" in text(site / "modules/fedssl.export.encoder_file.html")
     first = (site / "index.html").read_text()
