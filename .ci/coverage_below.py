@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-LEAST = 90
+MIN_COVERAGE = 90
 
 
 def main() -> None:
@@ -13,8 +13,8 @@ def main() -> None:
     shares = {name: file["summary"]["percent_covered"] for name, file in report["files"].items()}
     print(f"coverage: {report['totals']['percent_covered']:.1f}% of the lines")
     for name, share in sorted(shares.items(), key=lambda pair: pair[1]):
-        if share < LEAST:
-            print(f"  below {LEAST}%: {name} {share:.0f}%")
+        if share < MIN_COVERAGE:
+            print(f"  below {MIN_COVERAGE}%: {name} {share:.0f}%")
 
 
 main()

@@ -94,10 +94,10 @@ class Seconds:
     """Median and least of the repetitions."""
 
     median: float
-    least: float
+    minimum: float
 
     def __str__(self) -> str:
-        return f"{self.median * 1e3:8.1f} {f'({self.least * 1e3:.1f})':>8}"
+        return f"{self.median * 1e3:8.1f} {f'({self.minimum * 1e3:.1f})':>8}"
 
 
 def measure(candidates: dict[str, Callable[[], object]], repetitions: int) -> dict[str, Seconds]:
@@ -134,7 +134,7 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
     passes = (len(updates) + 2) / 2
     floor = Seconds(
         passes * min(seconds["copy"].median, seconds["copy, threads"].median),
-        passes * min(seconds["copy"].least, seconds["copy, threads"].least),
+        passes * min(seconds["copy"].minimum, seconds["copy, threads"].minimum),
     )
     print(f"\nK={len(updates)}, all at hand{'':18}ms {'passes':>18} {'authors/this':>18}")
     print(f"{'one pass':24}{floor}")
@@ -143,8 +143,8 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
         own = seconds[name]
         print(
             f"{name:24}{own}"
-            f" {own.median / floor.median:9.2f} {f'({own.least / floor.least:.2f})':>8}"
-            f" {slowest.median / own.median:9.1f} {f'({slowest.least / own.least:.1f})':>8}"
+            f" {own.median / floor.median:9.2f} {f'({own.minimum / floor.minimum:.2f})':>8}"
+            f" {slowest.median / own.median:9.1f} {f'({slowest.minimum / own.minimum:.1f})':>8}"
         )
 
 

@@ -114,9 +114,9 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
         "batch_size": (training.batch_size, limits.batch),
         "dataset.size": (data.size, limits.size),
     }
-    for name, (value, most) in asked.items():
-        if value > most:
-            raise RequestRefused(f"{name}={value} but this device allows {most:g} at most")
+    for name, (value, maximum) in asked.items():
+        if value > maximum:
+            raise RequestRefused(f"{name}={value} but this device allows {maximum:g} at most")
     for part in (training.augmentation, settings.model.encoder):  # both are told what images are like
         for name, value in (("size", data.size), ("channels", data.channels)):
             if part.values.get(name, value) != value:

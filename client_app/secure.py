@@ -51,7 +51,7 @@ def secagg_reply(
         plan, update = train(message, context)
         delta = delta_of(update.layers, plan.layers)
         # Flower leaves the type of a record's value open; this one its own set-up stage has written as a number.
-        _check_delta(delta, most=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
+        _check_delta(delta, max_abs=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
         found = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([delta]), num_examples=1, metrics={})
         return Message(fitres_to_recorddict(found, keep_input=False), reply_to=message)
 
@@ -69,13 +69,15 @@ def delta_of(layers: Layers, start: Layers) -> np.ndarray:
     return np.concatenate([delta.reshape(-1) for delta in deltas])
 
 
-def _check_delta(delta: np.ndarray, *, most: float) -> None:
+def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
     """Refuse what nobody could find in the sum, and say what will be cut."""
     if not np.isfinite(delta).all():
         raise RequestRefused("training diverged: the update has values that are not finite")
-    cut = int(np.count_nonzero(np.abs(delta) > most))
+    cut = int(np.count_nonzero(np.abs(delta) > max_abs))
     if cut:
-        log.warning("%d numbers of the update went further than secure.clipping_range=%g and are cut to it", cut, most)
+        log.warning(
+            "%d numbers of the update went further than secure.clipping_range=%g and are cut to it", cut, max_abs
+        )
 
 
 def _check(configs: ConfigRecord) -> None:

@@ -191,7 +191,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
     """Write a line into the log for models whose images lie on nearly one point or one line."""
-    ill = [row for row in measured if any(row[name] < least for name, least in COLLAPSE_THRESHOLDS.items())]
+    ill = [row for row in measured if any(row[name] < threshold for name, threshold in COLLAPSE_THRESHOLDS.items())]
     if ill:
         names = ", ".join(_name(row) for row in ill)
         worst = min(ill, key=lambda row: float(row["covariance_rank"]))

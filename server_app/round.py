@@ -380,8 +380,8 @@ class Round:
         reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
         used, needed = len(self._result.clients), self._context.updates.min_updates
         sent = f"{used or 'none'} of {len(self._start_models)} clients sent a usable update"
-        least = f" and updates.min_updates={needed} are needed" if used else ""
-        return f"round {self.number}: {sent}{least} ({reasons})"
+        needed_text = f" and updates.min_updates={needed} are needed" if used else ""
+        return f"round {self.number}: {sent}{needed_text} ({reasons})"
 
     # --- the new state ---
 

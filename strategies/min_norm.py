@@ -12,7 +12,7 @@ from fedssl.errors import InputError
 _RHO = 1.0  # penalty of the paper
 
 # A few suffice. Where it takes thousands, objectives differ by little more than rounding.
-_MOST_STEPS = 1 << 16
+_MAX_STEPS = 1 << 16
 
 
 def min_norm_weights(gram: np.ndarray, *, accuracy: float = 1e-12) -> np.ndarray:
@@ -65,7 +65,7 @@ def _admm(c: np.ndarray, b: np.ndarray, accuracy: float) -> np.ndarray:
     z = b / (b @ b)
     mu, nu = 0.0, np.zeros(number)
     check = 1
-    for step in range(_MOST_STEPS):
+    for step in range(_MAX_STEPS):
         if step + 1 == check:
             exact = _exact(c, b, z, accuracy)
             if exact is not None:

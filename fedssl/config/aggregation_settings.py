@@ -44,14 +44,14 @@ class UpdateSettings:
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in {"min_updates": 1, "repeats": 0, "extra_clients": 0, "max_examples": 1}.items():
+        for name, minimum in {"min_updates": 1, "repeats": 0, "extra_clients": 0, "max_examples": 1}.items():
             value = getattr(self, name)
-            if (name, value) != ("max_examples", None) and (type(value) is not int or value < least):
-                raise InputError(f"updates.{name}={value} must be a whole number of at least {least}")
+            if (name, value) != ("max_examples", None) and (type(value) is not int or value < minimum):
+                raise InputError(f"updates.{name}={value} must be a whole number of at least {minimum}")
         if self.deadline is not None:
             _check_number("updates.deadline", self.deadline, also=", or null")
         if self.norm_factor is not None:
-            _check_number("updates.norm_factor", self.norm_factor, least=1, also=", or null")
+            _check_number("updates.norm_factor", self.norm_factor, minimum=1, also=", or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class SecureSettings:
 
     def __post_init__(self) -> None:
         _check_number("secure.clipping_range", self.clipping_range)
-        _check_number("secure.threshold", self.threshold, above=0.5, most=1)
+        _check_number("secure.threshold", self.threshold, above=0.5, maximum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +113,16 @@ def _check_number(
     value: Any,
     *,
     above: float = 0,
-    least: float = -math.inf,
-    most: float = math.inf,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
     below: float = math.inf,
     also: str = "",
 ) -> None:
     """Refuse, by an `InputError`, what is no number within these bounds."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and above < value < below and least <= value <= most:
+    if is_number and above < value < below and minimum <= value <= maximum:
         return
-    said = [f"of at least {least:g}" if least > -math.inf else f"above {above:g}"]
+    said = [f"of at least {minimum:g}" if minimum > -math.inf else f"above {above:g}"]
     said += [f"below {below:g}"] if below < math.inf else []
-    said += [f"at most {most:g}"] if most < math.inf else []
+    said += [f"at most {maximum:g}"] if maximum < math.inf else []
     raise InputError(f"{key}={value} must be a number {' and '.join(said)}{also}")

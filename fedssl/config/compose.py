@@ -40,7 +40,7 @@ MINIMUM = {
     "keep_checkpoints": 1,
     "keep_models": 0,
 }
-MOST_THREADS = 1024  # more of them end the process
+MAX_THREADS = 1024  # more of them end the process
 # Groups that are off by default: a setting that ``none`` has too, the choice that it belongs to, and another of it.
 _SWITCHED_ON = {
     "calibration": ("at", "auxiliary", "share"),
@@ -151,9 +151,9 @@ def check(config: DictConfig) -> None:
     if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
         raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
     threads = config.threads
-    if threads is not None and (type(threads) is not int or not 1 <= threads <= MOST_THREADS):
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
         raise InputError(
-            f"threads={threads} but it must be a whole number from 1 to {MOST_THREADS}, or null for automatic"
+            f"threads={threads} but it must be a whole number from 1 to {MAX_THREADS}, or null for automatic"
         )
 
 

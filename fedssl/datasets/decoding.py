@@ -23,7 +23,7 @@ from fedssl.untrusted import open_regular_file, sanitize
 # Formats of images that are opened, whatever a file is called: none of them runs a program or fetches a file.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 MAX_PIXELS = 50_000_000  # of an image, unless dataset.max_pixels says otherwise
-_MOST_PIXELS = 178_956_970  # that Pillow takes
+_MAX_PIXELS = 178_956_970  # that Pillow takes
 _LARGEST_PIXEL = 8  # bytes of a pixel in a file without compression
 _PER_PIXEL = 12  # bytes in memory: the decoded image, a turned and a converted copy
 _NAMED = 5  # images that a warning names
@@ -206,8 +206,8 @@ def decode(
     InputError
         If ``max_pixels`` is no number of pixels.
     """
-    if not 1 <= max_pixels <= _MOST_PIXELS:
-        raise InputError(f"dataset.max_pixels={max_pixels} must be from 1 to {_MOST_PIXELS}; most have 1 to 50 million")
+    if not 1 <= max_pixels <= _MAX_PIXELS:
+        raise InputError(f"dataset.max_pixels={max_pixels} must be from 1 to {_MAX_PIXELS}; most have 1 to 50 million")
     work = _Work(batches, canvas, max_pixels)
     threads = min(THREADS, available_cores())
     with ThreadPoolExecutor(threads) as pool:

@@ -68,9 +68,9 @@ def check_training(
 
     ``groups`` are the settings of each group of parameters. Raises `InputError`.
     """
-    for name, value, least in (("epochs", epochs, 0), ("batch_size", batch_size, 2)):
-        if value < least:
-            raise InputError(f"{name}={value} of {of} must be at least {least}")
+    for name, value, minimum in (("epochs", epochs, 0), ("batch_size", batch_size, 2)):
+        if value < minimum:
+            raise InputError(f"{name}={value} of {of} must be at least {minimum}")
     read_view(view, name="view")
     try:
         made = optimizer([{"params": [nn.Parameter(torch.zeros(1))], **group} for group in groups])

@@ -95,26 +95,26 @@ def extract(
     return torch.cat(batches)  # outside of inference mode: an ordinary tensor, which autograd accepts
 
 
-def pixels(images: Tensor, *, most: int = MAX_PIXELS) -> Tensor:
+def pixels(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
     """Raw pixels in [0, 1] as features: what a representation has to beat.
 
-    Images with more than ``most`` values are averaged over squares of the smallest side that gives no more than that.
+    Images with more than ``max_values`` values are averaged over squares of the smallest side that gives no more than that.
 
     Parameters
     ----------
     images : Tensor
         uint8, ``(n, channels, height, width)``.
-    most : int
+    max_values : int
         Longest feature.
 
     Returns
     -------
     Tensor
-        float32, ``(n, dim)`` with ``dim`` at most ``most``.
+        float32, ``(n, dim)`` with ``dim`` at most ``max_values``.
     """
     _, channels, height, width = images.shape
     side = 1
-    while channels * -(-height // side) * -(-width // side) > most:
+    while channels * -(-height // side) * -(-width // side) > max_values:
         side += 1
     return torch.cat(
         [

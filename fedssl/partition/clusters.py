@@ -34,7 +34,7 @@ from fedssl.partition.base import Division, ImageSubset
 from fedssl.partition.rules import check_counts, check_shares, dirichlet
 from fedssl.seeding import derive_seed
 
-MOST_PIXELS = 1024  # numbers of an image without an encoder: their covariance takes a second for 50,000 images
+MAX_VALUES = 1024  # numbers of an image without an encoder: their covariance takes a second for 50,000 images
 RESTARTS = 4  # of k-means: the best of so many is taken
 _CHUNK = 512  # images at a time
 _FLAT = 1e-10  # share of the largest variance below which a direction has none
@@ -131,7 +131,7 @@ def cluster(images: ImageSubset, *, clusters: int, encoder: str | None, componen
 
 def pixel_features(images: ImageSubset) -> np.ndarray:
     """Pixels in [0, 1], float32, ``(n, dim)`` with ``dim`` at most 1024: means over squares of larger images."""
-    return _in_chunks(images, lambda chunk: pixels(chunk, most=MOST_PIXELS))
+    return _in_chunks(images, lambda chunk: pixels(chunk, max_values=MAX_VALUES))
 
 
 def encoder_features(images: ImageSubset, path: str) -> np.ndarray:

@@ -126,9 +126,9 @@ def _accuracy(subject: Subject) -> float:
     return KNN()(subject, seed=0)["knn"].value
 
 
-def _some(labelled: Labelled | None, most: int) -> Labelled:
+def _some(labelled: Labelled | None, max_images: int) -> Labelled:
     assert labelled is not None  # `lacking` says so
-    rows = torch.from_numpy(choose(len(labelled.labels), most))
+    rows = torch.from_numpy(choose(len(labelled.labels), max_images))
     return Labelled(labelled.images[rows], labelled.labels[rows])
 
 

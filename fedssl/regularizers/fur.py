@@ -177,9 +177,9 @@ class FUR(Regularizer):
         self.weight = weight
         self.variant = variant
         self.reduction = reduction
-        self.transport = partial(uot_uniformity, cost_scale=cost_scale, tau_a=tau_a, tau_b=tau_b)
-        self.until = (max_iter, tolerance)
-        self.until_on_gpu = (gpu_iter, 0.0) if gpu_iter else self.until
+        self._divergence = partial(uot_uniformity, cost_scale=cost_scale, tau_a=tau_a, tau_b=tau_b)
+        self.solver_limits = (max_iter, tolerance)
+        self.solver_limits_on_gpu = (gpu_iter, 0.0) if gpu_iter else self.solver_limits
         self.cuda_graph_safe = bool(gpu_iter) or variant == "tangent_swd" or not weight
 
     def resolve_part(self, method: SSLMethod) -> str | None:
@@ -195,8 +195,8 @@ class FUR(Regularizer):
         samples = _sphere(views, step.generator)
         if self.variant == "uot":
             with one_thread():  # many small operations, after each of which threads would wait for each other
-                most, tolerance = self.until_on_gpu if is_gpu(views.device) else self.until
-                terms = self.transport(views, samples=samples, max_iter=most, tolerance=tolerance)
+                max_iter, tolerance = self.solver_limits_on_gpu if is_gpu(views.device) else self.solver_limits
+                terms = self._divergence(views, samples=samples, max_iter=max_iter, tolerance=tolerance)
         else:
             bases = _sphere(views, step.generator)
             lines = _normal((*views.shape, LINES), views.device, step.generator)

@@ -20,9 +20,9 @@ BOTH = (-2, -1)  # rows and columns
 START_SLACK = 0.5  # in units of the spread of the cost
 START_MASS = 2.0  # in units of the mass that would be transported if all rows were equal
 TO_THE_BORDER = 0.99  # share of the way to where the first entry becomes 0
-LEAST_SPREAD = 1e-5  # of the cost, in units of tau_a + tau_b
-LEAST_START = 0.1  # mass of a row
-LEAST_MASS = 1e-3  # of a row; a coupling of less counts as having this
+MIN_SPREAD = 1e-5  # of the cost, in units of tau_a + tau_b
+MIN_START = 0.1  # mass of a row
+MIN_MASS = 1e-3  # of a row; a coupling of less counts as having this
 ROUNDING = 64.0  # the slack of transported mass stays above so many units of rounding; 8 are too few
 
 
@@ -49,7 +49,7 @@ def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, toleran
         least ``tau_a + tau_b`` is exactly 0: prices never exceed tau_a and tau_b.
     """
     pi, slack, u, v = _start(cost, tau_a=tau_a, tau_b=tau_b)
-    least = ROUNDING * torch.finfo(cost.dtype).eps * (tau_a + tau_b)
+    min_slack = ROUNDING * torch.finfo(cost.dtype).eps * (tau_a + tau_b)
     error = last_error = float("inf")
     for step in range(1, max_iter + 1):
         newton = _Newton(pi, slack, u, v, tau_a=tau_a, tau_b=tau_b)
@@ -59,7 +59,7 @@ def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, toleran
         if step == max_iter or (last_error + error) / 2 <= tolerance:
             break
         ratio = fall / slack
-        mu = _next_mu(pi, slack, fall, best, ratio, least=least)
+        mu = _next_mu(pi, slack, fall, best, ratio, min_slack=min_slack)
         # The predictor left out the product of both changes, (best - pi) * -fall = -slack * best * (ratio - 1).
         du, dv, fall, best = newton.solve(torch.addcmul(mu / slack, best, ratio - 1))  # corrector
         best -= pi
@@ -126,10 +126,10 @@ def _start(cost: Tensor, *, tau_a: float, tau_b: float) -> tuple[Tensor, Tensor,
     zeros = (rows - k + mean.sort(dim=-1).values.cumsum(dim=-1) / tau_b) / (rows / tau_a + k / tau_b)
     u = zeros.amin(dim=-1, keepdim=True).clamp_(max=tau_a)
     v = (mean - u).clamp_(max=tau_b)
-    mass = (1 - v / tau_b).sum(dim=-1, keepdim=True).clamp_(min=LEAST_START * min(rows, columns))
+    mass = (1 - v / tau_b).sum(dim=-1, keepdim=True).clamp_(min=MIN_START * min(rows, columns))
     apart = cost - mean
     spread = (apart - apart.mean(dim=-1, keepdim=True)).square().mean(dim=BOTH, keepdim=True).sqrt()
-    spread.clamp_(min=LEAST_SPREAD * (tau_a + tau_b))
+    spread.clamp_(min=MIN_SPREAD * (tau_a + tau_b))
     u = u + (cost - u - v).amin(dim=-1, keepdim=True).clamp_(max=0) / 2
     v = v + (cost - u - v).amin(dim=-2, keepdim=True).clamp_(max=0)
     u = u - START_SLACK * spread
@@ -141,9 +141,9 @@ def _start(cost: Tensor, *, tau_a: float, tau_b: float) -> tuple[Tensor, Tensor,
 
 def _share(change: Tensor, *, of: Tensor) -> float:
     """Length of the change in units of that of the coupling, of the worst problem; waits for the device."""
-    least = LEAST_MASS * min(of.shape[-2:]) ** 0.5
+    min_total = MIN_MASS * min(of.shape[-2:]) ** 0.5
     by_how_much, from_what = (torch.linalg.vector_norm(x, dim=BOTH) for x in (change, of))
-    return float((by_how_much / from_what.clamp_(min=least)).max())
+    return float((by_how_much / from_what.clamp_(min=min_total)).max())
 
 
 def _length(loss: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ def _length(loss: Tensor) -> Tensor:
     return TO_THE_BORDER / loss.amax(dim=BOTH, keepdim=True).clamp_(min=TO_THE_BORDER)
 
 
-def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tensor, *, least: float) -> Tensor:
+def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tensor, *, min_slack: float) -> Tensor:
     """The mu that the predictor makes reachable: the present one times the cube of how far its step can lower it.
 
     The step is cut where the first entry becomes 0. pi changes by the share ``ratio - 1``, slack by ``-ratio``. The
-    mean slack of transported mass stays above ``least``, the smallest that numbers of this precision can tell from 0.
+    mean slack of transported mass stays above ``min_slack``, the smallest that numbers of this precision can tell from 0.
     """
     of_pi = 1 / (1 - ratio.amin(dim=BOTH, keepdim=True)).clamp_(min=1)
     of_slack = 1 / ratio.amax(dim=BOTH, keepdim=True).clamp_(min=1)
@@ -165,8 +165,8 @@ def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tenso
         torch.addcmul(now, of_slack, mixed, value=-1), torch.addcmul(mixed, of_slack, both, value=-1), of_pi
     )
     rows, columns = pi.shape[-2:]
-    mass = _sum(pi).clamp_(min=LEAST_MASS * min(rows, columns))
-    return torch.maximum((after / now) ** 3 * now, least * mass) / (rows * columns)
+    mass = _sum(pi).clamp_(min=MIN_MASS * min(rows, columns))
+    return torch.maximum((after / now) ** 3 * now, min_slack * mass) / (rows * columns)
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -119,15 +119,15 @@ def _table(data: TableData) -> str:
 
 def _telling_apart(data: TableData) -> set[int]:
     """Columns of words that tell most rows apart together: the leftmost of those that tell most, one by one."""
-    least, most = KEY_COLUMNS
+    min_columns, max_columns = KEY_COLUMNS
     chosen: list[int] = []
 
     def told(column: int) -> int:
         return len({tuple(row[one].text for one in [*chosen, column]) for row in data.rows})
 
-    while len(chosen) < min(most, data.left):
+    while len(chosen) < min(max_columns, data.left):
         best = max((column for column in range(data.left) if column not in chosen), key=told)
-        if len(chosen) >= least and told(best) == told(chosen[0]):
+        if len(chosen) >= min_columns and told(best) == told(chosen[0]):
             break  # no other tells more rows apart
         chosen.append(best)
     return set(chosen)

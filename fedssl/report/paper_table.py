@@ -271,7 +271,7 @@ def _equal(one: str, other: str) -> bool:
         return one == other
 
 
-def _told(differs: Mapping[str, tuple[str, str]], most: int) -> str:
-    told = [f"{key}={ours} ({paper})" for key, (ours, paper) in list(differs.items())[:most]]
+def _told(differs: Mapping[str, tuple[str, str]], max_shown: int) -> str:
+    told = [f"{key}={ours} ({paper})" for key, (ours, paper) in list(differs.items())[:max_shown]]
     more = len(differs) - len(told)
     return ", ".join([*told, *([f"and {more} more"] if more else [])])

@@ -58,7 +58,7 @@ class LoadedRun:
         """Those of the run's schedule."""
         return make_phases(self.settings.model.schedule, stages=len(self.method.encoder.stage_names))
 
-    def images(self, most: int) -> tuple[Tensor, Tensor | None]:
+    def images(self, max_images: int) -> tuple[Tensor, Tensor | None]:
         """Some images of the clients, or of the test where those are on devices, and their labels if they have any.
 
         uint8 ``(n, channels, height, width)``, and int64 ``(n,)``; always the same ones.
@@ -67,7 +67,7 @@ class LoadedRun:
         found = load_any(data, "federated") or load_any(data, "test")
         if found is None:
             raise InputError(f"{self.folder}: the data set has no images here; choose another figure")
-        order = torch.randperm(len(found.images), generator=torch_generator(self.settings.seed, "figures"))[:most]
+        order = torch.randperm(len(found.images), generator=torch_generator(self.settings.seed, "figures"))[:max_images]
         return found.images[order], None if found.labels is None else found.labels[order]
 
     def untrained(self) -> Layers:

@@ -39,7 +39,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 TABLE, WEIGHTS, SCALES = "table", "weights", "scales"  # names of flat arrays; the others are called by their dtype
 
 LONGEST_TABLE = 1 << 20  # bytes, about 15,000 layers
-MOST_DIMENSIONS = 16
+MAX_DIMENSIONS = 16
 
 _DTYPES: dict[str, np.dtype] = {
     name: np.dtype(name)
@@ -230,7 +230,7 @@ def parse_table(table: np.ndarray | None, wire_dtype: str) -> list[TensorSpec]:
 def _entry(name: object, dtype: object, shape: object) -> TensorSpec:
     if not (isinstance(name, str) and name.isprintable() and isinstance(dtype, str) and dtype in _DTYPES):
         raise ValueError("a layer has no name, or no dtype of numbers")
-    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("a layer has no shape")
     if not all(type(length) is int and 0 <= length < 2**31 for length in shape):
         raise ValueError("a layer has a shape of other than whole numbers")

@@ -6,7 +6,7 @@ from benchmarks.launches import count
 
 
 @pytest.mark.parametrize(
-    ("overrides", "most"),
+    ("overrides", "max_launches"),
     [
         (["encoder=resnet18"], 380),
         pytest.param(["encoder=resnet18", "method=byol"], 940, marks=pytest.mark.heavy),
@@ -17,8 +17,8 @@ from benchmarks.launches import count
         (["method=byol", "regularizer=fur", "cuda_graphs=true", "optimizer.fused=true"], 90),
     ],
 )
-def test_launches_of_a_step_and_nothing_between_steps(overrides, most):
+def test_launches_of_a_step_and_nothing_between_steps(overrides, max_launches):
     step, epoch, _ = count("precision=bf16", *overrides)
-    assert step.launches <= most
+    assert step.launches <= max_launches
     assert (step.copies, step.waits) == (0, 0)
     assert (epoch.copies, epoch.waits) == (2, 1)  # places of the images and parameters of the views; the loss

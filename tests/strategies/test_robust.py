@@ -385,22 +385,26 @@ def test_settings_of_krum_out_of_range_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("malicious", "select", "least"),
+    ("malicious", "select", "min_clients"),
     [(0, 1, 3), (1, 1, 5), (2, 1, 7), (1, 4, 5), (1, 5, 6), (0, 9, 9)],  # 2 f + 3, or select + f if that is more
 )
-def test_krum_needs_enough_clients(malicious, select, least):
+def test_krum_needs_enough_clients(malicious, select, min_clients):
     strategy = Krum(malicious=malicious, select=select)
-    strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=least))
-    with pytest.raises(InputError, match=f"needs clients_per_round of {least} or more .* but it is {least - 1}"):
-        strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=least - 1))
+    strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients))
+    with pytest.raises(
+        InputError, match=f"needs clients_per_round of {min_clients} or more .* but it is {min_clients - 1}"
+    ):
+        strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients - 1))
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.4])
 def test_trimming_needs_a_client_to_trim(beta):
-    least = ceil(1 / beta)
-    TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=least))
-    with pytest.raises(InputError, match=f"strategy.beta={beta} of clients_per_round={least - 1} is less than one"):
-        TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=least - 1))
+    min_clients = ceil(1 / beta)
+    TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients))
+    with pytest.raises(
+        InputError, match=f"strategy.beta={beta} of clients_per_round={min_clients - 1} is less than one"
+    ):
+        TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients - 1))
 
 
 # --- strategies ---
