@@ -27,7 +27,7 @@ from fedssl.config.load import compose
 from fedssl.config.overrides import quote
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.linear import Linear
-from fedssl.evaluation.subject import Labelled, Subject, make_subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled, make_subject
 from fedssl.export import load_encoder
 from fedssl.machine.threads import tune_allocator
 from fedssl.training import batches
@@ -49,7 +49,7 @@ class Usual:
     def __init__(self, *, epochs: int, batch: int, lr: float) -> None:
         self.epochs, self.batch, self.lr = epochs, batch, lr
 
-    def __call__(self, subject: Subject, *, mean: Tensor, std: Tensor) -> nn.Linear:
+    def __call__(self, subject: EvaluationInput, *, mean: Tensor, std: Tensor) -> nn.Linear:
         """Train, and test; the classifier. ``mean`` and ``std`` are those of the training images' features."""
         encoder, generator = subject.encoder.eval(), torch.Generator().manual_seed(0)
         center, scale = (torch.tensor(values).view(-1, 1, 1) for values in (subject.mean, subject.std))

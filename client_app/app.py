@@ -22,7 +22,7 @@ from fedssl.config.load import read_client
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
 from fedssl.fingerprint import code_fingerprint
-from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan, node_info_reply
+from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan, node_info_reply
 
 log = logging.getLogger("fedssl")
 
@@ -47,14 +47,14 @@ def train(message: Message, context: Context) -> Message:
         return _failure_reply(message, context, error)
 
 
-@app.train("own")
+@app.train("personalized")
 def personalized(message: Message, context: Context) -> Message:
     """Show the encoder that this client would use itself; it leaves no device."""
     try:
         client = _client(context)
         if isinstance(client, EdgeClient):
             raise RequestRefused("what a device uses itself stays on it")
-        plan, ask = TrainPlan.from_content(message.content), Ask.from_content(message.content)
+        plan, ask = TrainPlan.from_content(message.content), PersonalizedModelRequest.from_content(message.content)
         settings = read_client(plan.settings)
         folder = settings.states / client.name
         shown = worker_for(settings).personalized_encoder(plan, client.number, folder, ask=ask, store=client.store)

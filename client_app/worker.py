@@ -25,7 +25,7 @@ from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, TrainResult, train
-from fedssl.wire.messages import Ask, ClientUpdate, TrainPlan
+from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from strategies.base import ClientState, ClientStrategy
 
 
@@ -108,7 +108,13 @@ class ClientWorker:
             )
 
     def personalized_encoder(
-        self, plan: TrainPlan, client: int, state_folder: Path, *, ask: Ask, store: StateStore = FILE_STORE
+        self,
+        plan: TrainPlan,
+        client: int,
+        state_folder: Path,
+        *,
+        ask: PersonalizedModelRequest,
+        store: StateStore = FILE_STORE,
     ) -> ClientUpdate:
         """The encoder that the client would use itself, with parts that never travel; nothing is kept.
 

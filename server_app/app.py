@@ -24,11 +24,11 @@ from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import RunComponents, build_run
 from server_app.devices import NO_SERVER_DATA
-from server_app.evaluator import Judged
+from server_app.evaluator import ResultsByModel
 from server_app.log import disk_errors_as_run_error, log_to
 from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
-from server_app.personalization import own_models
+from server_app.personalization import evaluate_personalized
 from server_app.proven import StateSchema
 from server_app.recorder import Recorder
 from server_app.run_config import overrides_of
@@ -64,7 +64,7 @@ def main(grid: Grid, context: Context) -> None:
     with disk_errors_as_run_error(recorder.folder), recorder.locked(), log_to(recorder.folder, screen), closing(screen):
         screen.open(settings.rounds)
         try:
-            results, models, unjudged = run(grid, settings, recorder, client_cores=client_cores)
+            results, models, no_evaluation_reason = run(grid, settings, recorder, client_cores=client_cores)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
@@ -74,13 +74,13 @@ def main(grid: Grid, context: Context) -> None:
                     recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
         recorder.summary("finished", final=results, models=models)
-        table = format_table(results) if results else f"nothing was evaluated: {unjudged}"
+        table = format_table(results) if results else f"nothing was evaluated: {no_evaluation_reason}"
         log.info("%s\nresults are in %s", table, recorder.folder)
 
 
 def run(
     grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None
-) -> tuple[Judged, Judged, str | None]:
+) -> tuple[ResultsByModel, ResultsByModel, str | None]:
     """All rounds from the last checkpoint on; returns what `finish` does, and why nothing is evaluated, if so."""
     components = build_run(grid, settings, known_client_ids=recorder.devices())
     settings = components.settings
@@ -122,29 +122,33 @@ def run(
     exchange = MessageExchange(grid, keep_contents=settings.updates.buffered)
     background = can_evaluate_in_background(components, client_cores)
     state = run_training(exchange, components, state, recorder, last=settings.rounds, background=background)
-    judged = finish(components, state, settings, recorder)
+    results_by_model = finish(components, state, settings, recorder)
     if settings.evaluation.clients:
         trained, epochs = recorder.trained_clients(), settings.evaluation.adapt_epochs
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
-            recorder.own_models(own_models(exchange, components, state, trained=trained, epochs=epochs))
-    return (*judged, problem)
+            recorder.personalized(evaluate_personalized(exchange, components, state, trained=trained, epochs=epochs))
+    return (*results_by_model, problem)
 
 
 def finish(
     components: RunComponents, state: ServerState, settings: Settings, recorder: Recorder
-) -> tuple[Judged, Judged]:
+) -> tuple[ResultsByModel, ResultsByModel]:
     """Export and draw what the rounds have led to; returns the final comparison, and the results of every model."""
     method = components.method
     with set_active_stages(method, depth=components.context.phases[-1].depth):
         models = arrays_by_model(components.context, state)
         untrained = build_method(settings.model).to(components.device)
         baselines = components.evaluator.baselines(untrained)
-        judged = components.evaluator.evaluate(load_each(method, models), final=True)
+        results_by_model = components.evaluator.evaluate(load_each(method, models), final=True)
         for name, layers in models.items():
             load_layers(method, layers)
             recorder.encoder(name, method, settings, rounds=state.round)
     recorder.figures(components.client_data)
     if not baselines:  # there are no labelled images
         return {}, {}
-    federated = over_models(list(judged.values()))
-    return {"untrained": baselines["untrained"], "federated": federated, "pixels": baselines["pixels"]}, judged
+    federated = over_models(list(results_by_model.values()))
+    return {
+        "untrained": baselines["untrained"],
+        "federated": federated,
+        "pixels": baselines["pixels"],
+    }, results_by_model

@@ -15,11 +15,11 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy, pixels
 from fedssl.evaluation.probes import EndOfRehearsal, Evaluation, evaluate
 from fedssl.evaluation.scores import Score, units_of
-from fedssl.evaluation.subject import Labelled, Subject, make_subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled, make_subject
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.methods.base import SSLMethod
 
-Judged = dict[str, dict[str, Score]]  # results by the name of what was judged
+ResultsByModel = dict[str, dict[str, Score]]  # results by the name of what was judged
 
 
 class Evaluator:
@@ -47,10 +47,10 @@ class Evaluator:
         dict of str to str, or None
             Names and units of the results that rounds will have; None: only an evaluation tells.
         """
-        subject = make_subject(encoder, self._data, device=self._device)
-        if subject is None:
+        evaluation_input = make_subject(encoder, self._data, device=self._device)
+        if evaluation_input is None:
             return {}
-        few = Labelled(subject.test.images[:2], subject.test.labels[:2])
+        few = Labelled(evaluation_input.test.images[:2], evaluation_input.test.labels[:2])
         # At the end raw pixels are judged, too.
         longest = max(encoder.feature_dim, pixels(few.images).shape[1])
         ends: list[nn.Module] = []
@@ -61,7 +61,7 @@ class Evaluator:
 
         end = register_module_forward_pre_hook(end_rehearsal)
         try:
-            rehearsal = _Rehearsal(**{**vars(subject), "test": few}, length=encoder.feature_dim)
+            rehearsal = _Rehearsal(**{**vars(evaluation_input), "test": few}, length=encoder.feature_dim)
             units = units_of(evaluate(self._protocol, rehearsal, seed=self._seed))
             told = None if ends else units
             evaluate(self._final_protocol, replace(rehearsal, length=longest), seed=self._seed)
@@ -73,42 +73,42 @@ class Evaluator:
         """Whether the encoder is evaluated after this round."""
         return self._every > 0 and (round % self._every == 0 or round == self._rounds)
 
-    def evaluate(self, models: Iterable[tuple[str, SSLMethod]], *, final: bool = False) -> Judged:
+    def evaluate(self, models: Iterable[tuple[str, SSLMethod]], *, final: bool = False) -> ResultsByModel:
         """Judge each model, by name, by the protocol for the rounds or the final one; they are used in turn."""
         protocol = self._final_protocol if final else self._protocol
-        return {name: self._judge(protocol, model) for name, model in models}
+        return {name: self._evaluate(protocol, model) for name, model in models}
 
-    def baselines(self, untrained: SSLMethod) -> Judged:
+    def baselines(self, untrained: SSLMethod) -> ResultsByModel:
         """What the final protocols, on the same draws, say of the untrained encoder and of raw pixels."""
         raw = make_subject(None, self._data, device=self._device)
         if raw is None:
             return {}
-        return {"untrained": self._judge(self._final_protocol, untrained), "pixels": self.judge(raw)}
+        return {"untrained": self._evaluate(self._final_protocol, untrained), "pixels": self.evaluate_final(raw)}
 
-    def subject(self, method: SSLMethod) -> Subject | None:
+    def evaluation_input(self, method: SSLMethod) -> EvaluationInput | None:
         """The method's encoder and the images; None without labelled ones for training and test."""
         return make_subject(method.encoder, self._data, device=self._device)
 
-    def judge(self, subject: Subject) -> dict[str, Score]:
+    def evaluate_final(self, evaluation_input: EvaluationInput) -> dict[str, Score]:
         """What the final protocols say of a subject."""
-        return evaluate(self._final_protocol, subject, seed=self._seed)
+        return evaluate(self._final_protocol, evaluation_input, seed=self._seed)
 
-    def _judge(self, protocol: Evaluation, method: SSLMethod) -> dict[str, Score]:
+    def _evaluate(self, protocol: Evaluation, method: SSLMethod) -> dict[str, Score]:
         """Run the protocol on the encoder, and test a classifier of the method's own."""
-        subject = self.subject(method)
-        if subject is None:
+        evaluation_input = self.evaluation_input(method)
+        if evaluation_input is None:
             return {}
-        results = evaluate(protocol, subject, seed=self._seed)
+        results = evaluate(protocol, evaluation_input, seed=self._seed)
         if method.uses_labels:
             with torch.inference_mode():
-                logits = method.classify(subject.features.test.to(self._device))
+                logits = method.classify(evaluation_input.features.test.to(self._device))
             if logits is not None:
-                results["classifier"] = Score(accuracy(logits.argmax(dim=1), subject.test.labels))
+                results["classifier"] = Score(accuracy(logits.argmax(dim=1), evaluation_input.test.labels))
         return results
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Rehearsal(Subject):
+class _Rehearsal(EvaluationInput):
     """A subject whose features, which are to be of this length, cost nothing."""
 
     length: int

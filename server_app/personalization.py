@@ -17,10 +17,10 @@ from flwr.app import Message
 from fedssl.arrays import Layers
 from fedssl.evaluation.alike import alike, part_of
 from fedssl.evaluation.scores import Score, over_models
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
-from fedssl.wire.messages import Ask
+from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.build import RunComponents
 from server_app.messaging import MessageExchange
 from server_app.plans import PlanBuilder
@@ -29,13 +29,13 @@ from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
 
-USED, RECEIVED, ADAPTED = "clients", "newcomers", "adapted newcomers"
+PARTICIPANTS, UNSEEN, UNSEEN_ADAPTED = "participants", "unseen clients", "adapted unseen clients"
 
 Scores = Mapping[str, Score]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnModel:
+class PersonalizedResult:
     """A client's encoder and what it is worth.
 
     Attributes
@@ -43,22 +43,22 @@ class OwnModel:
     client : int
     model : str
         Name of the model that it comes from.
-    whose : {"clients", "newcomers", "adapted newcomers"}
+    group : {"participants", "unseen clients", "adapted unseen clients"}
         Of a client that took part in training, or of one that did not, before or after some epochs of its own.
-    everywhere, own : mapping of str to Score
+    global_test, local_test : mapping of str to Score
         On all test images, and on those that are like the client's; the latter is empty if there are none.
     """
 
     client: int
     model: str
-    whose: str
-    everywhere: Scores
-    own: Scores
+    group: str
+    global_test: Scores
+    local_test: Scores
 
 
-def own_models(
+def evaluate_personalized(
     exchange: MessageExchange, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
-) -> list[OwnModel]:
+) -> list[PersonalizedResult]:
     """Ask all clients and judge what they show, in order of the clients.
 
     Parameters
@@ -73,44 +73,55 @@ def own_models(
     epochs : int
         For how long newcomers train.
     """
-    context, judge = components.context, Judge(components)
-    newcomers = sorted(context.nodes.keys() - set(trained))
-    asks = {
-        USED: (sorted(context.nodes.keys() & set(trained)), Ask()),
-        RECEIVED: (newcomers, Ask(epochs=epochs)),
-        ADAPTED: (newcomers if epochs else [], Ask(epochs=epochs, adapted=True)),
+    context, evaluator = components.context, PersonalizedEvaluator(components)
+    unseen = sorted(context.nodes.keys() - set(trained))
+    requests = {
+        PARTICIPANTS: (sorted(context.nodes.keys() & set(trained)), PersonalizedModelRequest()),
+        UNSEEN: (unseen, PersonalizedModelRequest(epochs=epochs)),
+        UNSEEN_ADAPTED: (unseen if epochs else [], PersonalizedModelRequest(epochs=epochs, adapted=True)),
     }
     found = []
-    for whose, (clients, ask) in asks.items():
-        for client, model, layers in shown(exchange, components, state, clients, ask):
-            everywhere, own = judge(client, layers)
-            found.append(OwnModel(client=client, model=model, whose=whose, everywhere=everywhere, own=own))
-    return sorted(found, key=lambda one: (list(asks).index(one.whose), one.client))
+    for group, (clients, request) in requests.items():
+        for client, model, layers in request_personalized_encoders(exchange, components, state, clients, request):
+            global_test, local_test = evaluator(client, layers)
+            found.append(
+                PersonalizedResult(
+                    client=client, model=model, group=group, global_test=global_test, local_test=local_test
+                )
+            )
+    return sorted(found, key=lambda one: (list(requests).index(one.group), one.client))
 
 
-def means(found: Sequence[OwnModel]) -> dict[str, dict[str, Score]]:
+def mean_over_clients(found: Sequence[PersonalizedResult]) -> dict[str, dict[str, Score]]:
     """Means over clients with their spread, under whose models they are, and on which images they were judged."""
     columns: dict[str, list[Scores]] = {}
     for one in found:
-        for name, scores in ((one.whose, one.everywhere), (f"{one.whose}, own classes", one.own)):
+        for name, scores in ((one.group, one.global_test), (f"{one.group}, local test", one.local_test)):
             if scores:
                 columns.setdefault(name, []).append(scores)
     return {name: over_models(rows) for name, rows in columns.items()}
 
 
-def shown(
-    exchange: MessageExchange, components: RunComponents, state: ServerState, clients: Sequence[int], ask: Ask
+def request_personalized_encoders(
+    exchange: MessageExchange,
+    components: RunComponents,
+    state: ServerState,
+    clients: Sequence[int],
+    request: PersonalizedModelRequest,
 ) -> Iterator[tuple[int, str, Layers]]:
     """Encoders as they arrive, each with its client and the name of the model that it comes from."""
     # Newcomers learn at the optimiser's own rate, and the server does not train once more.
     context = replace(components.context, lr_factor=lambda round: 1.0)
     if context.calibration is not None:
-        context = replace(context, calibration=AtRest())
+        context = replace(context, calibration=NoCalibration())
     candidates = {
         client: context.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }
     plans = PlanBuilder(context, state, candidates=candidates, extra_models=(), keep_from=0)
-    messages = [Message(ask.beside(plan.content), plan.metadata.dst_node_id, "train.own") for plan in plans.messages]
+    messages = [
+        Message(request.beside(plan.content), plan.metadata.dst_node_id, "train.personalized")
+        for plan in plans.messages
+    ]
     client_of = {context.nodes[client]: client for client in clients}
     for reply in exchange.send_and_receive(messages, timeout=context.timeout):
         client = client_of.get(reply.metadata.src_node_id, -1)
@@ -124,7 +135,7 @@ def shown(
             log.warning("client %d shows no encoder: %s", client, reason)
 
 
-class AtRest:
+class NoCalibration:
     """A calibration whose time has passed."""
 
     at = "never"
@@ -134,13 +145,13 @@ class AtRest:
         return layers
 
 
-class Judge:
+class PersonalizedEvaluator:
     """Judges encoders by the protocols of the run's end; one that many clients share is judged once on all images."""
 
     def __init__(self, components: RunComponents) -> None:
         self._components = components
         self._known: dict[bytes, Scores] = {}
-        self._last: tuple[bytes, Subject] | None = None
+        self._last: tuple[bytes, EvaluationInput] | None = None
 
     def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
         """What the encoder is worth on all test images, and on those like the client's."""
@@ -150,13 +161,13 @@ class Judge:
         key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
         load_layers(self._components.method, layers)
         if self._last is None or self._last[0] != key:
-            subject = evaluator.subject(self._components.method)
-            assert subject is not None
-            self._last = key, subject
-        subject = self._last[1]
+            evaluation_input = evaluator.evaluation_input(self._components.method)
+            assert evaluation_input is not None
+            self._last = key, evaluation_input
+        evaluation_input = self._last[1]
         if key not in self._known:
-            self._known[key] = evaluator.judge(subject)
+            self._known[key] = evaluator.evaluate_final(evaluation_input)
         own = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
         generator = torch_generator(self._components.settings.seed, "alike", client)
-        rows = alike(subject.test.labels, own, generator=generator)
-        return self._known[key], evaluator.judge(part_of(subject, rows)) if len(rows) else {}
+        rows = alike(evaluation_input.test.labels, own, generator=generator)
+        return self._known[key], evaluator.evaluate_final(part_of(evaluation_input, rows)) if len(rows) else {}

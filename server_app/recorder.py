@@ -40,7 +40,7 @@ from server_app.checkpoint import delete_checkpoints_after, latest_checkpoint, s
 from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
 from server_app.held import ClientData
 from server_app.log import DISK_ERRORS
-from server_app.personalization import OwnModel, means
+from server_app.personalization import PersonalizedResult, mean_over_clients
 from server_app.progress import ProgressTracker
 from server_app.proven import StateSchema
 from server_app.report import RoundResult
@@ -51,7 +51,7 @@ from strategies.state import ServerState, suffix
 log = logging.getLogger("fedssl")
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
-OWN_MODELS = "own_models.json"
+PERSONALIZED_FILE = "personalized.json"
 
 # What a run writes, beside encoders, checkpoints and figures.
 RUN_FILES = (
@@ -67,7 +67,7 @@ RUN_FILES = (
     ),
     *JSONL_FILES,
     "representations.npz",
-    OWN_MODELS,
+    PERSONALIZED_FILE,
 )
 
 VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
@@ -101,7 +101,7 @@ class Recorder:
         self._stop_reason: str | None = None
         self._done = 0  # rounds of a resumed run
         self._client_ids: dict[str, int] = {}
-        self._own: dict[str, dict[str, float]] = {}
+        self._personalized: dict[str, dict[str, float]] = {}
         self._progress = ProgressTracker(rounds)
         self._tracking = SafeTracker(settings)
 
@@ -311,15 +311,20 @@ class Recorder:
         """The clients of which an update was used, ever."""
         return {line["client"] for line in read_jsonl(self.folder / "clients.jsonl", required=("client",))}
 
-    def own_models(self, found: Sequence[OwnModel]) -> None:
+    def personalized(self, found: Sequence[PersonalizedResult]) -> None:
         """Write what clients' own models are worth, and show the means over clients."""
         if not found:
             log.warning("no client showed the encoder that it would use")
             return
-        averages = means(found)
-        rows = [{**asdict(one), "everywhere": as_numbers(one.everywhere), "own": as_numbers(one.own)} for one in found]
-        self._own = {name: as_numbers(scores) for name, scores in averages.items()}
-        write_text(self.folder / OWN_MODELS, json.dumps({"means": self._own, "clients": rows}, indent=1))
+        averages = mean_over_clients(found)
+        rows = [
+            {**asdict(one), "global_test": as_numbers(one.global_test), "local_test": as_numbers(one.local_test)}
+            for one in found
+        ]
+        self._personalized = {name: as_numbers(scores) for name, scores in averages.items()}
+        write_text(
+            self.folder / PERSONALIZED_FILE, json.dumps({"means": self._personalized, "clients": rows}, indent=1)
+        )
         log.info("what clients would use themselves, means over clients\n%s", format_table(averages))
 
     def figures(self, client_data: ClientData | None) -> None:
@@ -355,8 +360,8 @@ class Recorder:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}
             results = {"final": {name: as_numbers(scores) for name, scores in final.items()}, "units": units}
             results |= _by_model(models or {})
-        if self._own:
-            results["own_models"] = self._own
+        if self._personalized:
+            results["personalized"] = self._personalized
         if lines and "privacy" in lines[-1]:
             results["privacy"] = lines[-1]["privacy"]
         content = {

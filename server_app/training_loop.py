@@ -24,7 +24,7 @@ from fedssl.schedule.stages import set_active_stages
 from server_app.attempts import run_round
 from server_app.build import RunComponents
 from server_app.collapse_monitor import CollapseReport
-from server_app.evaluator import Judged
+from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange
 from server_app.recorder import Recorder
 from server_app.report import RoundResult
@@ -166,7 +166,7 @@ class BackgroundRecorder:
             self._record(done)
 
     def _record(self, done: CompletedRound, *, in_background: bool = False) -> None:
-        evaluation: Judged = {}
+        evaluation: ResultsByModel = {}
         if in_background:
             torch.set_num_threads(self._components.settings.machine.threads)
         if done.models:

@@ -33,8 +33,8 @@ class Federation:
         def who(message, context):
             return client_app(message, context)
 
-        @app.train("own")
-        def own(message, context):
+        @app.train("personalized")
+        def personalized(message, context):
             return client_app(message, context)
 
         @app.train()

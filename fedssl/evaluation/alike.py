@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.subject import Labelled, Subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled
 
 
 def alike(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -42,10 +42,10 @@ def alike(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Part(Subject):
+class Part(EvaluationInput):
     """A subject with some of its test images; features of the whole are used."""
 
-    whole: Subject
+    whole: EvaluationInput
     rows: Tensor
 
     @cached_property
@@ -61,7 +61,7 @@ class Part(Subject):
         )
 
 
-def part_of(subject: Subject, rows: Tensor) -> Part:
+def part_of(subject: EvaluationInput, rows: Tensor) -> Part:
     """The subject with the test images of these rows alone."""
     test = Labelled(subject.test.images[rows], subject.test.labels[rows])
     return Part(

@@ -18,7 +18,7 @@ from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import read_view
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 from fedssl.machine.devices import to_device
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import batches
@@ -80,14 +80,14 @@ def check_training(
         raise InputError(f"optimizer or lr_schedule of {of} refuses its settings: {error}; change them") from error
 
 
-def classifier_of(encoder: nn.Module, subject: Subject) -> nn.Linear:
+def classifier_of(encoder: nn.Module, subject: EvaluationInput) -> nn.Linear:
     """A `classifier` for what the encoder puts out."""
     few = subject.train.images[:2]
     found = extract(encoder, few, mean=subject.mean, std=subject.std, device=subject.device)
     return classifier(found.shape[1], subject)
 
 
-def classifier(width: int, subject: Subject) -> nn.Linear:
+def classifier(width: int, subject: EvaluationInput) -> nn.Linear:
     """A linear classifier of zeros for features of this length, on the subject's device."""
     head = nn.Linear(width, subject.num_classes).to(subject.device)
     nn.init.zeros_(head.weight)
@@ -100,7 +100,7 @@ class Views:
 
     Parameters
     ----------
-    subject : Subject
+    subject : EvaluationInput
     transform : callable or None
         Changes one uint8 image ``(channels, height, width)`` before the view is made, e.g. by torchvision's
         ``RandAugment``; what it draws is torch's own chance. None: nothing.
@@ -110,7 +110,9 @@ class Views:
         Where in the run this is.
     """
 
-    def __init__(self, subject: Subject, *, transform: Transform | None, view: Mapping[str, Any], place: Place) -> None:
+    def __init__(
+        self, subject: EvaluationInput, *, transform: Transform | None, view: Mapping[str, Any], place: Place
+    ) -> None:
         size = subject.train.images.shape[-1]
         self._augment = Augmentation(size=size, mean=subject.mean, std=subject.std, views=[dict(view), {}])
         self._transform, self._device = transform, subject.device
@@ -168,7 +170,7 @@ def fit(
             schedule.step()
 
 
-def predict(network: nn.Module, subject: Subject) -> Tensor:
+def predict(network: nn.Module, subject: EvaluationInput) -> Tensor:
     """Classes of the test images, ``(n_test,)``, by a network of encoder and classifier in eval mode."""
     images = subject.test.images
     return classes_of(extract(network, images, mean=subject.mean, std=subject.std, device=subject.device))

@@ -26,7 +26,7 @@ from fedssl.config.targets import from_arguments, own_encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score, as_numbers, units_of
-from fedssl.evaluation.subject import Subject, make_subject, why_not_evaluable
+from fedssl.evaluation.subject import EvaluationInput, make_subject, why_not_evaluable
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
 from fedssl.report.accuracy_table import format_table
@@ -114,7 +114,7 @@ def as_in_training(encoder: Any, data: DataSettings, *, own_size: bool) -> DataS
     return replace(data, mean=encoder.mean, std=encoder.std)
 
 
-def subject_of(encoder: Any, data: DataSettings, *, device: str) -> Subject:
+def subject_of(encoder: Any, data: DataSettings, *, device: str) -> EvaluationInput:
     """Join the encoder and the labelled images of the data set; raises `InputError` if it has none."""
     subject = make_subject(encoder, data, device=select_device(device))
     if subject is None:
@@ -123,7 +123,7 @@ def subject_of(encoder: Any, data: DataSettings, *, device: str) -> Subject:
 
 
 def _content(
-    file: Path, settings: Settings, data: DataSettings, subject: Subject, results: Mapping[str, Score]
+    file: Path, settings: Settings, data: DataSettings, subject: EvaluationInput, results: Mapping[str, Score]
 ) -> dict[str, Any]:
     """Collect what the JSON file says."""
     return {

@@ -22,7 +22,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.linear import check_solver, softmax_regression
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 from fedssl.seeding import numpy_generator
 
 
@@ -132,7 +132,7 @@ class FewLabels:
         self.labels_per_class, self.shares, self.draws = tuple(labels_per_class), tuple(shares), draws
         self.l2, self.max_iterations = l2, max_iterations
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject on the draws of this seed."""
         data = subject.features
         train, test = center_and_scale(data.train, data.test)

@@ -31,7 +31,7 @@ from fedssl.evaluation.classifier import (
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import check_shares, stratified
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Labelled, Subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled
 from fedssl.seeding import numpy_generator
 
 
@@ -99,7 +99,7 @@ class FineTune:
         self.optimizer, self.encoder_lr, self.head_lr, self.lr_schedule = optimizer, encoder_lr, head_lr, lr_schedule
         self.transform, self.view = transform, view
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject on the draws of this seed; raw pixels have no network to train."""
         if subject.encoder is None:
             return {}
@@ -111,7 +111,7 @@ class FineTune:
             results[f"{self.name}_{100 * share:g}_percent"] = Score(mean(found), spread=spread)
         return results
 
-    def _accuracy(self, subject: Subject, place: Place, *, share: float) -> float:
+    def _accuracy(self, subject: EvaluationInput, place: Place, *, share: float) -> float:
         rows = stratified(subject.train.labels, share=share, generator=numpy_generator(*place))
         few = Labelled(subject.train.images[rows], subject.train.labels[rows])
         encoder = copy.deepcopy(subject.encoder)

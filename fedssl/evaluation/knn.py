@@ -12,7 +12,7 @@ from torch import Tensor
 from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 
 _SIMILARITIES = 2**24  # numbers in a block of the similarity matrix: 64 MB
 
@@ -68,7 +68,7 @@ class KNN:
             raise InputError(f"temperature={temperature} of the kNN evaluation must be above 0; the papers use 0.1")
         self.k, self.temperature = k, temperature
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject; nothing is drawn at random."""
         data = subject.features
         predictions = knn_predict(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 
 
 def softmax_regression(
@@ -121,7 +121,7 @@ class Linear:
         check_solver(l2=l2, max_iterations=max_iterations)
         self.l2, self.max_iterations = l2, max_iterations
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject; nothing is drawn at random."""
         data = subject.features
         predictions = linear_probe(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 
 
 class EndOfRehearsal(Exception):
@@ -19,11 +19,11 @@ class Evaluation(Protocol):
     raw pixels returns nothing for them.
     """
 
-    def __call__(self, subject: Subject, *, seed: int) -> Mapping[str, Score | float]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
         """Judge the subject."""
 
 
-def evaluate(protocol: Evaluation, subject: Subject, *, seed: int) -> dict[str, Score]:
+def evaluate(protocol: Evaluation, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
     """Run a protocol, whatever form its results have; a rehearsal has none of those for which a network computes."""
     try:
         return as_scores(protocol(subject, seed=seed))
@@ -37,7 +37,7 @@ class Probes:
     def __init__(self, *, protocols: Mapping[str, Evaluation]) -> None:
         self.protocols = dict(protocols)
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject by all protocols."""
         results: dict[str, Score] = {}
         for protocol in self.protocols.values():

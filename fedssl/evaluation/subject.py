@@ -31,7 +31,7 @@ class Labelled:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Subject:
+class EvaluationInput:
     """An encoder and the images.
 
     Attributes
@@ -70,12 +70,12 @@ class Subject:
         return extract(self.encoder, images, mean=self.mean, std=self.std, device=self.device)
 
 
-def make_subject(encoder: nn.Module | None, data: DataSettings, *, device: torch.device) -> Subject | None:
+def make_subject(encoder: nn.Module | None, data: DataSettings, *, device: torch.device) -> EvaluationInput | None:
     """Join the encoder and the images of the data set; None without labelled images for both training and test."""
     train, test = load_labelled(data, "train"), load_labelled(data, "test")
     if train is None or test is None:
         return None
-    return Subject(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
+    return EvaluationInput(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
 
 
 def why_not_evaluable(data: DataSettings) -> str | None:

@@ -36,7 +36,7 @@ from fedssl.evaluation.classifier import (
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import check_shares, stratified
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 from fedssl.machine.devices import to_device
 from fedssl.seeding import numpy_generator, torch_generator
 
@@ -108,7 +108,7 @@ class TrainedLinear:
         """Whether features are the same in every epoch, and those that all protocols share."""
         return self.features == "pooled" and not (self.batch_norm_epochs or self.transform or self.view)
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject; raw pixels only where features are computed once."""
         if subject.encoder is None and not self.computes_once:
             return {}
@@ -121,7 +121,7 @@ class TrainedLinear:
             results[name] = Score(accuracy(found, subject.test.labels))
         return results
 
-    def _on_features(self, subject: Subject, drawn: Tensor, place: Place) -> Tensor:
+    def _on_features(self, subject: EvaluationInput, drawn: Tensor, place: Place) -> Tensor:
         """Classes of the test images by a classifier of features that are computed once."""
         data = subject.features
         train = data.train.to(subject.device)
@@ -138,7 +138,7 @@ class TrainedLinear:
         with torch.inference_mode():
             return classes_of(head(data.test.to(subject.device)))
 
-    def _on_images(self, subject: Subject, drawn: Tensor, place: Place) -> Tensor:
+    def _on_images(self, subject: EvaluationInput, drawn: Tensor, place: Place) -> Tensor:
         """Classes of the test images by a classifier of features that are computed anew in every epoch."""
         assert subject.encoder is not None
         encoder = self._copy(subject.encoder).to(subject.device)

@@ -11,7 +11,7 @@ from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.evaluation.probes import Evaluation, evaluate
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Subject, load_labelled, why_not_evaluable
+from fedssl.evaluation.subject import EvaluationInput, load_labelled, why_not_evaluable
 
 
 class Transfer:
@@ -41,7 +41,7 @@ class Transfer:
         self.protocol: Evaluation = Component(protocol).make()
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, Score]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject on every data set."""
         results: dict[str, Score] = {}
         for name in self.datasets:
@@ -49,7 +49,7 @@ class Transfer:
             results |= {f"{key}@{name}": score for key, score in found.items()}
         return results
 
-    def _on(self, name: str, subject: Subject) -> Subject:
+    def _on(self, name: str, subject: EvaluationInput) -> EvaluationInput:
         _, channels, size, _ = subject.train.images.shape
         data = self.datasets[name].resized(size)
         if data.channels != channels:

@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.alike import alike, part_of
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.scores import heading
-from fedssl.evaluation.subject import Labelled, Subject, load_labelled, why_not_evaluable
+from fedssl.evaluation.subject import EvaluationInput, Labelled, load_labelled, why_not_evaluable
 from fedssl.partition import split
 from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
@@ -99,7 +99,7 @@ def _measure_round(
     def accuracies(file: Path, clients: Sequence[int]) -> tuple[float, list[float]]:
         """Of one model, on all test images and on those of every client."""
         with run.loaded(file, round=kept.round) as method:
-            whole = Subject(
+            whole = EvaluationInput(
                 encoder=method.encoder, train=train, test=test, mean=data.mean, std=data.std, device=run.device
             )
             return _accuracy(whole), [_accuracy(part_of(whole, rows[client])) for client in clients]
@@ -122,7 +122,7 @@ def _measure_round(
     return found
 
 
-def _accuracy(subject: Subject) -> float:
+def _accuracy(subject: EvaluationInput) -> float:
     return KNN()(subject, seed=0)["knn"].value
 
 

@@ -243,7 +243,7 @@ class ClientUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class PersonalizedModelRequest:
     """What a client of a simulation is asked to show beside a plan: the encoder that it would use itself.
 
     Attributes
@@ -263,7 +263,7 @@ class Ask:
         return RecordDict({**plan, PERSONALIZED: asked})
 
     @classmethod
-    def from_content(cls, content: RecordDict) -> "Ask":
+    def from_content(cls, content: RecordDict) -> "PersonalizedModelRequest":
         """What the content of a message asks."""
         asked = content.config_records[PERSONALIZED]
         return cls(epochs=_as_count(asked["epochs"]), adapted=bool(asked["adapted"]))

@@ -106,7 +106,7 @@ def test_a_rehearsal_ends_where_images_come_to_the_encoder(monkeypatch):
 
 def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
     made, method, _ = evaluator(final="Trains")
-    monkeypatch.setattr("fedssl.evaluation.subject.Subject.num_classes", 11)
+    monkeypatch.setattr("fedssl.evaluation.subject.EvaluationInput.num_classes", 11)
     with pytest.raises(InputError, match="too many classes"):
         made.check(method.encoder)
     with pytest.raises(InputError, match="labels_per_class=70 but class"):

@@ -8,9 +8,15 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.wire.messages import Ask, TrainPlan
+from fedssl.wire.messages import PersonalizedModelRequest, TrainPlan
 from server_app.messaging import MessageExchange
-from server_app.personalization import ADAPTED, RECEIVED, USED, own_models, shown
+from server_app.personalization import (
+    PARTICIPANTS,
+    UNSEEN,
+    UNSEEN_ADAPTED,
+    evaluate_personalized,
+    request_personalized_encoders,
+)
 from simulation.cli import run
 from strategies import choosing
 from strategies.state import GLOBAL
@@ -24,7 +30,13 @@ NEW = ["num_clients=4", "clients_per_round=2", "newcomers=1", *JUDGED]
 
 
 def encoders(federation, clients, ask=None):
-    found = shown(MessageExchange(federation.grid), federation.components, federation.state, clients, ask or Ask())
+    found = request_personalized_encoders(
+        MessageExchange(federation.grid),
+        federation.components,
+        federation.state,
+        clients,
+        ask or PersonalizedModelRequest(),
+    )
     return {client: (name, layers) for client, name, layers in found}
 
 
@@ -45,20 +57,22 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
     model = federation.state.models[GLOBAL].layers
     found = encoders(federation, [0, 1, 2, 3])
     assert all(name == GLOBAL and equal(layers, model) for name, layers in found.values())
-    adapted = encoders(federation, [3], Ask(epochs=1, adapted=True))[3][1]
+    adapted = encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=True))[3][1]
     assert not equal(adapted, model)
-    assert equal(encoders(federation, [3], Ask(epochs=1))[3][1], model)
-    assert equal(adapted, encoders(federation, [3], Ask(epochs=1, adapted=True))[3][1])  # nothing was kept
-    judged = own_models(
+    assert equal(encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3][1], model)
+    assert equal(
+        adapted, encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=True))[3][1]
+    )  # nothing was kept
+    judged = evaluate_personalized(
         MessageExchange(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1
     )
-    assert [(one.client, one.whose) for one in judged] == [
-        *((client, USED) for client in range(3)),
-        (3, RECEIVED),
-        (3, ADAPTED),
+    assert [(one.client, one.group) for one in judged] == [
+        *((client, PARTICIPANTS) for client in range(3)),
+        (3, UNSEEN),
+        (3, UNSEEN_ADAPTED),
     ]
-    assert len({one.everywhere["knn"] for one in judged[:4]}) == 1
-    assert len({one.own["knn"] for one in judged[:3]}) > 1
+    assert len({one.global_test["knn"] for one in judged[:4]}) == 1
+    assert len({one.local_test["knn"] for one in judged[:3]}) > 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,7 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
         return original(half, method, plans, state, local_data)
 
     monkeypatch.setattr(choosing.SelectByFeatures, "select_model", choose)
-    name, layers = encoders(federation, [3], Ask(epochs=1))[3]
+    name, layers = encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3]
     assert learned == [False, True]
     model = federation.state.models.get(name, federation.components.context.initial_model())
     assert equal(layers, model.layers)
@@ -104,7 +118,9 @@ def test_newcomers_learn_although_the_learning_rate_has_come_to_its_end(tmp_path
     federation = Federation(tmp_path, "strategy=fedavg", *NEW, "rounds=1", "lr_schedule=cosine")
     federation.run(1)
     assert federation.components.context.lr_factor(2) == 0
-    received, adapted = (encoders(federation, [3], Ask(epochs=1, adapted=now))[3][1] for now in (False, True))
+    received, adapted = (
+        encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=now))[3][1] for now in (False, True)
+    )
     assert any(not np.array_equal(received[name], adapted[name]) for name in received if received[name].ndim == 4)
 
 
@@ -112,28 +128,28 @@ def test_who_was_never_drawn_is_a_newcomer(tmp_path):
     federation = Federation(tmp_path, "strategy=fedavg", *THREE, "clients_per_round=1")
     federation.run(1)
     (trained,) = federation.state.took_part
-    judged = own_models(
+    judged = evaluate_personalized(
         MessageExchange(federation.grid), federation.components, federation.state, trained={trained}, epochs=0
     )
-    whose = {one.client: one.whose for one in judged}
-    assert whose == {client: USED if client == trained else RECEIVED for client in range(3)}
+    groups = {one.client: one.group for one in judged}
+    assert groups == {client: PARTICIPANTS if client == trained else UNSEEN for client in range(3)}
 
 
 def test_in_the_run_folder(tmp_path):
     overrides = ["num_clients=3", "clients_per_round=2", "newcomers=1", *JUDGED, "rounds=2", "local_epochs=1"]
     overrides += ["encoder.width=4", "threads=1", "engine=local", "evaluate_every=0", "partition.alpha=0.5"]
     run([*overrides, f"output_dir={tmp_path / 'run'}"])
-    found = json.loads((tmp_path / "run" / "own_models.json").read_text())
+    found = json.loads((tmp_path / "run" / "personalized.json").read_text())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert found["means"] == summary["own_models"]
-    assert found["means"][USED]["knn"] == pytest.approx(summary["final"]["federated"]["knn"])
-    assert {(row["client"], row["whose"]) for row in found["clients"]} == {
-        *((client, USED) for client in (0, 1)),
-        (2, RECEIVED),
-        (2, ADAPTED),
+    assert found["means"] == summary["personalized"]
+    assert found["means"][PARTICIPANTS]["knn"] == pytest.approx(summary["final"]["federated"]["knn"])
+    assert {(row["client"], row["group"]) for row in found["clients"]} == {
+        *((client, PARTICIPANTS) for client in (0, 1)),
+        (2, UNSEEN),
+        (2, UNSEEN_ADAPTED),
     }
-    own = [row["own"]["knn"] for row in found["clients"] if row["whose"] == USED]
-    assert found["means"][f"{USED}, own classes"]["knn"] == pytest.approx(sum(own) / 2)
+    own = [row["local_test"]["knn"] for row in found["clients"] if row["group"] == PARTICIPANTS]
+    assert found["means"][f"{PARTICIPANTS}, local test"]["knn"] == pytest.approx(sum(own) / 2)
     assert isinstance(load_encoder(tmp_path / "run" / "encoder.pt"), torch.nn.Module)
 
 
@@ -143,7 +159,7 @@ def test_a_device_shows_nothing(tmp_path):
         round=1, layers={}, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x"
     ).to_content()
     device = context(**{"data-path": str(write_images(tmp_path / "own", 4)), "state-path": str(tmp_path / "states")})
-    reply = asked_of(Ask().beside(plan), device, kind="train.own")
+    reply = asked_of(PersonalizedModelRequest().beside(plan), device, kind="train.personalized")
     assert reply.has_error()
     assert "what a device uses itself stays on it" in reply.error.reason
     assert federation.components.client_data is not None

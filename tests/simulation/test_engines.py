@@ -49,6 +49,6 @@ def test_local_and_ray_agree_to_the_last_bit(tmp_path, overrides, beside):
     finals = [json.loads((tmp_path / engine / "summary.json").read_text())["final"] for engine in ("local", "ray")]
     assert finals[0] == finals[1]
     if "evaluate_clients=true" in overrides:
-        own = [json.loads((tmp_path / engine / "own_models.json").read_text()) for engine in ("local", "ray")]
+        own = [json.loads((tmp_path / engine / "personalized.json").read_text()) for engine in ("local", "ray")]
         assert own[0] == own[1]
     assert (tmp_path / "local" / "partition.csv").read_text() == (tmp_path / "ray" / "partition.csv").read_text()

@@ -3,13 +3,13 @@
 import torch
 
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.subject import Subject
+from fedssl.evaluation.subject import EvaluationInput
 
 
 class NearestMean:
     """Accuracy of the class whose mean is nearest, as ``nearest_mean``."""
 
-    def __call__(self, subject: Subject, *, seed: int) -> dict[str, float]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, float]:
         features = subject.features
         classes = range(features.num_classes)
         means = torch.stack([features.train[features.train_labels == label].mean(dim=0) for label in classes])

@@ -6,7 +6,7 @@ from torch import Tensor
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.probes import Evaluation, evaluate
 from fedssl.evaluation.scores import as_numbers
-from fedssl.evaluation.subject import Labelled, Subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled
 
 
 def blobs(seed: int = 0, *, n: int = 200, dim: int = 8, classes: int = 4, spread: float = 2.0) -> Features:
@@ -23,7 +23,7 @@ def blobs(seed: int = 0, *, n: int = 200, dim: int = 8, classes: int = 4, spread
     return Features(*sample(n), *sample(n), num_classes=classes)
 
 
-class Given(Subject):
+class Given(EvaluationInput):
     """A subject whose features are there already."""
 
     def __init__(self, data: Features) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedssl.evaluation.alike import alike, part_of
-from fedssl.evaluation.subject import Labelled, Subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled
 
 
 def labels(**counts):
@@ -52,7 +52,9 @@ def test_a_part_has_the_features_of_the_whole_without_computing_them_anew():
 
     images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
     some = Labelled(images, torch.tensor([0, 1, 2, 0, 1, 2]))
-    whole = Subject(encoder=Counting(), train=some, test=some, mean=(0.0,), std=(1.0,), device=torch.device("cpu"))
+    whole = EvaluationInput(
+        encoder=Counting(), train=some, test=some, mean=(0.0,), std=(1.0,), device=torch.device("cpu")
+    )
     rows = torch.tensor([1, 4])
     part = part_of(whole, rows)
     assert part.features.test.equal(whole.features.test[rows])

@@ -12,7 +12,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels, stratified
 from fedssl.evaluation.fine_tune import FineTune
 from fedssl.evaluation.probes import evaluate
-from fedssl.evaluation.subject import Labelled, Subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled
 
 
 class Brightness(nn.Module):
@@ -42,7 +42,7 @@ def subject(encoder, *, n=60):
     images[labels == 1, :, :2] += 120
     images[labels == 0, :, 2:] += 120
     some = Labelled(images, labels)
-    return Subject(encoder=encoder, train=some, test=some, mean=(0.5,), std=(0.5,), device=torch.device("cpu"))
+    return EvaluationInput(encoder=encoder, train=some, test=some, mean=(0.5,), std=(0.5,), device=torch.device("cpu"))
 
 
 def protocol(**changes):

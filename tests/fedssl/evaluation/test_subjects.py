@@ -12,7 +12,7 @@ from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear import Linear
 from fedssl.evaluation.probes import Probes, evaluate
 from fedssl.evaluation.scores import Score, units_of
-from fedssl.evaluation.subject import Labelled, Subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,12 +27,12 @@ class Counting(nn.Flatten):
         return super().forward(x)
 
 
-def subject(encoder: nn.Module | None) -> Subject:
+def subject(encoder: nn.Module | None) -> EvaluationInput:
     """Images of 1 x 2 pixels: class 0 is bright on the left, class 1 on the right."""
     images = torch.tensor([[255, 0], [0, 255], [204, 51], [51, 204]], dtype=torch.uint8).view(4, 1, 1, 2)
     labels = torch.tensor([0, 1, 0, 1])
     some = {"train": Labelled(images, labels), "test": Labelled(images[:3], labels[:3])}
-    return Subject(encoder=encoder, **some, mean=(0.5,), std=(0.1,), device=torch.device("cpu"))
+    return EvaluationInput(encoder=encoder, **some, mean=(0.5,), std=(0.1,), device=torch.device("cpu"))
 
 
 def test_features_are_computed_once_for_all_protocols():
@@ -54,7 +54,7 @@ def test_features_of_an_encoder_and_raw_pixels():
 class FineTuned:
     """A protocol that trains a copy of the encoder: no features, the images themselves."""
 
-    def __call__(self, subject: Subject, *, seed: int) -> Mapping[str, Score | float]:
+    def __call__(self, subject: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
         if subject.encoder is None:
             return {}
         network = nn.Sequential(copy.deepcopy(subject.encoder), nn.LazyLinear(subject.num_classes)).train()

@@ -18,7 +18,7 @@ from fedssl.evaluation.few_labels import stratified
 from fedssl.evaluation.linear import Linear
 from fedssl.evaluation.probes import evaluate
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import Labelled, Subject, make_subject
+from fedssl.evaluation.subject import EvaluationInput, Labelled, make_subject
 from fedssl.evaluation.trained_linear import TrainedLinear
 from fedssl.seeding import numpy_generator
 
@@ -46,7 +46,7 @@ def subject(encoder, *, n=60, m=20):
         images[labels == 0, :, 2:] += 120
         return Labelled(images, labels)
 
-    return Subject(encoder=encoder, train=some(n), test=some(m), mean=(0.5,), std=(0.5,), device=CPU)
+    return EvaluationInput(encoder=encoder, train=some(n), test=some(m), mean=(0.5,), std=(0.5,), device=CPU)
 
 
 def protocol(**changes):
@@ -242,7 +242,7 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
     images = [Labelled(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
 
     def judged(made, x, x_test):
-        given = Subject(encoder=None, train=images[0], test=images[1], mean=(0.5,), std=(0.5,), device=CPU)
+        given = EvaluationInput(encoder=None, train=images[0], test=images[1], mean=(0.5,), std=(0.5,), device=CPU)
         given.__dict__["features"] = Features(x, labels, x_test, test_labels, num_classes=4)
         return next(iter(evaluate(made, given, seed=0).values())).value
 
