@@ -22,7 +22,7 @@ from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import PARTITIONS, SUITES, Suite
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
-from fedssl.partition import divide, write_division
+from fedssl.partition import make_partition, write_partition
 
 DOCS = Path(__file__).parents[1] / "docs"
 DIGESTS = PARTITIONS / "SHA256SUMS"
@@ -68,8 +68,8 @@ def write_divisions(data: str) -> None:
             overrides = [*suite.overrides, *suite.data(data), f"seed={seed}", f"num_clients={suite.clients}"]
             settings = compose([*overrides, "partition=dirichlet", f"partition.alpha={suite.alpha}"])
             image_data = load_federated(settings.data)
-            parts = divide(settings.partition, image_data).parts
-            suite.division(seed).write_text(write_division(parts, image_data.labels))
+            parts = make_partition(settings.partition, image_data).client_indices
+            suite.division(seed).write_text(write_partition(parts, image_data.labels))
         lines |= digests(suite)
     DIGESTS.write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(lines.items())))
 

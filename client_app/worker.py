@@ -20,7 +20,7 @@ from fedssl.machine.devices import place_images
 from fedssl.machine.process import configure_process
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, load_layers, names_in_parts
-from fedssl.partition import split
+from fedssl.partition import client_indices
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
@@ -37,7 +37,7 @@ class ClientWorker:
         self.device = configure_process(settings.machine)
         image_data = load_federated(settings.data)
         self.images = place_images(image_data.images, self.device)
-        self.client_indices = None if settings.partition is None else split(settings.partition, image_data)
+        self.client_indices = None if settings.partition is None else client_indices(settings.partition, image_data)
         self.client_strategy: ClientStrategy = settings.strategy.make().client
         self.method = build_method(settings.model).to(self.device)
         if self.method.uses_labels and settings.partition is None:

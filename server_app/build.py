@@ -20,7 +20,7 @@ from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.partition import divide
+from fedssl.partition import make_partition
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
@@ -119,7 +119,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         if image_data.labels is None:
             settings = partition_without_labels(settings)
         validate_personalized_evaluation(settings, image_data)
-        client_data = ClientData(image_data, divide(settings.partition, image_data))
+        client_data = ClientData(image_data, make_partition(settings.partition, image_data))
         check_clients(client_data.parts, method)
     training = LocalTrainer.build(settings.training, method)
     lr_schedule = make_lr_schedule(settings, method)

@@ -16,7 +16,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers, load_layers
-from fedssl.partition import auxiliary
+from fedssl.partition import server_indices
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.stages import set_active_stages
@@ -80,7 +80,7 @@ class Calibration:
                 "set calibration.dataset.size and calibration.dataset.channels to the same"
             )
         self._images = images  # not a copy of the share, which may be larger than the memory
-        self._rows = torch.from_numpy(auxiliary(len(images), share=settings.share, seed=seed))
+        self._rows = torch.from_numpy(server_indices(len(images), share=settings.share, seed=seed))
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     def __call__(self, round: int, layers: Layers) -> Layers:

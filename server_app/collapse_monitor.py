@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedssl.arrays import Layers
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import load_any, load_federated
+from fedssl.datasets.base import load_federated, load_split
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.health import TOP, Health, spectrum
 from fedssl.methods.base import SSLMethod
@@ -98,7 +98,7 @@ class CollapseMonitor:
             device=device,
             seed=seed,
         )
-        held_out = load_any(data, "test")
+        held_out = load_split(data, "test")
         if held_out is None:
             log.info("the data set has no test images: spectra and representations are of the clients' images")
         shown, self._split = (federated, "federated") if held_out is None else (held_out, "test")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedssl.datasets.base import ImageData
-from fedssl.partition import Division
+from fedssl.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class ClientData:
     ----------
     image_data : ImageData
         Of all clients together.
-    division : Division
+    partition : Partition
         The images of each client, and by what they were divided.
     """
 
     image_data: ImageData
-    division: Division
+    partition: Partition
 
     @property
     def parts(self) -> list[np.ndarray]:
         """The images of each client."""
-        return self.division.parts
+        return self.partition.client_indices

@@ -170,14 +170,14 @@ class Recorder:
         """
         self._settings = settings
         if client_data:
-            self._write_division(client_data)
+            self._write_partition(client_data)
         save_run(self._settings, self.folder)
         self._tracking.begin(settings, done=self._done)
 
-    def _write_division(self, client_data: ClientData) -> None:
-        image_data, division, file = client_data.image_data, client_data.division, self.folder / "partition.csv"
+    def _write_partition(self, client_data: ClientData) -> None:
+        image_data, partition, file = client_data.image_data, client_data.partition, self.folder / "partition.csv"
         text = partition_table(
-            client_data.parts, (image_data.labels, image_data.classes), (division.groups, division.names)
+            client_data.parts, (image_data.labels, image_data.classes), (partition.groups, partition.names)
         )
         if self._settings.resumed is not None and read_text(file, max_bytes=MAX_LINES_BYTES) not in (None, text):
             raise InputError(
@@ -330,12 +330,12 @@ class Recorder:
     def figures(self, client_data: ClientData | None) -> None:
         """Draw who holds what, if that is known, and the curves of the rounds."""
         if client_data:
-            image_data, division = client_data.image_data, client_data.division
+            image_data, partition = client_data.image_data, client_data.partition
             file = self.folder / "figures" / "partition.png"
-            if division.groups is None:
+            if partition.groups is None:
                 save_partition_plot(file, client_data.parts, image_data.labels, image_data.classes)
             else:
-                save_partition_plot(file, client_data.parts, division.groups, division.names, kind=division.kind)
+                save_partition_plot(file, client_data.parts, partition.groups, partition.names, kind=partition.kind)
         draw_curves(self.folder)
 
     def summary(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fedssl.arrays import Layers
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import load_any
+from fedssl.datasets.base import load_split
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
@@ -31,7 +31,7 @@ class ServerFeatureExtractor:
         self, method: SSLMethod, *, data: DataSettings, num_images: int, device: torch.device, seed: int
     ) -> None:
         self._method, self._data, self._device = method, data, device
-        found = load_any(data, "train")
+        found = load_split(data, "train")
         assert found is not None  # an algorithm without them was refused
         order = torch.randperm(len(found.images), generator=torch_generator(seed, "represent"))
         self._images = found.images[order[:num_images]]

@@ -23,6 +23,7 @@ MOVED = {
     "fedssl.schedules.": "fedssl.schedule.phases.",
     "fedssl.lr_schedules.": "fedssl.schedule.lr.",
     "server_app.trackers.base.Nothing": "server_app.trackers.base.NullTracker",
+    "fedssl.partition.listed": "fedssl.partition.from_file",
     "strategies.robust.Krum": "strategies.krum.Krum",
     "strategies.orchestra.Orchestra": "strategies.fedavg.FedAvg",
     "strategies.loss.Loss": "strategies.loss.LossWeighted",

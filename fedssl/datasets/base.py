@@ -49,7 +49,7 @@ class ImageData:
         int64, ``(n,)``, who made each image (a writer, a device, a hospital); None if unknown.
     owner_names : tuple of str
         Names of the owners, ``owner_names[owner]``; empty if unknown.
-    notices : tuple of str
+    warnings : tuple of str
         What people are to know of them, such as files that cannot be read; a warning in every process that uses them.
     """
 
@@ -58,7 +58,7 @@ class ImageData:
     classes: tuple[str, ...] = ()
     owners: torch.Tensor | None = None
     owner_names: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def load(data: DataSettings, split: Split) -> ImageData | None:
@@ -80,7 +80,7 @@ def load(data: DataSettings, split: Split) -> ImageData | None:
     InputError
         If a setting, file or folder cannot be used.
     """
-    image_data = load_any(data, split)
+    image_data = load_split(data, split)
     if split == "federated":
         if image_data is None:
             raise InputError(
@@ -91,14 +91,14 @@ def load(data: DataSettings, split: Split) -> ImageData | None:
     return None if image_data is None or image_data.labels is None else image_data
 
 
-def load_any(data: DataSettings, split: Split) -> ImageData | None:
+def load_split(data: DataSettings, split: Split) -> ImageData | None:
     """Images of one split as `load` gives them, labelled or not; None if the data set has none."""
     check(data)
-    source = source_of(data, split)
-    return None if source is None else _read(data, source, data.test_limit if split == "test" else data.limit)
+    source = source_split(data, split)
+    return None if source is None else _read_split(data, source, data.test_limit if split == "test" else data.limit)
 
 
-def source_of(data: DataSettings, split: Split) -> str | None:
+def source_split(data: DataSettings, split: Split) -> str | None:
     """The source's name of a split; None if the settings say that it has none."""
     return {"federated": data.federated, "train": data.train, "test": data.test}[split]
 
@@ -145,14 +145,14 @@ def check(data: DataSettings) -> None:
             )
 
 
-def choose(count: int, limit: int | None) -> np.ndarray:
+def subsample_indices(count: int, limit: int | None) -> np.ndarray:
     """Positions ``(min(count, limit),)`` of the images to use, sorted; always the same ones. None: all."""
     if limit is None or limit >= count:
         return np.arange(count)
     return np.sort(numpy_generator(_FIXED_SEED, "limit").permutation(count)[:limit])
 
 
-def hold_out(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split positions into training and test with equal shares of every class; always the same ones.
 
     Every class gives the floor of its share; the classes with the largest remainders give one image more until the
@@ -186,10 +186,10 @@ def _spread(values: tuple[float, ...], channels: int) -> str:
 
 
 @lru_cache(maxsize=4)
-def _read(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
+def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
     """Read one split of the source."""
     image_data: ImageData | None = data.reader.make(source, limit=limit)
-    for notice in image_data.notices if image_data is not None else ():
+    for notice in image_data.warnings if image_data is not None else ():
         log.warning("%s", sanitize(notice))
     if image_data is not None and image_data.labels is not None and data.num_classes is not None:
         highest = int(image_data.labels.max())

@@ -1,7 +1,7 @@
 """Decoded images in a file: made once on a host, and read by all its processes as one piece of memory.
 
 The setting ``dataset.cache`` is the folder of all of them: ``auto`` is ``$XDG_CACHE_HOME/fedssl`` or
-``~/.cache/fedssl``. Each is a folder of its own, named after what the pixels depend on; `fedssl.datasets.entry` says
+``~/.cache/fedssl``. Each is a folder of its own, named after what the pixels depend on; `fedssl.datasets.cache_entry` says
 what is in it. Nothing is removed but what is damaged: a folder may be deleted whenever no run uses it.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 import PIL
 
 from fedssl.datasets.base import ImageData
-from fedssl.datasets.decoding import VERSION, in_memory
-from fedssl.datasets.entry import Entry, NewCanvas, unusable
+from fedssl.datasets.cache_entry import CacheEntry, NewBuffer, cache_error
+from fedssl.datasets.decoding import VERSION, memory_buffer
 
-WORTH = 1.0  # seconds of decoding from which on a file pays
+MIN_SECONDS_TO_CACHE = 1.0  # seconds of decoding from which on a file pays
 # Of decoding on one core, measured with images of 32 to 500 pixels: what each costs, and each of its encoded bytes.
 _SECONDS_PER_IMAGE, _SECONDS_PER_BYTE = 1e-4, 5e-8
 
@@ -29,7 +29,7 @@ log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True)
-class Origin:
+class CacheKey:
     """Where images come from: all that their pixels, labels and owners depend on.
 
     Attributes
@@ -51,16 +51,16 @@ class Origin:
     settings: Mapping[str, Any]
 
 
-def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], ImageData | None]) -> ImageData | None:
+def cached(place: str | None, cache_key: CacheKey, make: Callable[[NewBuffer], ImageData | None]) -> ImageData | None:
     """The images, decoded once on this host or in this process.
 
     Parameters
     ----------
     place : str or None
         The folder, or "auto"; None: they are decoded into the memory of this process, as few ones always are.
-    origin : Origin
+    cache_key : CacheKey
     make : callable
-        Decodes them onto a canvas that it asks for, or finds that there are none.
+        Decodes them onto a buffer that it asks for, or finds that there are none.
 
     Raises
     ------
@@ -68,11 +68,11 @@ def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], ImageD
         There is no room for the file, or the folder cannot be used; and what ``make`` raises.
     """
     if place is None:
-        return make(in_memory)
-    size, key = _identity(origin)
-    if origin.wanted * (_SECONDS_PER_IMAGE + _SECONDS_PER_BYTE * size / origin.num_images) < WORTH:
-        return make(in_memory)
-    entry = Entry(root(place) / f"{re.sub(r'[^-.0-9A-Za-z]+', '-', origin.name)}-{key}")
+        return make(memory_buffer)
+    size, key = _identity(cache_key)
+    if cache_key.wanted * (_SECONDS_PER_IMAGE + _SECONDS_PER_BYTE * size / cache_key.num_images) < MIN_SECONDS_TO_CACHE:
+        return make(memory_buffer)
+    entry = CacheEntry(root(place) / f"{re.sub(r'[^-.0-9A-Za-z]+', '-', cache_key.name)}-{key}")
     found = entry.read()
     if found is not None:
         return found
@@ -80,9 +80,9 @@ def cached(place: str | None, origin: Origin, make: Callable[[NewCanvas], ImageD
         lock = entry.open()
     except OSError as error:
         if place != "auto":
-            raise unusable(entry.folder, error) from error
+            raise cache_error(entry.folder, error) from error
         log.warning("%s cannot be made (%s): images are decoded into memory", entry.folder, error.strerror)
-        return make(in_memory)
+        return make(memory_buffer)
     with lock:
         entry.wait_for(lock)
         return entry.read() or entry.write(make)
@@ -95,12 +95,12 @@ def root(place: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "fedssl"
 
 
-def _identity(origin: Origin) -> tuple[int, str]:
+def _identity(cache_key: CacheKey) -> tuple[int, str]:
     """Bytes of all files, and a name for the images: another one for each change of what they depend on."""
-    settings = {"version": VERSION, "Pillow": PIL.__version__, **origin.settings}
+    settings = {"version": VERSION, "Pillow": PIL.__version__, **cache_key.settings}
     hashed = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     total = 0
-    for file in origin.files:
+    for file in cache_key.files:
         found = file.stat()
         hashed.update(f"{file}\0{found.st_size}\0{found.st_mtime_ns}\n".encode(errors="surrogateescape"))
         total += found.st_size

@@ -28,7 +28,7 @@ _LARGEST_PIXEL = 8  # bytes of a pixel in a file without compression
 _PER_PIXEL = 12  # bytes in memory: the decoded image, a turned and a converted copy
 _NAMED = 5  # images that a warning names
 THREADS = 8  # most threads that decode
-NOTED = 10.0  # seconds between two lines about a long decoding
+DECODE_LOG_INTERVAL = 10.0  # seconds between two lines about a long decoding
 VERSION = 2  # of the pixels: another number for other pixels of the same images
 _MOVED = 1024  # images moved at a time
 
@@ -105,7 +105,7 @@ def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: in
             return to_array(image, channels=channels, size=size)
 
 
-def told(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> str:
+def unreadable_summary(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> str:
     """One line about images that are left out: how many, and the first few with the reasons.
 
     Raises
@@ -129,7 +129,7 @@ def _reason(error: Exception) -> str:
     return sanitize(f"{kind}{text}")[:200]
 
 
-class Canvas:
+class PixelBuffer:
     """Memory for the pixels of images, and how far they are decoded; this one is gone with the process.
 
     Attributes
@@ -147,14 +147,14 @@ class Canvas:
         self.done = 0
         self.unreadable: dict[int, str] = {}
 
-    def note(self, done: int, unreadable: Mapping[int, str]) -> None:
+    def save_progress(self, done: int, unreadable: Mapping[int, str]) -> None:
         """Keep in mind how far decoding has come."""
         self.done, self.unreadable = done, {at: reason for at, reason in unreadable.items() if at < done}
 
-    def leave_out(self, positions: Collection[int]) -> np.ndarray:
+    def drop(self, positions: Collection[int]) -> np.ndarray:
         """Move the other images together, in their order; returns their positions from before."""
         kept = np.delete(np.arange(len(self.pixels)), list(positions))
-        self.note(0, {})  # who is stopped from here on must decode again
+        self.save_progress(0, {})  # who is stopped from here on must decode again
         for start in range(min(positions), len(kept), _MOVED):
             rows = kept[start : start + _MOVED]
             self.pixels[start : start + len(rows)] = self.pixels[rows]
@@ -167,8 +167,8 @@ class Canvas:
         return torch.from_numpy(self.pixels)
 
 
-def in_memory(shape: tuple[int, int, int, int]) -> Canvas:
-    """A canvas for images ``(count, channels, size, size)``; raises `InputError` if they do not fit into memory."""
+def memory_buffer(shape: tuple[int, int, int, int]) -> PixelBuffer:
+    """A buffer for images ``(count, channels, size, size)``; raises `InputError` if they do not fit into memory."""
     needed, free = math.prod(shape), available_memory()
     if free is not None and needed > free:
         raise InputError(
@@ -176,22 +176,22 @@ def in_memory(shape: tuple[int, int, int, int]) -> Canvas:
             f"{gigabytes(free)} are available; have them decoded into a file with dataset.cache=auto or "
             "dataset.cache=FOLDER, or lower dataset.limit or dataset.size"
         )
-    return Canvas(np.empty(shape, dtype=np.uint8))
+    return PixelBuffer(np.empty(shape, dtype=np.uint8))
 
 
 def decode(
-    batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas, *, max_pixels: int = MAX_PIXELS
+    batches: Callable[[int], Iterable[Sequence[bytes | Path]]], buffer: PixelBuffer, *, max_pixels: int = MAX_PIXELS
 ) -> dict[int, str]:
-    """Decode all images that are not on the canvas yet, with a pool of threads.
+    """Decode all images that are not on the buffer yet, with a pool of threads.
 
     Threads fetch the next batch only when they are free, so that no more than one batch per thread waits in memory.
-    Every `NOTED` seconds a line says how far they have come, and the canvas takes note of it.
+    Every `DECODE_LOG_INTERVAL` seconds a line says how far they have come, and the buffer takes note of it.
 
     Parameters
     ----------
     batches : callable
-        Gives the encoded images or files from a position on, in batches: ``len(canvas.pixels)`` in all from 0 on.
-    canvas : Canvas
+        Gives the encoded images or files from a position on, in batches: ``len(buffer.pixels)`` in all from 0 on.
+    buffer : PixelBuffer
         Takes the pixels.
     max_pixels : int
         Most pixels of an image; one with more counts as one that cannot be decoded.
@@ -208,36 +208,38 @@ def decode(
     """
     if not 1 <= max_pixels <= _MAX_PIXELS:
         raise InputError(f"dataset.max_pixels={max_pixels} must be from 1 to {_MAX_PIXELS}; most have 1 to 50 million")
-    work = _Work(batches, canvas, max_pixels)
+    work = _Work(batches, buffer, max_pixels)
     threads = min(THREADS, available_cores())
     with ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(work.some) for _ in range(threads)]
+        running = [pool.submit(work.run) for _ in range(threads)]
         try:
-            while wait(running, timeout=NOTED, return_when=FIRST_EXCEPTION).not_done and not work.failed(running):
-                canvas.note(*work.state())
-                work.tell()
+            while wait(running, timeout=DECODE_LOG_INTERVAL, return_when=FIRST_EXCEPTION).not_done and not work.failed(
+                running
+            ):
+                buffer.save_progress(*work.state())
+                work.log_progress()
         finally:  # also where the user stops it
             work.stopped = True
             wait(running)
-            canvas.note(*work.state())
+            buffer.save_progress(*work.state())
     for done in running:
         done.result()
-    return dict(sorted(canvas.unreadable.items()))
+    return dict(sorted(buffer.unreadable.items()))
 
 
 class _Work:
     """What is left to decode, shared by threads that take it batch by batch."""
 
     def __init__(
-        self, batches: Callable[[int], Iterable[Sequence[bytes | Path]]], canvas: Canvas, max_pixels: int
+        self, batches: Callable[[int], Iterable[Sequence[bytes | Path]]], buffer: PixelBuffer, max_pixels: int
     ) -> None:
         self.stopped, self._max_pixels = False, max_pixels
-        self._pixels, self._unreadable = canvas.pixels, dict(canvas.unreadable)
-        self._start, self._begun = canvas.done, time.monotonic()
-        self._batches, self._next = iter(batches(canvas.done)), canvas.done
+        self._pixels, self._unreadable = buffer.pixels, dict(buffer.unreadable)
+        self._start, self._begun = buffer.done, time.monotonic()
+        self._batches, self._next = iter(batches(buffer.done)), buffer.done
         self._lock, self._open = Lock(), set[int]()
 
-    def some(self) -> None:
+    def run(self) -> None:
         """Decode batches until there are no more."""
         while not self.stopped:
             with self._lock:
@@ -265,7 +267,7 @@ class _Work:
         with self._lock:
             return min(self._open, default=self._next), dict(self._unreadable)
 
-    def tell(self) -> None:
+    def log_progress(self) -> None:
         """Write a line of how far it is."""
         done, count = self.state()[0], len(self._pixels)
         if done > self._start:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedssl.datasets.base import ImageData, choose, hold_out
+from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.decoding import to_array
 
 TEST_FRACTION = 0.2  # of every class
@@ -35,9 +35,9 @@ def read(split: str, *, channels: int, size: int, limit: int | None) -> ImageDat
         With labels and without owners.
     """
     values, labels = _values_and_labels()
-    train, test = hold_out(labels, fraction=TEST_FRACTION)
+    train, test = stratified_holdout(labels, fraction=TEST_FRACTION)
     rows = test if split == "test" else train
-    rows = rows[choose(len(rows), limit)]
+    rows = rows[subsample_indices(len(rows), limit)]
     pixels = np.rint(values[rows] * (255 / 16)).astype(np.uint8)
     images = np.stack([to_array(Image.fromarray(image), channels=channels, size=size) for image in pixels])
     return ImageData(torch.from_numpy(images), torch.from_numpy(labels[rows]), tuple("0123456789"))

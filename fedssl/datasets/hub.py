@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from fedssl.datasets.base import ImageData, choose, hold_out
-from fedssl.datasets.cache import Origin, cached
-from fedssl.datasets.decoding import MAX_PIXELS, decode, told
-from fedssl.datasets.entry import NewCanvas
+from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
+from fedssl.datasets.cache import CacheKey, cached
+from fedssl.datasets.cache_entry import NewBuffer
+from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
 from fedssl.errors import InputError
 from fedssl.untrusted import sanitize
 
@@ -89,27 +89,27 @@ def read(
     if not count:
         return None
 
-    def make(canvas: NewCanvas) -> ImageData | None:
+    def make(new_buffer: NewBuffer) -> ImageData | None:
         labels, classes, notices = _labels(files, label)
         rows = np.arange(count)
         if held_out and labels is None:
             return None
         if labels is not None and shared and (held_out or split == "train"):
-            rows = hold_out(labels, fraction=test_fraction)[held_out]
-        rows = rows[choose(len(rows), limit)]
+            rows = stratified_holdout(labels, fraction=test_fraction)[held_out]
+        rows = rows[subsample_indices(len(rows), limit)]
         if not len(rows):
             return None
         owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
-        painted = canvas((len(rows), channels, size, size))
-        unreadable = decode(lambda start: _encoded(files, image, rows[start:]), painted, max_pixels=max_pixels)
+        buffer = new_buffer((len(rows), channels, size, size))
+        unreadable = decode(lambda start: _encoded(files, image, rows[start:]), buffer, max_pixels=max_pixels)
         if unreadable:
             place = f"of the split {split!r} in {files[0].parent}"
-            left_out = told(unreadable, lambda position: f"row {rows[position]} {place}", count=len(rows))
-            notices, rows = (*notices, left_out), rows[painted.leave_out(unreadable)]
-        return ImageData(painted.images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
+            left_out = unreadable_summary(unreadable, lambda position: f"row {rows[position]} {place}", count=len(rows))
+            notices, rows = (*notices, left_out), rows[buffer.drop(unreadable)]
+        return ImageData(buffer.images, _at(rows, labels), classes, _at(rows, owners), owner_names, notices)
 
     settings = {"reader": "hub", "split": split, "limit": limit, "channels": channels, "size": size, "image": image}
-    origin = Origin(
+    cache_key = CacheKey(
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
         files=files,
         num_images=count,
@@ -118,7 +118,7 @@ def read(
         | {"label": label, "owner": owner, "test_fraction": test_fraction, "held_out": held_out}
         | {"max_pixels": max_pixels},
     )
-    return cached(cache, origin, make)
+    return cached(cache, cache_key, make)
 
 
 def _check_fraction(test_fraction: float, path: str | None) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedssl.datasets.base import ImageData, choose, hold_out
-from fedssl.datasets.cache import Origin, cached
-from fedssl.datasets.decoding import MAX_PIXELS, decode, told
-from fedssl.datasets.entry import NewCanvas
+from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
+from fedssl.datasets.cache import CacheKey, cached
+from fedssl.datasets.cache_entry import NewBuffer
+from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -31,7 +31,7 @@ _BATCH = 16  # images per task of a decoding thread; few, as they may be large
 
 
 @dataclass(frozen=True)
-class Listing:
+class FileList:
     """Image files with the classes and owners that their folders give; see `ImageData` for the fields."""
 
     files: list[Path]
@@ -40,10 +40,12 @@ class Listing:
     owners: np.ndarray | None = None
     owner_names: tuple[str, ...] = ()
 
-    def at(self, positions: np.ndarray) -> "Listing":
+    def at(self, positions: np.ndarray) -> "FileList":
         """Keep the files at ``positions``."""
         labels, owners = (None if column is None else column[positions] for column in (self.labels, self.owners))
-        return Listing([self.files[position] for position in positions], labels, self.classes, owners, self.owner_names)
+        return FileList(
+            [self.files[position] for position in positions], labels, self.classes, owners, self.owner_names
+        )
 
 
 def read(
@@ -95,27 +97,27 @@ def read(
         raise InputError(f"dataset.folders={folders} is unknown; choose one of {', '.join(FOLDERS)}")
     if not 0 <= test_fraction < 1:
         raise InputError(f"dataset.test_fraction={test_fraction} must be at least 0 and below 1; 0 holds nothing out")
-    listing = _of_split(split, Path(path).expanduser(), folders=folders, test_fraction=test_fraction)
-    if listing is None or not listing.files:
+    file_list = _of_split(split, Path(path).expanduser(), folders=folders, test_fraction=test_fraction)
+    if file_list is None or not file_list.files:
         return None
-    listing = listing.at(choose(len(listing.files), limit))
+    file_list = file_list.at(subsample_indices(len(file_list.files), limit))
 
-    def make(canvas: NewCanvas) -> ImageData:
-        return _decoded(listing, canvas, channels=channels, size=size, max_pixels=max_pixels)
+    def make(new_buffer: NewBuffer) -> ImageData:
+        return _decoded(file_list, new_buffer, channels=channels, size=size, max_pixels=max_pixels)
 
-    origin = Origin(
+    cache_key = CacheKey(
         name=f"{Path(path).name}-{split}-{size}px",
-        files=listing.files,
-        num_images=len(listing.files),
-        wanted=len(listing.files),
+        files=file_list.files,
+        num_images=len(file_list.files),
+        wanted=len(file_list.files),
         settings={"reader": "image_folder", "channels": channels, "size": size, "folders": folders, "root": path}
         | {"max_pixels": max_pixels}
-        | {"classes": listing.classes, "owners": listing.owner_names},
+        | {"classes": file_list.classes, "owners": file_list.owner_names},
     )
-    return cached(cache, origin, make)
+    return cached(cache, cache_key, make)
 
 
-def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> Listing | None:
+def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> FileList | None:
     """Files of one split, from its folder or from the share of all files that it gets; None if there is none."""
     train_folder, test_folder = root / "train", root / "test"
     if train_folder.is_dir():
@@ -129,22 +131,22 @@ def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> 
     else:
         train = list_images(root, folders=folders)
     if train.labels is not None:
-        return train.at(hold_out(train.labels, fraction=test_fraction)[split == "test"])
+        return train.at(stratified_holdout(train.labels, fraction=test_fraction)[split == "test"])
     return None if split == "test" else train
 
 
-def _with_same_classes(folder: Path, other: Path, listing: Listing, folders: str) -> Listing:
+def _with_same_classes(folder: Path, other: Path, file_list: FileList, folders: str) -> FileList:
     """Files of ``folder``, whose classes must be those of ``listing``, the files of the folder ``other``."""
     found = list_images(folder, folders=folders)
-    if found.classes != listing.classes:
+    if found.classes != file_list.classes:
         raise InputError(
-            f"{folder} has the classes {list(found.classes)} but {other} has {list(listing.classes)}; "
+            f"{folder} has the classes {list(found.classes)} but {other} has {list(file_list.classes)}; "
             "give both the same subfolders"
         )
     return found
 
 
-def list_images(folder: Path, *, folders: str = "class") -> Listing:
+def list_images(folder: Path, *, folders: str = "class") -> FileList:
     """List the image files of a folder, sorted by path.
 
     Parameters
@@ -156,7 +158,7 @@ def list_images(folder: Path, *, folders: str = "class") -> Listing:
 
     Returns
     -------
-    Listing
+    FileList
         Without labels and owners if there is no subfolder.
 
     Raises
@@ -167,11 +169,11 @@ def list_images(folder: Path, *, folders: str = "class") -> Listing:
     if not folder.is_dir():
         raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your images")
     levels = folders.split("/")
-    loose, found = _loose(folder), _below(folder, levels, folders)
+    loose, found = _images_in(folder), _images_in_subfolders(folder, levels, folders)
     if loose and not found and folders == "class":
-        return Listing(loose)
+        return FileList(loose)
     if loose:
-        raise _misplaced(folder, loose, found, levels[0], folders)
+        raise _layout_error(folder, loose, found, levels[0], folders)
     if not found:
         raise InputError(f"{folder} holds no image; allowed are files ending in {' '.join(SUFFIXES)}")
     files = [file for _, file in found]
@@ -179,25 +181,25 @@ def list_images(folder: Path, *, folders: str = "class") -> Listing:
     numbered = {level: np.unique(names, return_inverse=True) for level, names in columns}
     classes, labels = numbered.get("class", ((), None))
     owner_names, owners = numbered.get("owner", ((), None))
-    return Listing(files, labels, tuple(map(str, classes)), owners, tuple(map(str, owner_names)))
+    return FileList(files, labels, tuple(map(str, classes)), owners, tuple(map(str, owner_names)))
 
 
-def _below(folder: Path, levels: Sequence[str], folders: str) -> list[tuple[tuple[str, ...], Path]]:
+def _images_in_subfolders(folder: Path, levels: Sequence[str], folders: str) -> list[tuple[tuple[str, ...], Path]]:
     """Images in subfolders of ``folder``, each with the names of its subfolders, one for each level."""
     if not levels:
         return [((), file) for file in sorted(folder.rglob("*")) if _is_image(file)]
     found = []
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
-            inner = _below(entry, levels[1:], folders)
-            loose = _loose(entry) if len(levels) > 1 else []
+            inner = _images_in_subfolders(entry, levels[1:], folders)
+            loose = _images_in(entry) if len(levels) > 1 else []
             if loose:
-                raise _misplaced(entry, loose, inner, levels[1], folders)
+                raise _layout_error(entry, loose, inner, levels[1], folders)
             found += [((entry.name, *names), file) for names, file in inner]
     return found
 
 
-def _misplaced(
+def _layout_error(
     folder: Path, loose: Sequence[Path], found: Sequence[tuple[tuple[str, ...], Path]], level: str, folders: str
 ) -> InputError:
     """Error for the images ``loose`` in ``folder``, beside or in place of the subfolders with ``found``."""
@@ -210,7 +212,7 @@ def _misplaced(
     )
 
 
-def _loose(folder: Path) -> list[Path]:
+def _images_in(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if _is_image(entry))
 
 
@@ -218,19 +220,19 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _decoded(listing: Listing, canvas: NewCanvas, *, channels: int, size: int, max_pixels: int) -> ImageData:
+def _decoded(file_list: FileList, new_buffer: NewBuffer, *, channels: int, size: int, max_pixels: int) -> ImageData:
     """Decode the files; unreadable ones are counted and named in one notice and left out."""
-    files = listing.files
+    files = file_list.files
     notices: tuple[str, ...] = ()
-    painted = canvas((len(files), channels, size, size))
-    unreadable = decode(lambda start: _batches(files[start:]), painted, max_pixels=max_pixels)
+    buffer = new_buffer((len(files), channels, size, size))
+    unreadable = decode(lambda start: _batches(files[start:]), buffer, max_pixels=max_pixels)
     if unreadable:
-        notices = (told(unreadable, lambda position: str(files[position]), count=len(files)),)
-        listing = listing.at(painted.leave_out(unreadable))
+        notices = (unreadable_summary(unreadable, lambda position: str(files[position]), count=len(files)),)
+        file_list = file_list.at(buffer.drop(unreadable))
     labels, owners = (
-        None if column is None else torch.from_numpy(column) for column in (listing.labels, listing.owners)
+        None if column is None else torch.from_numpy(column) for column in (file_list.labels, file_list.owners)
     )
-    return ImageData(painted.images, labels, listing.classes, owners, listing.owner_names, notices)
+    return ImageData(buffer.images, labels, file_list.classes, owners, file_list.owner_names, notices)
 
 
 def _batches(files: list[Path]) -> Iterator[list[Path]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import Split, load, load_any, source_of
+from fedssl.datasets.base import Split, load, load_split, source_split
 from fedssl.evaluation.features import Features, extract, pixels
 
 # What is needed to evaluate, and how people are told of it.
@@ -84,9 +84,9 @@ def why_not_evaluable(data: DataSettings) -> str | None:
     for split, name in SPLITS.items():
         if load_labelled(data, split) is not None:
             continue
-        names = f"dataset.splits.{split}={source_of(data, split) or 'null'}"
+        names = f"dataset.splits.{split}={source_split(data, split) or 'null'}"
         advice = [f"give dataset.splits.{split}=NAME of a split that has them"]
-        if load_any(data, split) is None:
+        if load_split(data, split) is None:
             found = "names no images"
             if split == "test" and "test_fraction" in keys:
                 advice.append("hold out a share of the training images with dataset.test_fraction=0.2")

@@ -1,24 +1,24 @@
 """Partitions of images among clients: every image belongs to exactly one."""
 
-from fedssl.partition.base import Division, ImageSubset
-from fedssl.partition.clusters import feature_clusters
-from fedssl.partition.deal import auxiliary, divide, split
-from fedssl.partition.listed import listed, write_division
-from fedssl.partition.rules import MIN_IMAGES, classes, dirichlet, iid, natural, skew
+from fedssl.partition.base import ImageSubset, Partition
+from fedssl.partition.feature_clustering import feature_clusters
+from fedssl.partition.partition import client_indices, make_partition, server_indices
+from fedssl.partition.partition_file import from_file, write_partition
+from fedssl.partition.partitioners import MIN_IMAGES, classes, dirichlet, iid, natural, skew
 
 __all__ = [
     "MIN_IMAGES",
-    "Division",
     "ImageSubset",
-    "auxiliary",
+    "Partition",
     "classes",
+    "client_indices",
     "dirichlet",
-    "divide",
     "feature_clusters",
+    "from_file",
     "iid",
-    "listed",
+    "make_partition",
     "natural",
+    "server_indices",
     "skew",
-    "split",
-    "write_division",
+    "write_partition",
 ]

@@ -33,12 +33,12 @@ class ImageSubset:
 
 
 @dataclass(frozen=True)
-class Division:
+class Partition:
     """Who holds what, from a rule that divides by something else than the images' classes.
 
     Attributes
     ----------
-    parts : list of ndarray
+    client_indices : list of ndarray
         For every client the sorted int64 positions of its images.
     groups : Tensor or None
         int64, ``(n,)``, what was divided by: one of the numbers from 0 for each image, -1 for one that is nobody's.
@@ -47,7 +47,7 @@ class Division:
         What a group is called, for people.
     """
 
-    parts: list[np.ndarray]
+    client_indices: list[np.ndarray]
     groups: Tensor | None = None
     kind: str = "group"
 

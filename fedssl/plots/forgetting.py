@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedssl.datasets.base import choose, load_federated
+from fedssl.datasets.base import load_federated, subsample_indices
 from fedssl.errors import InputError
 from fedssl.evaluation.alike import alike, part_of
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.scores import heading
 from fedssl.evaluation.subject import EvaluationInput, Labelled, load_labelled, why_not_evaluable
-from fedssl.partition import split
+from fedssl.partition import client_indices
 from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.snapshots import KeptRound
@@ -83,7 +83,7 @@ def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
         _some(load_labelled(data, "train"), MAX_TRAIN_IMAGES),
         _some(load_labelled(data, "test"), MAX_TEST_IMAGES),
     )
-    parts = split(run.settings.partition, load_federated(data))
+    parts = client_indices(run.settings.partition, load_federated(data))
     rows = {
         client: alike(test.labels, labels[torch.from_numpy(part)], generator=_generator(run, client))
         for client, part in enumerate(parts)
@@ -128,7 +128,7 @@ def _accuracy(subject: EvaluationInput) -> float:
 
 def _some(labelled: Labelled | None, max_images: int) -> Labelled:
     assert labelled is not None  # `lacking` says so
-    rows = torch.from_numpy(choose(len(labelled.labels), max_images))
+    rows = torch.from_numpy(subsample_indices(len(labelled.labels), max_images))
     return Labelled(labelled.images[rows], labelled.labels[rows])
 
 

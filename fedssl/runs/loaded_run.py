@@ -14,7 +14,7 @@ from fedssl.config.load import load_run
 from fedssl.config.overrides import quote
 from fedssl.config.saved_run import read_overrides
 from fedssl.config.settings import Settings
-from fedssl.datasets.base import load_any
+from fedssl.datasets.base import load_split
 from fedssl.errors import InputError
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod
@@ -64,7 +64,7 @@ class LoadedRun:
         uint8 ``(n, channels, height, width)``, and int64 ``(n,)``; always the same ones.
         """
         data = self.settings.data
-        found = load_any(data, "federated") or load_any(data, "test")
+        found = load_split(data, "federated") or load_split(data, "test")
         if found is None:
             raise InputError(f"{self.folder}: the data set has no images here; choose another figure")
         order = torch.randperm(len(found.images), generator=torch_generator(self.settings.seed, "figures"))[:max_images]

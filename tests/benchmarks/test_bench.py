@@ -19,7 +19,7 @@ from benchmarks.fedssl_bench.suites import ALL, IDLE, RULES, SINGLE, SUITES, VAR
 from fedssl.config.load import compose
 from fedssl.config.overrides import groups
 from fedssl.datasets.base import ImageData
-from fedssl.partition import divide
+from fedssl.partition import make_partition
 
 # A stand-in for `fedssl`: the first word says what it does; its folder is the last one.
 PROGRAM = """
@@ -172,7 +172,7 @@ def test_rows_compose_and_divide_as_on_record(name, keys) -> None:
         settings = compose(suite.arguments(rows[key], 0, "/no/such"))
         assert settings.num_clients == (suite.clients if rows[key].shared else 1)
         assert settings.data.limit == suite.num_images
-        assert sum(map(len, divide(settings.partition, image_data).parts)) == suite.num_images
+        assert sum(map(len, make_partition(settings.partition, image_data).client_indices)) == suite.num_images
         assert set(results.PROTOCOLS) <= set(settings.evaluation.final_protocol.values["protocols"])
 
 

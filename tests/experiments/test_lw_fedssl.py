@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
-from fedssl.partition import split
+from fedssl.partition import client_indices
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import make_phases
 from tests.experiments.every import some, write_images
@@ -75,7 +75,7 @@ def test_the_calibration_of_lw_fedssl_is_of_cifar10(tmp_path):
     assert load_federated(calibration.data).images.shape == (40, 3, 32, 32)
     clients = load_federated(settings.data)
     assert clients.images.shape == (24, 3, 32, 32)
-    assert sorted(np.concatenate(split(settings.partition, clients))) == list(range(24))
+    assert sorted(np.concatenate(client_indices(settings.partition, clients))) == list(range(24))
     assert settings.training.regularizer.values["weight"] == 0.01
     assert settings.training.regularizer.values["temperature"] == 0.2
     assert settings.training.regularizer.values["distance"] == "info_nce"

@@ -9,7 +9,7 @@ import torch
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition import Division
+from fedssl.partition import Partition
 from server_app.held import ClientData
 from server_app.recorder import Recorder
 from server_app.screen import PlainConsole
@@ -17,7 +17,7 @@ from server_app.screen import PlainConsole
 
 def client_data(*parts):
     image_data = ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 0, 1, 1, 1]))
-    return ClientData(image_data, Division([np.array(part) for part in parts]))
+    return ClientData(image_data, Partition([np.array(part) for part in parts]))
 
 
 def test_a_run_goes_on_with_the_images_that_its_clients_had(tmp_path):

@@ -60,10 +60,10 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
 
 @pytest.mark.parametrize("overrides", [(), ("calibration=auxiliary", "calibration.share=0.3")])
 def test_a_run_on_a_file_of_decoded_images_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
-    monkeypatch.setattr(cache, "WORTH", 0)
+    monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     found = {}
     for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
-        base._read.cache_clear()
+        base._read_split.cache_clear()
         federation = Federation(
             tmp_path / name,
             *SMALL,

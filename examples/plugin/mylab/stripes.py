@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from fedssl.datasets.base import ImageData, choose
+from fedssl.datasets.base import ImageData, subsample_indices
 
 CLASSES = ("horizontal", "vertical", "checked")
 COUNTS = {"train": 600, "test": 150}
@@ -34,5 +34,5 @@ def read(split: str, *, channels: int, size: int, limit: int | None, noise: floa
     drawn = np.select([labels[:, None, None] == label for label in range(len(CLASSES))], kinds) * 255.0
     drawn += generator.normal(0, noise, drawn.shape)
     images = np.repeat(drawn.clip(0, 255).astype(np.uint8)[:, None], channels, axis=1)
-    rows = choose(count, limit)
+    rows = subsample_indices(count, limit)
     return ImageData(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows]), CLASSES)

@@ -14,4 +14,4 @@ def no_network_and_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    base._read.cache_clear()
+    base._read_split.cache_clear()

@@ -23,7 +23,7 @@ from PIL import Image
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
 from fedssl.datasets import base, cache, decoding, image_folder
-from fedssl.datasets.base import ImageData, load_any
+from fedssl.datasets.base import ImageData, load_split
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
@@ -31,8 +31,8 @@ CONF = Path(__file__).parents[3] / "conf" / "dataset"
 
 @pytest.fixture(autouse=True)
 def every_set_is_worth_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "WORTH", 0)
-    base._read.cache_clear()
+    monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
+    base._read_split.cache_clear()
 
 
 @pytest.fixture
@@ -64,15 +64,15 @@ def folder_of(images: Path, place: Path | None, **changes: object) -> DataSettin
 
 def read(data: DataSettings, split: str = "federated") -> ImageData:
     """As a process that has read nothing before."""
-    base._read.cache_clear()
-    found = load_any(data, split)
+    base._read_split.cache_clear()
+    found = load_split(data, split)
     assert found is not None
     return found
 
 
 def same(one: ImageData, other: ImageData) -> bool:
     columns = ((one.images, other.images), (one.labels, other.labels), (one.owners, other.owners))
-    names = (one.classes, one.owner_names, one.notices) == (other.classes, other.owner_names, other.notices)
+    names = (one.classes, one.owner_names, one.warnings) == (other.classes, other.owner_names, other.warnings)
     return names and all(a is b is None or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in columns)
 
 
@@ -141,7 +141,7 @@ def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, plac
 
 
 def test_small_sets_need_no_file(images, place, monkeypatch):
-    monkeypatch.setattr(cache, "WORTH", 1.0)
+    monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 1.0)
     read(folder_of(images, place))
     assert not place.exists()
 
@@ -209,7 +209,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from fedssl.datasets import cache, decoding, image_folder
-cache.WORTH, decoding.NOTED, decoding.THREADS, image_folder._BATCH = 0, 0.01, 2, 2
+cache.MIN_SECONDS_TO_CACHE, decoding.DECODE_LOG_INTERVAL, decoding.THREADS, image_folder._BATCH = 0, 0.01, 2, 2
 original = decoding.read_image
 def slow(source, **form):
     time.sleep({pause})
@@ -335,7 +335,7 @@ def test_a_long_decoding_tells_how_far_it_is(images, place, monkeypatch, caplog)
         return original(source, channels=channels, size=size, max_pixels=max_pixels)
 
     monkeypatch.setattr(decoding, "read_image", slow)
-    monkeypatch.setattr(decoding, "NOTED", 0.05)
+    monkeypatch.setattr(decoding, "DECODE_LOG_INTERVAL", 0.05)
     caplog.set_level(logging.INFO)
     read(folder_of(images, place, test_fraction=0))
     assert "decoding 60 images into " in caplog.text
@@ -351,7 +351,7 @@ def test_no_room_is_one_sentence(images, place, monkeypatch):
         read(folder_of(images, place))
     assert not (only(place) / "partial").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(cache, "WORTH", 0)
+    monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     read(folder_of(images, place))
 
 

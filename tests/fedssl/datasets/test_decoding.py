@@ -61,25 +61,25 @@ def test_large_jpeg_keeps_its_content() -> None:
 def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     batches = [[png(make_image(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
     batches[4][1] = b"not an image"
-    canvas = decoding.in_memory((60, 1, 4, 4))
-    unreadable = decoding.decode(lambda start: batches, canvas)
-    assert canvas.done == 60
+    buffer = decoding.memory_buffer((60, 1, 4, 4))
+    unreadable = decoding.decode(lambda start: batches, buffer)
+    assert buffer.done == 60
     assert list(unreadable) == [13]
     assert unreadable[13].startswith("it is no image of JPEG, PNG, ")
     rest = [value for value in range(60) if value != 13]
-    assert canvas.leave_out(unreadable).tolist() == rest
-    assert first_pixels(canvas.images) == rest
+    assert buffer.drop(unreadable).tolist() == rest
+    assert first_pixels(buffer.images) == rest
 
 
 def test_images_that_do_not_fit_into_memory_are_refused_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "available_memory", lambda: 8 * 10**9)
     with pytest.raises(InputError, match=r"1,000,000 images of 3 x 64 x 64 need 12\.3 GB of memory, and 8\.0 GB are"):
-        decoding.in_memory((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
+        decoding.memory_buffer((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
 
 
 def test_a_image_that_cannot_be_converted_is_left_out_as_a_damaged_one_is(tmp_path: Path) -> None:
     batches = [[png(make_image(1))], [tmp_path / "float.tif"], [png(make_image(2))]]
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
-    unreadable = decoding.decode(lambda start: batches, decoding.in_memory((3, 1, 4, 4)))
+    unreadable = decoding.decode(lambda start: batches, decoding.memory_buffer((3, 1, 4, 4)))
     assert list(unreadable) == [1]
     assert unreadable[1].startswith("wrong channels: 32-bit values (mode F)")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedssl.datasets import base, digits
-from fedssl.datasets.base import hold_out, load
+from fedssl.datasets.base import load, stratified_holdout
 from tests.fedssl.datasets.made import settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -23,7 +23,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert test.images.shape == (359, 1, 8, 8)
     assert train.images.dtype == torch.uint8
     assert train.labels.dtype == torch.int64
-    kept, held_out = hold_out(original.target, fraction=0.2)
+    kept, held_out = stratified_holdout(original.target, fraction=0.2)
     for image_data, rows in ((train, kept), (test, held_out)):
         assert torch.equal(image_data.images[:, 0], torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte())
         assert torch.equal(image_data.labels, torch.from_numpy(original.target[rows]))
@@ -35,7 +35,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 def test_digits_without_the_file_come_from_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = load(settings_of("digits"), "test")
-    base._read.cache_clear()
+    base._read_split.cache_clear()
     monkeypatch.setattr(digits, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=["/nowhere"]))
     image_data = load(settings_of("digits"), "test")
     assert torch.equal(image_data.images, expected.images)

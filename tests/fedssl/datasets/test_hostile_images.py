@@ -95,14 +95,14 @@ def test_the_harmful_are_left_out_and_the_harmless_are_used(folder, monkeypatch)
     assert time.monotonic() - start < 20
     assert len(found.images) == len(HARMLESS)
     assert (found.images.int() - 7).abs().max() <= 2
-    (notice,) = found.notices
+    (notice,) = found.warnings
     assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} images cannot be read, the rest is ")
     assert f"and {len(HARMFUL) - 5} more" in notice
 
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_each_has_its_reason(folder, name):
-    (reason,) = decoding.decode(lambda start: [[folder / name]], decoding.in_memory((1, 3, 8, 8))).values()
+    (reason,) = decoding.decode(lambda start: [[folder / name]], decoding.memory_buffer((1, 3, 8, 8))).values()
     assert HARMFUL[name][1] in reason
     assert reason.isprintable()
 
@@ -115,8 +115,8 @@ def test_the_bytes_of_a_parquet_file_are_treated_alike(tmp_path, caplog):
     found = hub.read("train", channels=3, size=8, limit=None, **settings)
     kept = range(len(harmful), len(rows) - 1)
     assert found.labels.tolist() == list(kept)
-    assert found.notices[0].startswith(f"{len(harmful) + 1} of {len(rows)} images cannot be read, the rest is used: ")
-    assert "row 0 of the split 'train' in" in found.notices[0]
+    assert found.warnings[0].startswith(f"{len(harmful) + 1} of {len(rows)} images cannot be read, the rest is used: ")
+    assert "row 0 of the split 'train' in" in found.warnings[0]
 
 
 def test_what_is_no_regular_file_is_never_opened(tmp_path):
@@ -131,7 +131,7 @@ def test_what_is_no_regular_file_is_never_opened(tmp_path):
     (tmp_path / "one.png").write_bytes(encoded(make_image(), "PNG"))
     start = time.monotonic()
     assert len(read(tmp_path).images) == 1
-    unreadable = decoding.decode(lambda start: [places], decoding.in_memory((len(places), 3, 8, 8)))
+    unreadable = decoding.decode(lambda start: [places], decoding.memory_buffer((len(places), 3, 8, 8)))
     assert list(unreadable) == list(range(len(places)))
     assert time.monotonic() - start < 5
 

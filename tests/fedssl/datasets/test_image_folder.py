@@ -57,7 +57,7 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
         assert ((image_data.images[:, 0, 0, 0] < 100).long() == image_data.labels).all()
     both = first_pixels(train.images) + first_pixels(test.images)
     assert sorted(both) == [*range(10), *range(100, 110)]
-    base._read.cache_clear()
+    base._read_split.cache_clear()
     assert torch.equal(load(own(tmp_path), "test").images, test.images)
     assert load(own(tmp_path, test_fraction=0), "test") is None
     assert len(load(own(tmp_path, test_fraction=0), "train").images) == 20
@@ -139,7 +139,7 @@ def test_train_and_test_folders(tmp_path: Path) -> None:
     write(tmp_path / "train" / "2.png", make_image(2))
     assert load(own(tmp_path), "test") is None
     write(tmp_path / "test" / "3.png", make_image(3))
-    base._read.cache_clear()
+    base._read_split.cache_clear()
     assert first_pixels(load(own(tmp_path), "federated").images) == [1, 2]
     assert load(own(tmp_path), "test") is None  # no labels
     for name, value in (("train/x/1.png", 1), ("train/y/2.png", 2), ("test/y/3.png", 3), ("test/x/4.png", 4)):

@@ -13,7 +13,7 @@ import torch
 from fedssl import partition
 from fedssl.config.load import compose
 from fedssl.datasets import base, decoding
-from fedssl.datasets.base import choose, load
+from fedssl.datasets.base import load, subsample_indices
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of, table
 
@@ -52,7 +52,7 @@ def test_a_limit_decodes_only_its_images(folder: Path, monkeypatch: pytest.Monke
         decoding, "read_image", lambda source, **form: decoded.append(source) or original(source, **form)
     )
     settings = settings_of("cifar10", path=str(folder), size=4, limit=3, test_limit=1)
-    rows = choose(5, 3)
+    rows = subsample_indices(5, 3)
     image_data = load(settings, "federated")
     assert first_pixels(image_data.images) == (rows + 1).tolist()
     assert image_data.labels.tolist() == (rows % 3).tolist()
@@ -136,7 +136,7 @@ def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
     assert image_data.owners.dtype == torch.int64
     assert image_data.labels.tolist() == [0, 1, 2, 0, 1]
     limited = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id", limit=3), "federated")
-    assert limited.owners.tolist() == image_data.owners[torch.from_numpy(choose(5, 3))].tolist()
+    assert limited.owners.tolist() == image_data.owners[torch.from_numpy(subsample_indices(5, 3))].tolist()
     assert limited.owner_names == image_data.owner_names
     unknown = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
     assert (unknown.owners, unknown.owner_names) == (None, ())
@@ -148,7 +148,7 @@ def test_owners_may_be_numbers_and_divide_the_images(tmp_path: Path) -> None:
     image_data = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="hospital"), "federated")
     assert (image_data.owner_names, image_data.owners.tolist()) == (("8", "70"), [1, 0, 1, 0, 0, 1])
     rule = compose(["seed=1", "num_clients=2", "partition=natural"]).partition
-    parts = partition.split(rule, image_data)
+    parts = partition.client_indices(rule, image_data)
     assert sorted(part.tolist() for part in parts) == [[0, 2, 5], [1, 3, 4]]
 
 
@@ -193,7 +193,7 @@ def test_a_share_of_local_files_without_a_test_is_held_out(tmp_path: Path) -> No
     pq.write_table(table(values, labels), tmp_path / "mine-train.parquet")
     pq.write_table(table([7], [1]), tmp_path / "mine-test.parquet")
     (tmp_path / "mine.parquet").unlink()
-    base._read.cache_clear()
+    base._read_split.cache_clear()
     assert first_pixels(load(data, "test").images) == [7]
     assert len(load(data, "train").images) == 20
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hydra.utils import get_method
 
-from fedssl.datasets.base import check, choose, hold_out
+from fedssl.datasets.base import check, stratified_holdout, subsample_indices
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import NAMES, node_of, settings_of
 
@@ -41,9 +41,9 @@ def test_contradicting_settings_are_refused(changes: dict, message: str) -> None
 
 
 def test_choose_is_fixed_sorted_and_without_repetition() -> None:
-    assert choose(5, None).tolist() == choose(5, 9).tolist() == [0, 1, 2, 3, 4]
-    some = choose(1000, 100)
-    assert np.array_equal(some, choose(1000, 100))
+    assert subsample_indices(5, None).tolist() == subsample_indices(5, 9).tolist() == [0, 1, 2, 3, 4]
+    some = subsample_indices(1000, 100)
+    assert np.array_equal(some, subsample_indices(1000, 100))
     assert (np.diff(some) > 0).all()
     assert abs(some.mean() - 500) < 100  # from everywhere: the mean of 100 draws has standard deviation 27
 
@@ -52,10 +52,10 @@ def test_hold_out_by_hand() -> None:
     # A quarter of 5, 3 and 2 images is 1.25, 0.75 and 0.5: the floors are 1, 0, 0, and as round(10 / 4) = 2 the class
     # with the largest remainder, the second, gives one more.
     labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
-    train, test = hold_out(labels, fraction=0.25)
+    train, test = stratified_holdout(labels, fraction=0.25)
     assert np.bincount(labels[test], minlength=3).tolist() == [1, 1, 0]
     assert sorted([*train, *test]) == list(range(10))
-    assert np.array_equal(test, hold_out(labels, fraction=0.25)[1])
-    everything, nothing = hold_out(labels, fraction=0)
+    assert np.array_equal(test, stratified_holdout(labels, fraction=0.25)[1])
+    everything, nothing = stratified_holdout(labels, fraction=0)
     assert everything.tolist() == list(range(10))
     assert nothing.tolist() == []

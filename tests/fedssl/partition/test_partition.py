@@ -18,7 +18,7 @@ from fedssl import partition
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition import flower
+from fedssl.partition import flwr_partitioners
 from fedssl.plots.partition import partition_table, save_partition_plot
 from fedssl.seeding import derive_seed, numpy_generator
 
@@ -149,20 +149,20 @@ def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
     labels = np.random.default_rng(0).integers(0, 6, 300)
     data = datasets.Dataset.from_dict({"label": labels.tolist(), "row": list(range(300))})
     pairs = [
-        (IidPartitioner(7), flower.iid(labels, num_clients=7)),
+        (IidPartitioner(7), flwr_partitioners.iid(labels, num_clients=7)),
         (
             DirichletPartitioner(7, "label", alpha=0.3, min_partition_size=5, shuffle=False, seed=9),
-            flower.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=False),
+            flwr_partitioners.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=False),
         ),
         (
             DirichletPartitioner(
                 7, "label", alpha=0.3, min_partition_size=5, self_balancing=True, shuffle=False, seed=9
             ),
-            flower.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=True),
+            flwr_partitioners.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=True),
         ),
         (
             PathologicalPartitioner(14, "label", 1, class_assignment_mode="deterministic", shuffle=False),
-            flower.shards(labels, num_shards=14),
+            flwr_partitioners.class_shards(labels, num_shards=14),
         ),
     ]
     for partitioner, ours in pairs:
@@ -271,11 +271,11 @@ def test_natural_depends_on_owners_and_seed_alone() -> None:
 def test_natural_yaml_and_calibration() -> None:
     images = ImageData(torch.zeros(42, 1, 1, 1, dtype=torch.uint8), None, owners=OWNERS)
     overrides = ["num_clients=3", "partition=natural"]
-    parts = partition.split(compose(overrides).partition, images)
+    parts = partition.client_indices(compose(overrides).partition, images)
     assert all(np.array_equal(a, b) for a, b in zip(parts, natural(OWNERS, 3), strict=True))
     calibrated = compose([*overrides, "calibration=auxiliary", "calibration.share=0.2"])
-    parts = partition.split(calibrated.partition, images)
-    kept = partition.auxiliary(42, share=0.2, seed=0)
+    parts = partition.client_indices(calibrated.partition, images)
+    kept = partition.server_indices(42, share=0.2, seed=0)
     assert sorted([*kept, *np.concatenate(parts)]) == list(range(42))
     held = [set(OWNERS[part].tolist()) for part in parts]
     assert sum(map(len, held)) == len(set().union(*held))
@@ -355,7 +355,7 @@ def test_division_by_class_needs_labels(kind: str) -> None:
 def test_the_last_check_catches_lost_and_doubled_images() -> None:
     for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
         with pytest.raises(InputError, match="exactly one client"):
-            partition.rules._checked([np.array(part) for part in parts], 5)
+            partition.partitioners._checked([np.array(part) for part in parts], 5)
 
 
 def test_a_partition_imports_nothing_that_takes_seconds() -> None:
@@ -372,7 +372,7 @@ def test_a_partition_imports_nothing_that_takes_seconds() -> None:
 def test_modules_loaded_before_are_back_after(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ModuleType("datasets.sub")
     monkeypatch.setitem(sys.modules, "datasets.sub", before)
-    with flower._set_aside("datasets"):
+    with flwr_partitioners._hidden_modules("datasets"):
         assert "datasets.sub" not in sys.modules
         sys.modules["datasets.other"] = ModuleType("datasets.other")
     assert sys.modules["datasets.sub"] is before

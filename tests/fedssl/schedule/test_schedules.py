@@ -416,16 +416,16 @@ def test_calibration_alone_is_local_training(tmp_path):
 
 def test_images_of_the_server_are_no_clients():
     from fedssl.datasets.base import load
-    from fedssl.partition import auxiliary, split
+    from fedssl.partition import client_indices, server_indices
 
     given = compose(["calibration=auxiliary", "calibration.share=0.25", "num_clients=5"])
     images = load(given.data, "federated")
-    rows = auxiliary(len(images.images), share=0.25, seed=given.seed)
-    held = np.concatenate(split(given.partition, images))
+    rows = server_indices(len(images.images), share=0.25, seed=given.seed)
+    held = np.concatenate(client_indices(given.partition, images))
     assert len(rows) == round(0.25 * len(images.images))
     assert sorted([*rows, *held]) == list(range(len(images.images)))
     other = compose(["calibration=auxiliary", "+dataset@calibration.dataset=digits", "num_clients=5"])
-    assert sum(map(len, split(other.partition, images))) == len(images.images)
+    assert sum(map(len, client_indices(other.partition, images))) == len(images.images)
 
 
 # --- whole runs ---

@@ -7,8 +7,8 @@ import torch
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition.deal import auxiliary, split
-from fedssl.partition.rules import skew
+from fedssl.partition.partition import client_indices, server_indices
+from fedssl.partition.partitioners import skew
 
 IMAGES = ImageData(torch.zeros(60, 1, 1, 1, dtype=torch.uint8), torch.arange(2).repeat_interleave(30))
 WORDS = ["seed=7", "num_clients=2"]
@@ -16,24 +16,24 @@ WORDS = ["seed=7", "num_clients=2"]
 
 def test_split_follows_the_settings_of_a_run():
     overrides = [*WORDS, "partition=skew"]
-    parts = split(compose([*overrides, "partition.beta=0.0"]).partition, IMAGES)
+    parts = client_indices(compose([*overrides, "partition.beta=0.0"]).partition, IMAGES)
     expected = skew(IMAGES.labels, num_images=60, num_clients=2, seed=7, beta=0.0)
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
     with pytest.raises(InputError, match=r"partition\.beta=2\.0"):
-        split(compose([*overrides, "partition.beta=2.0"]).partition, IMAGES)
+        client_indices(compose([*overrides, "partition.beta=2.0"]).partition, IMAGES)
 
 
 def test_what_the_server_keeps_is_no_clients():
     settings = compose([*WORDS, "partition=iid", "calibration=auxiliary", "calibration.share=0.25"]).partition
-    parts = split(settings, IMAGES)
-    kept = auxiliary(60, share=0.25, seed=7)
+    parts = client_indices(settings, IMAGES)
+    kept = server_indices(60, share=0.25, seed=7)
     assert len(kept) == 15
     assert np.array_equal(np.sort(np.concatenate([kept, *parts])), np.arange(60))
-    assert np.array_equal(kept, auxiliary(60, share=0.25, seed=7))
-    assert not np.array_equal(kept, auxiliary(60, share=0.25, seed=8))
+    assert np.array_equal(kept, server_indices(60, share=0.25, seed=7))
+    assert not np.array_equal(kept, server_indices(60, share=0.25, seed=8))
 
 
 @pytest.mark.parametrize(("share", "found"), [(0.0, 0), (1.5, 0), (0.01, 1)])
 def test_a_share_that_leaves_too_little_is_refused(share, found):
     with pytest.raises(InputError, match=f"calibration.share={share} of 60 images gives the server {found}, but"):
-        auxiliary(60, share=share, seed=0)
+        server_indices(60, share=share, seed=0)

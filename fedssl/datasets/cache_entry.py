@@ -27,18 +27,18 @@ import torch
 
 from fedssl.atomic_files import atomic_write, mmap_bytes, write_text
 from fedssl.datasets.base import ImageData
-from fedssl.datasets.decoding import NOTED, Canvas
+from fedssl.datasets.decoding import DECODE_LOG_INTERVAL, PixelBuffer
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
 
 _PATIENCE = 0.2  # seconds between two looks at the lock
 
-NewCanvas = Callable[[tuple[int, int, int, int]], Canvas]
+NewBuffer = Callable[[tuple[int, int, int, int]], PixelBuffer]
 
 log = logging.getLogger("fedssl")
 
 
-class Entry:
+class CacheEntry:
     """One such folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,19 +77,19 @@ class Entry:
             try:
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() - told > NOTED:
+                if time.monotonic() - told > DECODE_LOG_INTERVAL:
                     told = time.monotonic()
                     done = f"{self._noted()[0]:,}"
                     log.info("another process decodes the images of %s (%s so far); waiting for it", self.folder, done)
                 time.sleep(_PATIENCE)
             except OSError as error:  # a file system without locks
-                raise unusable(self.folder, error) from error
+                raise cache_error(self.folder, error) from error
 
-    def write(self, make: Callable[[NewCanvas], ImageData | None]) -> ImageData | None:
+    def write(self, make: Callable[[NewBuffer], ImageData | None]) -> ImageData | None:
         """Decode what is left to decode, and put the images in place; only with the lock."""
         for old in (self._about, self._pixels):
             old.unlink(missing_ok=True)
-        image_data = make(self._canvas)
+        image_data = make(self._buffer)
         if image_data is None:
             return None
         with _writing(self.folder):
@@ -109,13 +109,13 @@ class Entry:
             "stamp": np.array(_stamp(self._pixels)),
             "classes": np.array(image_data.classes, dtype=np.str_),
             "owner_names": np.array(image_data.owner_names, dtype=np.str_),
-            "notices": np.array(image_data.notices, dtype=np.str_),
+            "notices": np.array(image_data.warnings, dtype=np.str_),
         }
         known = {"labels": image_data.labels, "owners": image_data.owners}
         arrays |= {name: column.numpy() for name, column in known.items() if column is not None}
         np.savez(stream, **arrays)
 
-    def _canvas(self, shape: tuple[int, int, int, int]) -> Canvas:
+    def _buffer(self, shape: tuple[int, int, int, int]) -> PixelBuffer:
         """The pixels so far, with room for all of them."""
         needed = math.prod(shape)
         with _writing(self.folder):
@@ -126,7 +126,7 @@ class Entry:
             pixels = np.memmap(self._partial, dtype=np.uint8, mode="r+", shape=shape)
         done, unreadable = self._noted()
         log.info("decoding %s images into %s (%s)", f"{shape[0] - done:,}", self.folder, gigabytes(needed))
-        return _MappedCanvas(pixels, self._note, done=done, unreadable=unreadable)
+        return _MmapBuffer(pixels, self._note, done=done, unreadable=unreadable)
 
     def _noted(self) -> tuple[int, dict[int, str]]:
         """How far decoding has come; not at all where nothing readable says so."""
@@ -137,16 +137,16 @@ class Entry:
             return 0, {}
 
 
-class _MappedCanvas(Canvas):
-    """A canvas that is a file, with a note beside it of how far it is decoded."""
+class _MmapBuffer(PixelBuffer):
+    """A buffer that is a file, with a note beside it of how far it is decoded."""
 
     def __init__(self, pixels: np.memmap, note: Path, *, done: int, unreadable: dict[int, str]) -> None:
         super().__init__(pixels)
         self.done, self.unreadable = done, unreadable
         self._file, self._note = pixels, note
 
-    def note(self, done: int, unreadable: Mapping[int, str]) -> None:
-        super().note(done, unreadable)
+    def save_progress(self, done: int, unreadable: Mapping[int, str]) -> None:
+        super().save_progress(done, unreadable)
         with _writing(self._note.parent):
             self._file.flush()  # first: what the note says must be on the disk, whatever happens to the machine
             write_text(self._note, json.dumps({"done": self.done, "unreadable": self.unreadable}))
@@ -182,10 +182,10 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unusable(folder, error) from error
+        raise cache_error(folder, error) from error
 
 
-def unusable(folder: Path, error: OSError) -> InputError:
+def cache_error(folder: Path, error: OSError) -> InputError:
     """Make the error for a folder that cannot be written."""
     return InputError(
         f"{folder} cannot be written ({error.strerror or error}); name another folder with dataset.cache=FOLDER, or "

@@ -6,20 +6,20 @@ import torch
 from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition.base import Division, ImageSubset
-from fedssl.partition.rules import MIN_IMAGES
+from fedssl.partition.base import ImageSubset, Partition
+from fedssl.partition.partitioners import MIN_IMAGES
 from fedssl.seeding import numpy_generator
 
 
-def split(settings: PartitionSettings, image_data: ImageData) -> list[np.ndarray]:
-    """Positions of every client's images, as `divide` gives them."""
-    return divide(settings, image_data).parts
+def client_indices(settings: PartitionSettings, image_data: ImageData) -> list[np.ndarray]:
+    """Positions of every client's images, as `make_partition` gives them."""
+    return make_partition(settings, image_data).client_indices
 
 
-def divide(settings: PartitionSettings, image_data: ImageData) -> Division:
+def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     """Who holds what, and by what was divided, a pure function of the run's settings.
 
-    Images that the server keeps for its calibration (see `auxiliary`) are no client's.
+    Images that the server keeps for its calibration (see `server_indices`) are no client's.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def divide(settings: PartitionSettings, image_data: ImageData) -> Division:
 
     Returns
     -------
-    Division
+    Partition
         Positions and groups are those of ``image_data``.
 
     Raises
@@ -40,10 +40,10 @@ def divide(settings: PartitionSettings, image_data: ImageData) -> Division:
     number = len(image_data.images)
     rows = np.arange(number)
     if settings.set_aside is not None:
-        rows = np.delete(rows, auxiliary(number, share=settings.set_aside, seed=settings.seed))
+        rows = np.delete(rows, server_indices(number, share=settings.set_aside, seed=settings.seed))
     shared = torch.from_numpy(rows)
     labels, owners = (None if column is None else column[shared] for column in (image_data.labels, image_data.owners))
-    made: list[np.ndarray] | Division = settings.rule.make(
+    made: list[np.ndarray] | Partition = settings.rule.make(
         labels,
         owners=owners,
         images=ImageSubset(image_data.images, shared, settings.cache),
@@ -51,14 +51,14 @@ def divide(settings: PartitionSettings, image_data: ImageData) -> Division:
         num_clients=settings.num_clients,
         seed=settings.seed,
     )
-    division = made if isinstance(made, Division) else Division(made)
-    groups = division.groups
+    partition = made if isinstance(made, Partition) else Partition(made)
+    groups = partition.groups
     if groups is not None:
         groups = torch.full((number,), -1).index_copy(0, shared, groups)
-    return Division([rows[part] for part in division.parts], groups, division.kind)
+    return Partition([rows[part] for part in partition.client_indices], groups, partition.kind)
 
 
-def auxiliary(num_images: int, *, share: float, seed: int) -> np.ndarray:
+def server_indices(num_images: int, *, share: float, seed: int) -> np.ndarray:
     """Positions of the images that the server calibrates with, a pure function of the seed.
 
     Parameters

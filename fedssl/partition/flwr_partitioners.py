@@ -3,7 +3,7 @@
 A partitioner needs labels and gives row numbers, but its package also imports the Hugging Face ``datasets`` and its own
 plots and metrics (pandas, matplotlib, seaborn, scikit-learn): 5 s in every process, more than the first rounds of a
 small run. It also reads a column row by row, 5 s for 50,000 labels. So the modules of the partitioners are loaded here
-with `Labels` in the place of ``datasets.Dataset``, as private copies: whoever imports ``flwr_datasets`` or ``datasets``
+with `LabelColumn` in the place of ``datasets.Dataset``, as private copies: whoever imports ``flwr_datasets`` or ``datasets``
 before or after gets the real ones. The draws are the same.
 """
 
@@ -19,7 +19,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 
 
-class Labels:
+class LabelColumn:
     """Stand-in for a ``datasets.Dataset`` with one column; a selection is the array of its rows."""
 
     def __init__(self, labels: np.ndarray) -> None:
@@ -48,7 +48,7 @@ class Labels:
 
 def iid(labels: np.ndarray, *, num_clients: int) -> list[np.ndarray]:
     """Rows of each client: `IidPartitioner`, blocks of equal size in the order of the rows."""
-    return _deal(_iid.IidPartitioner(num_clients), labels)
+    return _load_all(_iid.IidPartitioner(num_clients), labels)
 
 
 def dirichlet(
@@ -70,26 +70,26 @@ def dirichlet(
     with catch_warnings(), np.errstate(invalid="raise"):
         simplefilter("ignore")  # one warning per draw that missed the minimum
         try:
-            return _deal(partitioner, labels)
+            return _load_all(partitioner, labels)
         except (ValueError, FloatingPointError):  # after 11 draws; or shares of 0 divided by their sum
             return None
 
 
-def shards(labels: np.ndarray, *, num_shards: int) -> list[np.ndarray]:
+def class_shards(labels: np.ndarray, *, num_shards: int) -> list[np.ndarray]:
     """Rows of each shard: `PathologicalPartitioner`, one class per shard, the classes in turn."""
     partitioner = _pathological.PathologicalPartitioner(
         num_shards, "label", num_classes_per_partition=1, class_assignment_mode="deterministic", shuffle=False
     )
-    return _deal(partitioner, labels)
+    return _load_all(partitioner, labels)
 
 
-def _deal(partitioner: Any, labels: np.ndarray) -> list[np.ndarray]:
-    partitioner.dataset = Labels(labels)
+def _load_all(partitioner: Any, labels: np.ndarray) -> list[np.ndarray]:
+    partitioner.dataset = LabelColumn(labels)
     return [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
 
 
 @contextmanager
-def _set_aside(*packages: str) -> Iterator[None]:
+def _hidden_modules(*packages: str) -> Iterator[None]:
     """Forget the modules of ``packages`` inside the block; those loaded before are back after it."""
 
     def loaded() -> list[str]:
@@ -106,9 +106,9 @@ def _set_aside(*packages: str) -> Iterator[None]:
 
 def _load_partitioners() -> list[ModuleType]:
     """Import the modules of three partitioners; their packages stand in ``sys.modules`` without having run."""
-    with _set_aside("datasets", "flwr_datasets"):
+    with _hidden_modules("datasets", "flwr_datasets"):
         sys.modules["datasets"] = ModuleType("datasets")
-        vars(sys.modules["datasets"])["Dataset"] = Labels
+        vars(sys.modules["datasets"])["Dataset"] = LabelColumn
         for package in ("flwr_datasets", "flwr_datasets.partitioner"):
             specification = find_spec(package)
             assert specification is not None

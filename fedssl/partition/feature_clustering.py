@@ -24,20 +24,20 @@ import numpy as np
 import torch
 
 from fedssl.atomic_files import atomic_write
-from fedssl.datasets.cache import WORTH, root
-from fedssl.datasets.entry import unusable
+from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, root
+from fedssl.datasets.cache_entry import cache_error
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.export import load_encoder
 from fedssl.machine.threads import one_thread
-from fedssl.partition.base import Division, ImageSubset
-from fedssl.partition.rules import check_counts, check_shares, dirichlet
+from fedssl.partition.base import ImageSubset, Partition
+from fedssl.partition.partitioners import check_counts, check_shares, dirichlet
 from fedssl.seeding import derive_seed
 
 MAX_VALUES = 1024  # numbers of an image without an encoder: their covariance takes a second for 50,000 images
 RESTARTS = 4  # of k-means: the best of so many is taken
 _CHUNK = 512  # images at a time
-_FLAT = 1e-10  # share of the largest variance below which a direction has none
+_MIN_VARIANCE_SHARE = 1e-10  # share of the largest variance below which a direction has none
 
 log = logging.getLogger("fedssl")
 
@@ -56,7 +56,7 @@ def feature_clusters(
     self_balancing: bool = False,
     encoder: str | None = None,
     components: int = 30,
-) -> Division:
+) -> Partition:
     """Each cluster of images is divided among the clients by shares from Dir(alpha, ..., alpha).
 
     Parameters
@@ -66,7 +66,7 @@ def feature_clusters(
     alpha, min_size, self_balancing
         As in `dirichlet`, for clusters in the place of classes.
     encoder, components
-        As in `cluster`.
+        As in `cluster_images`.
     """
     check_counts(num_images, num_clients)
     check_shares(alpha, min_size)
@@ -75,7 +75,9 @@ def feature_clusters(
         raise InputError(
             f"partition.clusters={clusters} is not a whole number; set one, or null for as many as clients"
         )
-    found = torch.from_numpy(cluster(images, clusters=clusters, encoder=encoder, components=components, seed=seed))
+    found = torch.from_numpy(
+        cluster_images(images, clusters=clusters, encoder=encoder, components=components, seed=seed)
+    )
     parts = dirichlet(
         found,
         num_images=num_images,
@@ -85,10 +87,12 @@ def feature_clusters(
         min_size=min_size,
         self_balancing=self_balancing,
     )
-    return Division(parts, found, "cluster")
+    return Partition(parts, found, "cluster")
 
 
-def cluster(images: ImageSubset, *, clusters: int, encoder: str | None, components: int, seed: int) -> np.ndarray:
+def cluster_images(
+    images: ImageSubset, *, clusters: int, encoder: str | None, components: int, seed: int
+) -> np.ndarray:
     """The cluster of every image; what takes longer than a second is kept in a file for the next process.
 
     Parameters
@@ -126,7 +130,7 @@ def cluster(images: ImageSubset, *, clusters: int, encoder: str | None, componen
         return k_means(whitened(features, components=components), clusters=clusters, seed=seed)
 
     settings = (clusters, components, seed, encoder and hashlib.sha256(_bytes_of(encoder)).hexdigest())
-    return _kept(images, settings, make)
+    return _cached(images, settings, make)
 
 
 def pixel_features(images: ImageSubset) -> np.ndarray:
@@ -176,7 +180,7 @@ def whitened(features: np.ndarray, *, components: int) -> np.ndarray:
             centred = features[piece] - mean
             covariance += centred.T @ centred / max(count - 1, 1)
         variances, directions = np.linalg.eigh(covariance)
-        chosen = np.flatnonzero(variances > _FLAT * variances[-1])[-components:]
+        chosen = np.flatnonzero(variances > _MIN_VARIANCE_SHARE * variances[-1])[-components:]
         if not len(chosen):
             return np.zeros((count, 1))
         scaled = directions[:, chosen] / np.sqrt(variances[chosen])
@@ -227,7 +231,7 @@ def _bytes_of(encoder: str) -> bytes:
         ) from error
 
 
-def _kept(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
+def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
     """What was made before of the same images with the same settings, or is made now."""
     if images.cache is None:
         return make()
@@ -241,13 +245,13 @@ def _kept(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.
         return found
     begin = time.perf_counter()
     made = make()
-    if time.perf_counter() - begin > WORTH:
+    if time.perf_counter() - begin > MIN_SECONDS_TO_CACHE:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(file, lambda stream: np.save(stream, made))
         except OSError as error:
             if images.cache != "auto":
-                raise unusable(file.parent, error) from error
+                raise cache_error(file.parent, error) from error
             log.warning("%s cannot be written (%s): every process clusters the images", file, error.strerror)
     return made
 

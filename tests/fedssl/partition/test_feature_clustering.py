@@ -14,8 +14,15 @@ from fedssl.datasets.base import ImageData
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
-from fedssl.partition import ImageSubset, auxiliary, clusters, dirichlet, divide, feature_clusters
-from fedssl.partition.clusters import cluster, encoder_features, k_means, pixel_features, whitened
+from fedssl.partition import (
+    ImageSubset,
+    dirichlet,
+    feature_clustering,
+    feature_clusters,
+    make_partition,
+    server_indices,
+)
+from fedssl.partition.feature_clustering import cluster_images, encoder_features, k_means, pixel_features, whitened
 from fedssl.plots.partition import partition_table
 
 KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 images of each of three kinds
@@ -33,7 +40,7 @@ def images_of(kind: torch.Tensor = KIND, *, cache: str | None = None, channels: 
 
 
 def found(images: ImageSubset, **settings) -> np.ndarray:
-    return cluster(images, **{"clusters": 3, "encoder": None, "components": 2, "seed": 0} | settings)
+    return cluster_images(images, **{"clusters": 3, "encoder": None, "components": 2, "seed": 0} | settings)
 
 
 def divided(images: ImageSubset, num_clients: int = 3, **settings):
@@ -64,8 +71,10 @@ def test_images_that_look_alike_are_one_cluster() -> None:
 
 def test_every_image_has_one_holder_and_groups_are_the_clusters() -> None:
     division = divided(images_of())
-    assert sorted(np.concatenate(division.parts).tolist()) == list(range(90))
-    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() and len(part) >= 2 for part in division.parts)
+    assert sorted(np.concatenate(division.client_indices).tolist()) == list(range(90))
+    assert all(
+        part.dtype == np.int64 and (np.diff(part) > 0).all() and len(part) >= 2 for part in division.client_indices
+    )
     assert division.groups is not None
     assert same_groups(division.groups, KIND)
     assert division.names == ("cluster 0", "cluster 1", "cluster 2")
@@ -73,7 +82,7 @@ def test_every_image_has_one_holder_and_groups_are_the_clusters() -> None:
 
 def test_small_alpha_gives_whole_clusters_and_large_alpha_all_alike() -> None:
     def counts(alpha: float) -> np.ndarray:
-        parts = divided(images_of(KIND.repeat(10)), alpha=alpha).parts
+        parts = divided(images_of(KIND.repeat(10)), alpha=alpha).client_indices
         return np.array([[int((KIND.repeat(10)[part] == kind).sum()) for kind in range(3)] for part in parts])
 
     # A share has standard deviation sqrt(1/3 * 2/3 / 3e5) = 0.0009: 100 of the 300 images of each, give or take 3.
@@ -86,7 +95,7 @@ def test_shares_are_those_of_dirichlet_over_the_clusters() -> None:
     images = images_of()
     settings = {"num_images": 90, "num_clients": 4, "seed": 5, "alpha": 1.0, "min_size": 3, "self_balancing": True}
     expected = dirichlet(torch.from_numpy(found(images, seed=5)), **settings)
-    parts = divided(images, 4, clusters=3, **{k: settings[k] for k in list(settings)[2:]}).parts
+    parts = divided(images, 4, clusters=3, **{k: settings[k] for k in list(settings)[2:]}).client_indices
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
 
 
@@ -142,11 +151,11 @@ def test_what_takes_long_is_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.M
     images = images_of(cache=str(tmp_path))
     found(images)
     assert list(tmp_path.iterdir()) == []  # it was quick
-    monkeypatch.setattr(clusters, "WORTH", 0.0)
+    monkeypatch.setattr(feature_clustering, "MIN_SECONDS_TO_CACHE", 0.0)
     expected = found(images)
     (file,) = (tmp_path / "clusters").iterdir()
     with monkeypatch.context() as without:
-        without.setattr(clusters, "k_means", None)
+        without.setattr(feature_clustering, "k_means", None)
         assert np.array_equal(found(images), expected)
         for other in ({"seed": 1}, {"components": 1}, {"clusters": 2}):
             with pytest.raises(TypeError):
@@ -163,7 +172,7 @@ def test_what_takes_long_is_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(clusters, "WORTH", 0.0)
+    monkeypatch.setattr(feature_clustering, "MIN_SECONDS_TO_CACHE", 0.0)
     (tmp_path / "fedssl").write_text("no folder")
     with pytest.raises(InputError, match="cannot be written .*dataset.cache"):
         found(images_of(cache=str(tmp_path / "fedssl")))
@@ -175,14 +184,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: P
 def test_in_a_run_without_labels_and_with_images_set_aside() -> None:
     overrides = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
     settings = compose([*overrides, "partition=feature_clusters", "partition.components=2"]).partition
-    division = divide(settings, ImageData(blobs(KIND), None))
-    kept = auxiliary(90, share=0.2, seed=4)
-    assert sorted([*kept, *np.concatenate(division.parts)]) == list(range(90))
+    division = make_partition(settings, ImageData(blobs(KIND), None))
+    kept = server_indices(90, share=0.2, seed=4)
+    assert sorted([*kept, *np.concatenate(division.client_indices)]) == list(range(90))
     assert division.groups is not None
     assert set(division.groups[kept].tolist()) == {-1}
     rest = np.setdiff1d(np.arange(90), kept)
     assert same_groups(division.groups[rest], KIND[rest])
-    rows = list(csv.reader(partition_table(division.parts, (None, ()), (division.groups, division.names)).splitlines()))
+    rows = list(
+        csv.reader(partition_table(division.client_indices, (None, ()), (division.groups, division.names)).splitlines())
+    )
     assert rows[0] == ["client", "examples", "cluster 0", "cluster 1", "cluster 2"]
     assert sum(int(number) for row in rows[1:] for number in row[2:]) == 72
 

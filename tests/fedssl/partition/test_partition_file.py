@@ -8,14 +8,14 @@ import torch
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition import dirichlet, divide, listed, write_division
+from fedssl.partition import dirichlet, from_file, make_partition, write_partition
 
 LABELS = torch.tensor([0, 1, 0, 1, 2, 2])
 
 
 def read(file: Path, text: str, labels: torch.Tensor | None = LABELS, num_clients: int = 2) -> list[list[int]]:
     file.write_text(text)
-    parts = listed(labels, num_images=6, num_clients=num_clients, seed=0, file=file)
+    parts = from_file(labels, num_images=6, num_clients=num_clients, seed=0, file=file)
     return [part.tolist() for part in parts]
 
 
@@ -31,8 +31,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     parts = dirichlet(labels, num_images=300, num_clients=4, seed=3, alpha=0.3, min_size=2, self_balancing=False)
     parts[2] = parts[2][:-3]  # three are nobody's
     file = tmp_path / "division.csv"
-    file.write_text(write_division(parts, labels))
-    again = listed(labels, num_images=300, num_clients=4, seed=8, file=file)
+    file.write_text(write_partition(parts, labels))
+    again = from_file(labels, num_images=300, num_clients=4, seed=8, file=file)
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
@@ -40,7 +40,7 @@ def test_a_long_file_is_read(tmp_path: Path) -> None:
     """Longer than files of settings may be: 5 MB."""
     labels = torch.zeros(500_000, dtype=torch.int64)
     (tmp_path / "a.csv").write_text("client\n" + "000000000\n" * len(labels))
-    (part,) = listed(labels, num_images=len(labels), num_clients=1, seed=0, file=tmp_path / "a.csv")
+    (part,) = from_file(labels, num_images=len(labels), num_clients=1, seed=0, file=tmp_path / "a.csv")
     assert len(part) == len(labels)
 
 
@@ -49,8 +49,8 @@ def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     settings = compose(["partition=file", "partition.file=division.csv", "num_clients=2"]).partition
     monkeypatch.chdir("/")
-    division = divide(settings, ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), None))
-    assert [part.tolist() for part in division.parts] == [[0, 1, 5], [2, 3, 4]]
+    division = make_partition(settings, ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), None))
+    assert [part.tolist() for part in division.client_indices] == [[0, 1, 5], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_bad_files_are_one_sentence(tmp_path: Path, text: str, message: str) -> 
 @pytest.mark.parametrize(("file", "message"), [(None, "needs partition.file"), ("/no/such", "=/no/such is not there")])
 def test_a_file_must_be_there(file: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        listed(LABELS, num_images=6, num_clients=2, seed=0, file=file)
+        from_file(LABELS, num_images=6, num_clients=2, seed=0, file=file)

@@ -6,7 +6,7 @@ no difference. ``classes`` deals classes in turn, so that none is left out and e
 give or take one; flwr-datasets' own assignment of several classes per client does not promise that. ``natural``
 follows the data: the images of one writer, device or hospital stay together. flwr-datasets' partitioners by owner
 are given owners per client, not clients, and their last client may get fewer than the others. ``feature_clusters``,
-in `fedssl.partition.clusters`, looks at the images themselves.
+in `fedssl.partition.feature_clustering`, looks at the images themselves.
 
 Where this differs from the authors' code: L-DAWA's drops the images that rounding leaves over and Dec-SSL's trains
 on the first 80% of every client's images, which cuts away most of the uniform part; here all images are used.
@@ -30,8 +30,8 @@ seed : int
 
 Returns
 -------
-list of ndarray or Division
-    For every client the sorted int64 positions of its images; a `Division` says by which groups, if these are neither
+list of ndarray or Partition
+    For every client the sorted int64 positions of its images; a `Partition` says by which groups, if these are neither
     classes nor owners.
 
 Raises
@@ -46,7 +46,7 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.partition import flower
+from fedssl.partition import flwr_partitioners
 from fedssl.partition.base import ImageSubset
 from fedssl.seeding import derive_seed, numpy_generator
 
@@ -66,7 +66,7 @@ def iid(
     """Equal numbers of images, drawn without regard to class."""
     check_counts(num_images, num_clients)
     order = _order(num_images, seed)
-    return _checked([order[rows] for rows in flower.iid(order, num_clients=num_clients)], num_images)
+    return _checked([order[rows] for rows in flwr_partitioners.iid(order, num_clients=num_clients)], num_images)
 
 
 def dirichlet(
@@ -99,7 +99,7 @@ def dirichlet(
     column = _known(labels, "dirichlet")[order]
     parts = None
     if min_size * num_clients <= num_images:
-        parts = flower.dirichlet(
+        parts = flwr_partitioners.dirichlet(
             column,
             num_clients=num_clients,
             alpha=alpha,
@@ -157,9 +157,9 @@ def classes(
         )
     order = _order(num_images, seed)
     rank = numpy_generator(seed, "partition", "classes").permutation(len(names))
-    shards = flower.shards(rank[codes][order], num_shards=num_shards)
+    class_shards = flwr_partitioners.class_shards(rank[codes][order], num_shards=num_shards)
     # Consecutive shards are of different classes because a client takes no more of them than there are classes.
-    by_client = [shards[first : first + classes_per_client] for first in range(0, num_shards, classes_per_client)]
+    by_client = [class_shards[first : first + classes_per_client] for first in range(0, num_shards, classes_per_client)]
     return _checked([order[np.concatenate(own)] for own in by_client], num_images)
 
 

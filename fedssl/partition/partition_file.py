@@ -10,14 +10,14 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.partition.base import ImageSubset
-from fedssl.partition.rules import MIN_IMAGES, check_counts
+from fedssl.partition.partitioners import MIN_IMAGES, check_counts
 from fedssl.untrusted import MAX_LINES_BYTES, read_text, sanitize
 
 COLUMNS = ("client", "label")
 _DIGITS = 9  # more of them are no number of a client
 
 
-def listed(
+def from_file(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
@@ -64,7 +64,7 @@ def listed(
     return parts
 
 
-def write_division(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
+def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
     """Text of the file that `listed` reads.
 
     Parameters
