@@ -1,8 +1,8 @@
 """Server-side calibration (LW-FedSSL, Tun et al., arXiv 2401.11647, Section 4.2): the server trains as well.
 
 In every round the server trains all stages of the encoder that there are so far, and the heads, on unlabelled auxiliary
-images of its own, as a client would ("we use the same settings as local training", Section 5.1). ``at="end"``: after
-the aggregation, as Section 4.2 has it; ``at="start"``: before clients begin, as Algorithm 1 has it, in which the last
+images of its own, as a client would ("we use the same settings as local training", Section 5.1). ``when="end"``: after
+the aggregation, as Section 4.2 has it; ``when="start"``: before clients begin, as Algorithm 1 has it, in which the last
 aggregation is left as it is.
 """
 
@@ -43,7 +43,7 @@ class Calibration:
 
     Attributes
     ----------
-    at : {"start", "end"}
+    when : {"start", "end"}
         Of every round.
 
     Raises
@@ -63,14 +63,16 @@ class Calibration:
         device: torch.device,
         seed: int,
     ) -> None:
-        if settings.at not in ("start", "end"):
-            raise InputError(f"calibration.at={settings.at} is unknown; set calibration.at=end or calibration.at=start")
+        if settings.when not in ("start", "end"):
+            raise InputError(
+                f"calibration.at={settings.when} is unknown; set calibration.at=end or calibration.at=start"
+            )
         if method.uses_labels:
             raise InputError(
                 f"calibration trains on images without labels, which {type(method).__name__} cannot; "
                 "set calibration=none or another method"
             )
-        self.at = settings.at
+        self.when = settings.when
         self._method, self._lr_schedule, self._device, self._seed = method, lr_schedule, device, seed
         images = load_federated(settings.data).images
         if images.shape[1] != data.channels or images.shape[2] != data.size:

@@ -39,7 +39,7 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
         )
     if settings.calibration is not None and not settings.calibration.own:
         raise InputError(
-            f"calibration.at={settings.calibration.at} takes a share of the clients' images, which are on the "
+            f"calibration.at={settings.calibration.when} takes a share of the clients' images, which are on the "
             "devices; name a data set of the server's with +dataset@calibration.dataset=NAME"
         )
     data = server_data(settings)

@@ -138,7 +138,7 @@ def request_personalized_encoders(
 class NoCalibration:
     """A calibration whose time has passed."""
 
-    at = "never"
+    when = "never"
 
     def __call__(self, round: int, layers: Layers) -> Layers:
         """The layers as they are."""

@@ -24,9 +24,9 @@ from strategies.state import Model
 
 
 class Calibrator(Protocol):
-    """Training on the server itself, on auxiliary images; ``at`` is "start" or "end" of every round."""
+    """Training on the server itself, on auxiliary images; ``when`` is "start" or "end" of every round."""
 
-    at: str
+    when: str
 
     def __call__(self, round: int, layers: Layers) -> Layers: ...
 
@@ -137,7 +137,7 @@ class RoundContext:
 
     def calibrate_if_due(self, model: Model, round: int, *, when: str) -> Model:
         """The model, trained by the server if its calibration is due at the start or end of a round."""
-        if self.calibration is None or self.calibration.at != when:
+        if self.calibration is None or self.calibration.when != when:
             return model
         return replace(model, layers=self.calibration(round, model.layers))
 

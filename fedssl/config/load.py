@@ -355,7 +355,7 @@ def _calibration(config: DictConfig) -> CalibrationSettings | None:
         return None
     own = node.dataset is not None
     data = read_data(node.dataset if own else config.dataset)
-    return CalibrationSettings(at=node.at, data=data, own=own, share=node.share, epochs=node.epochs)
+    return CalibrationSettings(when=node.at, data=data, own=own, share=node.share, epochs=node.epochs)
 
 
 def _component(node: DictConfig, *, without: Sequence[str] = ()) -> Component:

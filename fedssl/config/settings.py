@@ -205,7 +205,7 @@ class CalibrationSettings:
 
     Attributes
     ----------
-    at : {"start", "end"}
+    when : {"start", "end"}
         Of every round.
     data : DataSettings
         Whose images.
@@ -217,7 +217,7 @@ class CalibrationSettings:
         Per round.
     """
 
-    at: str
+    when: str
     data: DataSettings
     own: bool
     share: float

@@ -70,7 +70,7 @@ def test_the_calibration_of_lw_fedssl_is_of_cifar10(tmp_path):
     data = [f"dataset.path={tmp_path}", f"calibration.dataset.path={tmp_path}"]
     settings = compose(["experiment=lw_fedssl/lw_fedssl", "num_clients=2", *data])
     calibration = settings.calibration
-    assert (calibration.own, calibration.share, calibration.epochs, calibration.at) == (True, 0.1, 3, "end")
+    assert (calibration.own, calibration.share, calibration.epochs, calibration.when) == (True, 0.1, 3, "end")
     assert calibration.data.federated == "train"
     assert load_federated(calibration.data).images.shape == (40, 3, 32, 32)
     clients = load_federated(settings.data)
