@@ -28,8 +28,8 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
 from fedssl.export import save_encoder
 from fedssl.methods.base import SSLMethod
-from fedssl.plots.curves import draw_curves
 from fedssl.plots.partition import partition_table, save_partition_plot
+from fedssl.plots.registry import write_final_plots
 from fedssl.report.accuracy_table import format_table
 from fedssl.report.cost_table import sum_costs
 from fedssl.runs.jsonl import read_jsonl
@@ -336,7 +336,7 @@ class Recorder:
                 save_partition_plot(file, client_data.parts, image_data.labels, image_data.classes)
             else:
                 save_partition_plot(file, client_data.parts, partition.groups, partition.names, kind=partition.kind)
-        draw_curves(self.folder)
+        write_final_plots(self.folder)
 
     def summary(
         self,

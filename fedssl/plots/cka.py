@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedssl.encoders.base import Encoder
 from fedssl.evaluation.features import extract
-from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure, strategy_color
+from fedssl.plots.style import PlotData, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.representations import read_representations
 
@@ -57,8 +57,8 @@ def cka_matrix(rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.
     return np.array([[linear_cka(one, other) for other in columns] for one in rows])
 
 
-def draw_cka(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw how alike the models of a round are to ``figures/cka.png``; None if the run kept no representations.
+def plot_cka(folder: Path) -> PlotData | None:
+    """Plot how alike the models of a round are; None if the run kept no representations.
 
     Every representation has the length 1, as runs keep it; CKA of representations as they are has other numbers.
     """
@@ -73,7 +73,7 @@ def draw_cka(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path |
     axes = figure.add_subplot(title=f"representations of the test images, round {round}")
     plot_matrix(figure, axes, found, names)
     rows = [["model", *names], *([name, *row] for name, row in zip(names, found.tolist(), strict=True))]
-    return save_figure(figure, folder, "cka", rows=rows, formats=formats)
+    return PlotData(figure, rows)
 
 
 def plot_matrix(figure: "Figure", axes: "Axes", values: np.ndarray, names: Sequence[str]) -> None:
@@ -133,8 +133,8 @@ def between_clients(grams: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
     return np.array([list(map(linear_cka, one, other)) for one, other in combinations(grams, 2)])
 
 
-def draw_layers(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
-    """Draw how alike the layers of the last kept round's models are to ``figures/cka_layers.png``.
+def plot_layer_cka(run: LoadedRun) -> PlotData:
+    """Plot how alike the layers of the last kept round's models are.
 
     On the left the layers of the global model among each other, on the right every layer between the clients' models:
     where it falls, clients part.
@@ -158,7 +158,7 @@ def draw_layers(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> P
         rows.append(["global model", "global model", names[one], names[other], layers[one, other]])
     for pair, layer in np.ndindex(pairs.shape):
         rows.append([*told[pair], names[layer], names[layer], pairs[pair, layer]])
-    return save_figure(figure, run.folder, "cka_layers", rows=rows, formats=formats)
+    return PlotData(figure, rows)
 
 
 def layers_figure(layers: np.ndarray, pairs: np.ndarray, names: Sequence[str], *, round: int, color: str) -> "Figure":

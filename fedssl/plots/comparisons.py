@@ -10,7 +10,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, as_scores, heading
-from fedssl.plots.style import MARKERS, SCREEN_FORMATS, PlotData, axes_over_rounds, line_style, new_figure, save_figure
+from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, line_style, new_figure
 from fedssl.report.accuracy_table import LEFT_OUT, MAIN
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
@@ -142,21 +141,7 @@ def mean_over_seeds(
     return rows
 
 
-def draw_accuracy(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
-    """Draw `accuracies` to ``figures/accuracy.png`` of a folder.
-
-    Raises
-    ------
-    InputError
-        No run was evaluated in its rounds.
-    """
-    drawing = accuracies(runs)
-    if drawing is None:
-        raise InputError("no run was evaluated in its rounds; run again with evaluation=knn evaluate_every=1")
-    return save_figure(drawing.figure, folder, "accuracy", rows=drawing.rows, formats=formats)
-
-
-def accuracies(runs: Sequence[Run]) -> PlotData | None:
+def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
     """Plot accuracy over rounds, bytes and FLOPs; None if no run was evaluated in its rounds."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -200,8 +185,8 @@ def mean_cosines(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     return {round: mean(values) for round, values in sorted(rounds.items())}
 
 
-def draw_divergence(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
-    """Draw the mean cosine of clients' models with the global one over rounds to ``figures/divergence.png``.
+def plot_divergence(runs: Sequence[Run]) -> PlotData:
+    """Plot the mean cosine of clients' models with the global one over rounds.
 
     Raises
     ------
@@ -224,7 +209,7 @@ def draw_divergence(runs: Sequence[Run], folder: Path, *, formats: Sequence[str]
         plot_line(axes, common, points, style)
         rows += [[one.label, round, *point] for round, point in zip(common, points.tolist(), strict=True)]
     axes.legend(fontsize="small")
-    return save_figure(figure, folder, "divergence", rows=rows, formats=formats)
+    return PlotData(figure, rows)
 
 
 def swept_setting(groups: Sequence[RunGroup]) -> str:
@@ -245,8 +230,8 @@ def swept_setting(groups: Sequence[RunGroup]) -> str:
     return keys[0]
 
 
-def draw_sensitivity(runs: Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
-    """Draw final accuracies over the value that was swept to ``figures/sensitivity.png``; values are evenly spaced.
+def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
+    """Plot final accuracies over the value that was swept; values are evenly spaced.
 
     Raises
     ------
@@ -276,7 +261,7 @@ def draw_sensitivity(runs: Sequence[Run], folder: Path, *, formats: Sequence[str
         axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
         if column == 1:
             axes.legend(fontsize="small")
-    return save_figure(figure, folder, "sensitivity", rows=rows, formats=formats)
+    return PlotData(figure, rows)
 
 
 def final_scores(groups: Sequence[RunGroup], key: str, protocol: str) -> list[tuple[float, float, float, int]]:

@@ -13,11 +13,9 @@ from fedssl.evaluation.health import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
 from fedssl.plots.style import (
     MARKERS,
-    SCREEN_FORMATS,
     PlotData,
     axes_over_rounds,
     new_figure,
-    save_figure,
     strategy_color,
 )
 from fedssl.runs.jsonl import read_jsonl
@@ -30,19 +28,7 @@ Points = list[tuple[int, float]]
 NAMED = 6  # global models that a legend names one by one; more get one line in it
 
 
-def draw_curves(folder: Path) -> list[Path]:
-    """Draw everything below for which the run folder has lines, and return the figures' files."""
-    drawn = (draw(folder) for draw in (draw_metrics, draw_cosines, draw_spectra))
-    return [file for file in drawn if file is not None]
-
-
-def draw_metrics(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw `metrics` to ``figures/metrics.png``, and return the file; None if there is nothing to draw."""
-    drawing = metrics(folder)
-    return drawing and save_figure(drawing.figure, folder, "metrics", rows=drawing.rows, formats=formats)
-
-
-def metrics(folder: Path) -> PlotData | None:
+def plot_metrics(folder: Path) -> PlotData | None:
     """Plot the loss and the results of evaluations of a run over its rounds; None if it recorded neither.
 
     With several global models the results are means over them. Every unit has a panel of its own.
@@ -67,13 +53,7 @@ def metrics(folder: Path) -> PlotData | None:
     return PlotData(figure, [["name", "round", "value"], *rows])
 
 
-def draw_cosines(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw `cosines` to ``figures/cosines.png``, and return the file; None if there is nothing to draw."""
-    drawing = cosines(folder)
-    return drawing and save_figure(drawing.figure, folder, "cosines", rows=drawing.rows, formats=formats)
-
-
-def cosines(folder: Path) -> PlotData | None:
+def plot_cosines(folder: Path) -> PlotData | None:
     """Plot how close the clients of a run stay to their global model; None if no cosines were recorded.
 
     Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
@@ -134,16 +114,11 @@ def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     return sorted(found), [found[round] for round in sorted(found)]
 
 
-def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw the singular values of the covariance of representations to ``figures/spectrum.png`` (FedU2, Fig. 3).
+def plot_spectra(folder: Path) -> PlotData | None:
+    """Plot the singular values of the covariance of representations (FedU2, Fig. 3); None if nothing was measured.
 
     Those of every global model and of every client's, in the last round in which they were measured, and as a reference
     those of as many Gaussian vectors, as base-10 logarithms. All vectors have length 1.
-
-    Returns
-    -------
-    Path or None
-        The figure; None if nothing was measured.
     """
     lines = [line for line in read_jsonl(folder / "health.jsonl", required=("client",)) if "spectrum" in line]
     if not lines:
@@ -167,7 +142,7 @@ def draw_spectra(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Pa
     shown = [*zip(whose, (line["spectrum"]["singular_values"] for line in lines), strict=True), ("Gaussian", reference)]
     rows = [[name, index, value] for name, values in shown for index, value in enumerate(values)]
     header = ["client or model", "index", "singular value"]
-    return save_figure(figure, folder, "spectrum", rows=[header, *rows], formats=formats)
+    return PlotData(figure, [header, *rows])
 
 
 def _spectrum_title(spectrum: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.plots.style import BLUE, SCREEN_FORMATS, class_colors, new_figure, save_figure
+from fedssl.plots.style import BLUE, PlotData, class_colors, new_figure
 from fedssl.runs.representations import Representations, read_representations
 from fedssl.seeding import derive_seed
 
@@ -25,19 +25,19 @@ SPHERES = 6  # models that are drawn
 MARKERS = "os^DvP"  # of global models; where there are more of them, all have the first
 
 
-def draw_tsne(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw ``figures/tsne.png`` of a run folder; None if it keeps no representations, or those of one image alone."""
+def plot_tsne(folder: Path) -> PlotData | None:
+    """Plot the t-SNE of a run's representations; None if it keeps no representations, or those of one image alone."""
     kept = read_representations(folder)
     if kept is None or kept[1].h[..., 0].size < 2:  # a point alone has no neighbours
         return None
     round, representations = kept
     points = tsne_points(representations)
     figure = tsne_figure(representations, points, round=round)
-    return save_figure(figure, folder, "tsne", rows=_rows(representations, points, "xy"), formats=formats)
+    return PlotData(figure, _rows(representations, points, "xy"))
 
 
-def draw_sphere(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw ``figures/sphere.png`` of a run folder; None if it keeps no representations."""
+def plot_sphere(folder: Path) -> PlotData | None:
+    """Plot a run's representations on spheres; None if it keeps no representations."""
     kept = read_representations(folder)
     if kept is None:
         return None
@@ -45,7 +45,7 @@ def draw_sphere(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Pat
     spheres = [on_sphere(vectors) for vectors in _on_spheres(representations)]
     figure = sphere_figure(representations, spheres, round=round)
     points = np.stack([points for points, _ in spheres])
-    return save_figure(figure, folder, "sphere", rows=_rows(representations, points, "xyz"), formats=formats)
+    return PlotData(figure, _rows(representations, points, "xyz"))
 
 
 def _rows(representations: Representations, points: np.ndarray, axes: str) -> list[list[object]]:

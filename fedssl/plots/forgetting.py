@@ -20,7 +20,7 @@ from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.scores import heading
 from fedssl.evaluation.subject import EvaluationInput, Labelled, load_labelled, why_not_evaluable
 from fedssl.partition import client_indices
-from fedssl.plots.style import SCREEN_FORMATS, axes_over_rounds, new_figure, save_figure, strategy_color
+from fedssl.plots.style import PlotData, axes_over_rounds, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.snapshots import KeptRound
 from fedssl.seeding import torch_generator
@@ -136,8 +136,8 @@ def _generator(run: LoadedRun, client: int) -> torch.Generator:
     return torch_generator(run.settings.seed, "alike", client)
 
 
-def draw_forgetting(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
-    """Draw what `measure_forgetting` finds to ``figures/forgetting.png``."""
+def plot_forgetting(run: LoadedRun) -> PlotData:
+    """Plot what `measure_forgetting` returns."""
     found = measure_forgetting(run)
     if not found:
         raise InputError(f"{run.folder} keeps no client's model that could be judged; run it again with keep_models=1")
@@ -146,13 +146,7 @@ def draw_forgetting(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) 
         [one.round, one.client, one.local_matched, one.global_matched, one.local_all, one.global_all, one.forgetting]
         for one in found
     ]
-    return save_figure(
-        forgetting_figure(found, color=strategy_color(run.folder)),
-        run.folder,
-        "forgetting",
-        rows=[header, *rows],
-        formats=formats,
-    )
+    return PlotData(forgetting_figure(found, color=strategy_color(run.folder)), [header, *rows])
 
 
 def forgetting_figure(found: Sequence[ClientForgetting], *, color: str) -> "Figure":

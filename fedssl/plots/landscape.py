@@ -8,7 +8,6 @@ copy of the online one. The regularizer is left out: it depends on the client.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
-from fedssl.plots.style import SCREEN_FORMATS, new_figure, save_figure, strategy_color
+from fedssl.plots.style import PlotData, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.run import strategy_of
 from fedssl.runs.snapshots import KeptRound
@@ -265,12 +264,12 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
     return loss
 
 
-def draw_landscape(run: LoadedRun, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
-    """Draw what `compute_landscape` finds to ``figures/landscape.png`` of the run folder."""
+def plot_landscape(run: LoadedRun) -> PlotData:
+    """Plot what `compute_landscape` returns."""
     found = compute_landscape(run)
     title = f"{strategy_of(run.folder)}, {type(run.method).__name__}"
     figure = landscape_figure(found, title=title, color=strategy_color(run.folder))
-    return save_figure(figure, run.folder, "landscape", rows=found.rows(), formats=formats)
+    return PlotData(figure, found.rows())
 
 
 def landscape_figure(found: Landscape, *, title: str, color: str) -> "Figure":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedssl.plots.style import SCREEN_FORMATS, PlotData, class_colors, new_figure, save_figure, write_png
+from fedssl.plots.style import PlotData, class_colors, new_figure, write_png
 from fedssl.report.text_table import to_csv
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 
@@ -54,13 +54,7 @@ def save_partition_plot(
     write_png(_figure(counts, names, kind), path, dpi=120)
 
 
-def draw_partition(folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
-    """Draw `who_holds_what` to ``figures/partition.png``, and return the file; None if there is nothing to draw."""
-    drawing = who_holds_what(folder)
-    return drawing and save_figure(drawing.figure, folder, "partition", rows=drawing.rows, formats=formats)
-
-
-def who_holds_what(folder: Path) -> PlotData | None:
+def plot_partition(folder: Path) -> PlotData | None:
     """Plot the classes of every client from ``partition.csv`` of a run folder.
 
     Returns

@@ -101,20 +101,15 @@ def new_figure(*, height: float, width: float = 7.0) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(
-    figure: "Figure",
-    folder: Path,
-    name: str,
-    *,
-    rows: Iterable[Sequence[object]],
-    formats: Sequence[str] = SCREEN_FORMATS,
-) -> Path:
-    """Write the figure to ``figures/<name>.png`` of a folder, and in the other formats beside it.
+def save_figure(data: PlotData, folder: Path, name: str, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
+    """Write a figure to ``figures/<name>.png`` of a folder, and in the other formats beside it.
 
     Parameters
     ----------
-    rows : iterable of sequence
-        The numbers that the figure shows, under a header, for the format "csv".
+    data : PlotData
+        Its rows are for the format "csv".
+    folder : Path
+    name : str
     formats : sequence of {"png", "pdf", "csv"}
 
     Returns
@@ -128,12 +123,12 @@ def save_figure(
         It cannot be written.
     """
     file = folder / "figures" / f"{name}.png"
-    write_png(figure, file)
+    write_png(data.figure, file)
     try:
         if "pdf" in formats:
-            _write(figure, file.with_suffix(".pdf"), format="pdf", metadata={"CreationDate": None})
+            _write(data.figure, file.with_suffix(".pdf"), format="pdf", metadata={"CreationDate": None})
         if "csv" in formats:
-            write_text(file.with_suffix(".csv"), to_csv(rows))
+            write_text(file.with_suffix(".csv"), to_csv(data.rows))
     except OSError as error:
         raise _unwritable(file, error) from error
     return file

@@ -77,15 +77,15 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     """
     # Imported here: they need torch and matplotlib, which the tables do not.
     from fedssl.config.targets import from_arguments
-    from fedssl.plots.registry import COMPARISON_PLOTS, plot_all
+    from fedssl.plots.registry import PLOTS, write_plots
 
-    together = [name for name in names if name in COMPARISON_PLOTS]
+    together = [name for name in names if name in PLOTS and PLOTS[name].source == "runs"]
     if together and into is None and len(folders) > 1:
         raise InputError(f"the figure {together[0]} is of all {len(folders)} folders; say where to with --into FOLDER")
     overrides = from_arguments([f"--config-dir={folder}" for folder in settings])
     if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is no folder; make it, or name another one")
-    plot_all(
+    write_plots(
         find_runs(folders),
         names,
         into=into or folders[0],

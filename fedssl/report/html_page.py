@@ -9,16 +9,15 @@ import io
 import re
 import time
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from fedssl.plots.comparisons import accuracies, group_by_seed
-from fedssl.plots.curves import cosines, metrics
-from fedssl.plots.partition import who_holds_what
-from fedssl.plots.style import PlotData, sanitize_texts
+from fedssl.plots.comparisons import group_by_seed
+from fedssl.plots.registry import PLOTS
+from fedssl.plots.style import sanitize_texts
 from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.runs.run import Run
 from fedssl.untrusted import sanitize
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
 KEY_COLUMNS = (2, 4)  # min and max columns of words before the numbers; the others come after the numbers
 LONG_TEXT = 40  # signs of a text from which on it may be broken
-# Of one run: what it shows, how it is drawn, and the file with its numbers.
-OF_EACH: tuple[tuple[str, Callable[[Path], PlotData | None], str], ...] = (
-    ("loss and results over the rounds", metrics, "metrics.jsonl"),
-    ("cosines of clients' models with the global one", cosines, "clients.jsonl"),
-    ("who holds what", who_holds_what, "partition.csv"),
-)
+# Of one run: what a plot shows, and the file with its numbers.
+RUN_PLOTS = {
+    "metrics": ("loss and results over the rounds", "metrics.jsonl"),
+    "cosines": ("cosines of clients' models with the global one", "clients.jsonl"),
+    "partition": ("who holds what", "partition.csv"),
+}
 _DRAWN: dict[tuple[Path, str], tuple[tuple[int, int], str]] = {}  # figures by file and name, for the next page
 LEFT_OUT = ("output_dir", "resume", "run_id")  # of every run another one
 _TARGET = "._target_"
@@ -161,17 +160,17 @@ def figures_of_all(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Caption and element of the figures of all runs together; runs that go on only where no seed has finished."""
     shown = [run for one in _groups(runs) for run in ([own for own in one if own.finished] or one)]
     caption = "accuracy over rounds, over bytes and over FLOPs of a client"
-    drawing = accuracies(shown) if shown else None
-    return [(caption, inline(drawing.figure, name="all", label=caption, kind="wide"))] if drawing else []
+    data = PLOTS["accuracy"].plot(shown) if shown else None
+    return [(caption, inline(data.figure, name="all", label=caption, kind="wide"))] if data else []
 
 
 def figures_of_each(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Caption and element of the figures of single runs: the first of those that differ only in their seed."""
     found: list[tuple[str, str]] = []
     for number, run in enumerate(one[0] for one in _groups(runs)):
-        for kind, (shows, draw, file) in enumerate(OF_EACH):
+        for kind, (plot, (shows, file)) in enumerate(RUN_PLOTS.items()):
             caption = f"{run.folder}: {shows}"
-            element = _drawn(run.folder / file, draw, name=f"run{number}-{kind}", label=caption)
+            element = _drawn(run.folder / file, plot, name=f"run{number}-{kind}", label=caption)
             if element:
                 found.append((caption, element))
     return found
@@ -183,7 +182,7 @@ def _groups(runs: Sequence[Run]) -> list[list[Run]]:
     return [one.runs for one in group_by_seed(sorted(alive, key=lambda run: not run.finished))]
 
 
-def _drawn(file: Path, draw: Callable[[Path], PlotData | None], *, name: str, label: str) -> str:
+def _drawn(file: Path, plot: str, *, name: str, label: str) -> str:
     """The figure of this file, drawn anew only if the file has changed; empty if there is nothing to draw."""
     if not file.is_file():
         return ""
@@ -191,8 +190,8 @@ def _drawn(file: Path, draw: Callable[[Path], PlotData | None], *, name: str, la
     stamp = (found.st_mtime_ns, found.st_size)
     known = _DRAWN.get((file, name))
     if known is None or known[0] != stamp:
-        drawing = draw(file.parent)
-        known = (stamp, inline(drawing.figure, name=name, label=label) if drawing else "")
+        data = PLOTS[plot].plot(file.parent)
+        known = (stamp, inline(data.figure, name=name, label=label) if data else "")
         _DRAWN[file, name] = known
     return known[1]
 

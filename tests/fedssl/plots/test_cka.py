@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedssl.plots.cka import between_clients, centered_gram, cka_matrix, draw_cka, linear_cka
+from fedssl.plots.cka import between_clients, centered_gram, cka_matrix, linear_cka
+from fedssl.plots.registry import write_plot
 from fedssl.runs.representations import Representations
 
 
@@ -66,6 +67,6 @@ def test_no_more_images_than_memory_allows(tmp_path: Path, monkeypatch: pytest.M
     h = np.random.default_rng(5).normal(size=(2, 9, 3)).astype(np.float16)
     Representations(names=np.array(["global model", "client 0"]), globals=np.array(1), h=h).save(tmp_path, round=1)
     monkeypatch.setattr("fedssl.plots.cka.MAX_IMAGES", 4)
-    draw_cka(tmp_path, formats=["csv"])
+    write_plot("cka", tmp_path, tmp_path, formats=["csv"])
     rows = list(csv.reader((tmp_path / "figures" / "cka.csv").read_text().splitlines()))
     assert float(rows[1][2]) == cka(h[0, :4], h[1, :4]) != cka(h[0], h[1])

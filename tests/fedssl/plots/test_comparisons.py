@@ -11,9 +11,6 @@ import pytest
 from fedssl.config.overrides import groups
 from fedssl.errors import InputError
 from fedssl.plots.comparisons import (
-    draw_accuracy,
-    draw_divergence,
-    draw_sensitivity,
     evaluation_points,
     final_scores,
     group_by_seed,
@@ -23,6 +20,7 @@ from fedssl.plots.comparisons import (
     swept_setting,
 )
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
+from fedssl.plots.registry import write_plot
 from fedssl.plots.style import STRATEGY_STYLES, line_style
 from fedssl.runs.run import Run, find_runs
 
@@ -114,7 +112,7 @@ def test_over_seeds_takes_rounds_that_all_have():
 
 
 def test_accuracy_figure(sweep: list[Run], tmp_path: Path):
-    header, *rows = rows_of(draw_accuracy(sweep, tmp_path, **FORMATS))
+    header, *rows = rows_of(write_plot("accuracy", sweep, tmp_path, **FORMATS))
     assert header == ["run", "protocol", "round", "bytes", "flops", "accuracy", "deviation"]
     assert len(rows) == 6
     assert rows[3][:5] == ["fedavg, regularizer.weight=0.5", "knn", "3", "150.0", "30.0"]
@@ -124,7 +122,7 @@ def test_accuracy_figure(sweep: list[Run], tmp_path: Path):
 def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):
     lines = [{"round": 2, "model_cosine": 0.5}, {"round": 1, "model_cosine": 0.9}, {"round": 1, "model_cosine": 0.7}]
     assert mean_cosines([*lines, {"round": 3, "model_cosine": None}]) == pytest.approx({1: 0.8, 2: 0.5})
-    _, *rows = rows_of(draw_divergence(sweep, tmp_path, **FORMATS))
+    _, *rows = rows_of(write_plot("divergence", sweep, tmp_path, **FORMATS))
     assert len(rows) == 6
     assert [float(row[2]) for row in rows[:2]] == pytest.approx([0.89, 0.79])
 
@@ -134,7 +132,7 @@ def test_sensitivity(sweep: list[Run], tmp_path: Path):
     assert swept_setting(found) == "regularizer.weight"
     scores = final_scores(found[:2], "regularizer.weight", "knn")
     np.testing.assert_allclose(scores, [(0.1, 0.5, 0, 1), (0.5, 0.7, 0.1, 2)], atol=1e-12)
-    header, *rows = rows_of(draw_sensitivity(sweep, tmp_path, **FORMATS))
+    header, *rows = rows_of(write_plot("sensitivity", sweep, tmp_path, **FORMATS))
     assert header == ["run", "protocol", "regularizer.weight", "accuracy", "deviation", "runs"]
     assert [(row[0], row[2], row[5]) for row in rows] == [
         ("fedavg", "0.1", "1"),
@@ -145,17 +143,17 @@ def test_sensitivity(sweep: list[Run], tmp_path: Path):
 
 def test_what_runs_lack_is_said(sweep: list[Run], tmp_path: Path):
     with pytest.raises(InputError, match="sensitivity needs runs in which one number differs, and none does"):
-        draw_sensitivity(sweep[:1], tmp_path)
+        write_plot("sensitivity", sweep[:1], tmp_path)
     more = made(tmp_path / "more", "strategy=fedavg", "regularizer.weight=0.1", "local_epochs=3")
     other = made(tmp_path / "other", "strategy=fedavg", "regularizer.weight=0.2", "local_epochs=2")
     with pytest.raises(InputError, match=r"and 2 do \(regularizer.weight, local_epochs\)"):
-        draw_sensitivity([more, other], tmp_path)
+        write_plot("sensitivity", [more, other], tmp_path)
     bare = made(tmp_path / "bare", "strategy=fedavg", lines=[round_of(1)])
     with pytest.raises(InputError, match="no run was evaluated in its rounds"):
-        draw_accuracy([bare], tmp_path)
+        write_plot("accuracy", [bare], tmp_path)
     (bare.folder / "clients.jsonl").unlink()
     with pytest.raises(InputError, match="no run has cosines of clients' models"):
-        draw_divergence([bare], tmp_path)
+        write_plot("divergence", [bare], tmp_path)
 
 
 def test_forgetting_by_hand():

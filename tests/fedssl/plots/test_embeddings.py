@@ -14,12 +14,11 @@ from fedssl.plots import embeddings
 from fedssl.plots.embeddings import (
     MARKERS,
     MAX_POINTS,
-    draw_sphere,
-    draw_tsne,
     on_sphere,
     tsne,
     tsne_points,
 )
+from fedssl.plots.registry import write_plot
 from fedssl.runs.representations import Representations, read_representations
 
 
@@ -47,7 +46,7 @@ def sphere_figure(representations: Representations, *, round: int) -> Figure:
 
 
 def draw_embeddings(folder: Path) -> list[Path]:
-    return [file for draw in (draw_tsne, draw_sphere) if (file := draw(folder)) is not None]
+    return [file for name in ("tsne", "sphere") if (file := write_plot(name, folder, folder)) is not None]
 
 
 # --- the sphere ---

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fedssl.plots.registry import PLOTS, Plot
 from fedssl.plots.style import new_figure
 from fedssl.report import html_page
 from fedssl.report.accuracy_table import run_table
@@ -251,7 +252,8 @@ def names(captions: list[str]) -> list[str]:
 
 def test_a_figure_of_all_has_what_finished_and_what_goes_on_where_nothing_has(runs, monkeypatch):
     shown: list[str] = []
-    monkeypatch.setattr(html_page, "accuracies", lambda runs: shown.extend(run.folder.name for run in runs))
+    plot = Plot(lambda runs: shown.extend(run.folder.name for run in runs), "runs")
+    monkeypatch.setitem(PLOTS, "accuracy", plot)
     assert figures_of_all(runs) == []
     assert sorted(shown) == ["b", "d"]
 
@@ -267,7 +269,9 @@ def test_a_figure_is_drawn_anew_only_when_its_file_has_changed(runs, monkeypatch
     def draw(folder: Path) -> None:
         drawn.append(folder)
 
-    monkeypatch.setattr(html_page, "OF_EACH", (("loss", draw, "metrics.jsonl"), ("nothing", draw, "missing.csv")))
+    monkeypatch.setitem(PLOTS, "metrics", Plot(draw, "run"))
+    files = {"metrics": ("loss", "metrics.jsonl"), "partition": ("nothing", "missing.csv")}
+    monkeypatch.setattr(html_page, "RUN_PLOTS", files)
     folder = next(run.folder for run in runs if run.folder.name == "b")
     for _ in range(2):
         assert figures_of_each([run for run in runs if run.folder == folder]) == []
