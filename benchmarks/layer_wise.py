@@ -47,7 +47,7 @@ from fedssl.wire.records import content_bytes, record_to_arrays
 from server_app.round import Round
 from server_app.round_context import RoundContext
 from simulation.grid import LocalGrid
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 
 WAYS = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")
 PAPER_MEMORY = dict(zip(WAYS, (1.0, 0.25, 0.30, 1.0), strict=True))  # measured by the authors, Table 3
@@ -142,8 +142,8 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
             there = record_to_arrays(content.array_records[ARRAYS])
             encoder = sum(array.nbytes for name, array in there.items() if name.startswith("encoder."))
             total += content_bytes(content), encoder
-        model = Model(layers=layers, phase=phase.number)
-        state = ServerState(round=number, models={GLOBAL: model}, took_part={0: (number, GLOBAL)})
+        model = GlobalModel(layers=layers, phase=phase.number)
+        state = ServerState(round=number, models={GLOBAL: model}, last_participation={0: (number, GLOBAL)})
     return total
 
 

@@ -14,11 +14,11 @@ from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, 
 from fedssl.errors import InputError
 from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
 from server_app.proven import StateSchema
-from strategies.state import Model, ServerState
+from strategies.state import GlobalModel, ServerState
 
 log = logging.getLogger("fedssl")
 
-FORMAT = 3  # of the run; 1 had one model and no name for it, 2 had what clients keep in another form
+FORMAT = 4  # of the run; 1 had one model and no name for it, 2 had what clients keep in another form, 3 had other names
 
 
 def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
@@ -127,7 +127,7 @@ def _to_state(saved: dict[str, Any]) -> ServerState:
     """The state that `_to_plain` took apart."""
     iter_leaves = _to_arrays(saved)
     return ServerState(
-        **{**iter_leaves, "models": {name: Model(**model) for name, model in iter_leaves["models"].items()}}
+        **{**iter_leaves, "models": {name: GlobalModel(**model) for name, model in iter_leaves["models"].items()}}
     )
 
 

@@ -58,7 +58,7 @@ class FlowerStrategy(Strategy):
         """The layers of the first model, by name, and how many updates were used; raises `RunError` without any."""
         self.state, self.result = self._round.finish(replies)
         del self._round  # it holds the models of the round before
-        first = self.state.models[self.state.names()[0]]
+        first = self.state.models[self.state.model_names()[0]]
         return arrays_to_record(first.layers), MetricRecord({"clients": len(self.result.clients)})
 
     def configure_evaluate(

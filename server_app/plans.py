@@ -13,14 +13,14 @@ from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays
 from server_app.round_context import RoundContext
-from strategies.state import Model, ServerState
+from strategies.state import GlobalModel, ServerState
 
 
 @dataclass(frozen=True)
 class StartingModel:
     """A model as the round finds it: what its clients train, only use, and send back (None: all that they train)."""
 
-    model: Model
+    model: GlobalModel
     trainable: Layers
     frozen: Layers
     upload_names: tuple[str, ...] | None
@@ -72,7 +72,7 @@ class PlanBuilder:
         self.bytes_down: dict[int, int] = {}
         self.messages = list(self._plans(candidates, keep_from=keep_from))
 
-    def _start(self, model: Model) -> StartingModel:
+    def _start(self, model: GlobalModel) -> StartingModel:
         context = self._context
         model = context.calibrate_if_due(context.advance_to_phase(model, self._number), self._number, when="start")
         layers = model.layers
@@ -144,10 +144,10 @@ class PlanBuilder:
             depth_dropout=phase.depth_dropout,
         )
 
-    def _broadcast_for(self, model: Model, last: int | None) -> Layers:
+    def _broadcast_for(self, model: GlobalModel, last: int | None) -> Layers:
         """What the method's server half gives to a client, but for what this holds from an earlier round."""
         held = () if last is None else self._context.method.static_parts
-        return {layer: array for layer, array in model.shared.items() if part_name(layer) not in held}
+        return {layer: array for layer, array in model.broadcast.items() if part_name(layer) not in held}
 
     def _missing_frozen(self, start: StartingModel, last: int | None) -> tuple[str, ...]:
         """Those of the frozen layers that a client does not have from a round in which they were frozen already.

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedssl.arrays import Layers
 from fedssl.untrusted import iter_leaves
-from strategies.state import Model, ServerState
+from strategies.state import GlobalModel, ServerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class StateSchema:
 
     Attributes
     ----------
-    untrained : Model
+    untrained : GlobalModel
         What all models are like in names, shapes and dtypes.
     clients, phases : int
         Of the run: there is at most a model for each client, and one for all.
@@ -25,7 +25,7 @@ class StateSchema:
         Whether what an algorithm remembers of a model, and of the whole, is what it can have.
     """
 
-    untrained: Model
+    untrained: GlobalModel
     clients: int
     phases: int
     is_valid_model_state: Callable[[Mapping[str, Any]], bool]
@@ -34,26 +34,28 @@ class StateSchema:
     @property
     def max_bytes(self) -> int:
         """Bytes that a checkpoint may have: what algorithm and server optimiser remember is a few more models."""
-        arrays = (*self.untrained.layers.values(), *self.untrained.shared.values())
+        arrays = (*self.untrained.layers.values(), *self.untrained.broadcast.values())
         return 2**26 + 16 * (self.clients + 1) * sum(array.nbytes for array in arrays)
 
     def check(self, state: ServerState) -> None:
         """Refuse, by a `ValueError`, a state that no round of the run can have led to."""
         for name, model in _require_mapping(state.models).items():
             numbers = (
-                is_count(model.phase, minimum=1) and model.phase <= self.phases and is_count(model.updates, minimum=0)
+                is_count(model.phase, minimum=1)
+                and model.phase <= self.phases
+                and is_count(model.num_updates, minimum=0)
             )
             if not isinstance(name, str) or not numbers:
                 raise ValueError("a model's name, phase or updates are not those of a run")
             _check_layers(model.layers, self.untrained.layers, all_of_them=True)
-            _check_layers(model.shared, self.untrained.shared, all_of_them=True)
-            for moments in _require_mapping(model.moments).values():
+            _check_layers(model.broadcast, self.untrained.broadcast, all_of_them=True)
+            for moments in _require_mapping(model.server_optimizer_state).values():
                 _check_layers(moments, self.untrained.layers, same_dtype=False)
-            _check_memory(model.memory, self.is_valid_model_state)
-        _check_memory(state.memory, self.is_valid_strategy_state)
+            _check_memory(model.strategy_state, self.is_valid_model_state)
+        _check_memory(state.strategy_state, self.is_valid_strategy_state)
         if len(state.models) > self.clients + 1:
             raise ValueError(f"it has {len(state.models)} models")
-        for client, place in _require_mapping(state.took_part).items():
+        for client, place in _require_mapping(state.last_participation).items():
             fits = isinstance(place, tuple) and len(place) == 2 and is_count(place[0], minimum=1)
             if not fits or not isinstance(place[1], str) or not is_count(client, minimum=0):
                 raise ValueError("the rounds of its clients are not those of a run")

@@ -46,7 +46,7 @@ from server_app.proven import StateSchema
 from server_app.report import RoundResult
 from server_app.screen import PlainConsole
 from server_app.tracking import SafeTracker
-from strategies.state import ServerState, suffix
+from strategies.state import ServerState, model_suffix
 
 log = logging.getLogger("fedssl")
 
@@ -293,7 +293,7 @@ class Recorder:
     def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> None:
         """Write the encoder of the model of this name after so many rounds, for use elsewhere."""
         save_encoder(
-            self.folder / f"encoder{suffix(name)}.pt",
+            self.folder / f"encoder{model_suffix(name)}.pt",
             method.encoder,
             settings=settings.model.encoder.values,
             mean=settings.data.mean,

@@ -29,7 +29,7 @@ from server_app.report import ClientMetrics, RoundResult
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
 from strategies.base import Aggregator, RoundOutcome
-from strategies.state import GLOBAL, Model, ServerState, suffix
+from strategies.state import GLOBAL, GlobalModel, ServerState, model_suffix
 from strategies.weighted_sum import NO_COSINES, is_uniform_sum
 
 log = logging.getLogger("fedssl")
@@ -99,7 +99,7 @@ class Round:
         server = context.strategy.server
         self.number = state.round + 1
         self._cluster_models = server.models_to_cluster(state, self.number)
-        state = state.beside(self._cluster_models)
+        state = state.with_models(self._cluster_models)
         self._context, self._state = context, state
         clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
         self._candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
@@ -198,13 +198,15 @@ class Round:
             for name, one in self._aggregations.items()
             if one.received and not server.keeps_model(name, one.received)
         }
-        took_part = {**self._state.took_part}
-        took_part |= {row.client: (self.number - row.staleness, row.model) for row in self._result.clients}
+        last_participation = {**self._state.last_participation}
+        last_participation |= {row.client: (self.number - row.staleness, row.model) for row in self._result.clients}
         for client in self._result.dropped:  # nobody knows what it holds now
-            took_part.pop(client, None)
+            last_participation.pop(client, None)
         if self._context.privacy:
             self._result.privacy.update(self._context.privacy.privacy_spent(self.number))
-        state = replace(self._state, round=self.number, models={**self._state.models, **fed}, took_part=took_part)
+        state = replace(
+            self._state, round=self.number, models={**self._state.models, **fed}, last_participation=last_participation
+        )
         outcome = RoundOutcome(
             round=self.number,
             destinations={row.client: self._destinations[row.client] for row in self._result.clients},
@@ -213,9 +215,9 @@ class Round:
             extract_features=self._context.extract_features,
         )
         present = {name: self._context.advance_to_phase(model, self.number) for name, model in state.models.items()}
-        memory, strategy_metrics = server.on_round_end(replace(state, models=present), outcome)
+        strategy_state, strategy_metrics = server.on_round_end(replace(state, models=present), outcome)
         self._result.strategy_metrics.update(strategy_metrics)
-        return replace(state, memory=memory), self._result
+        return replace(state, strategy_state=strategy_state), self._result
 
     def _targets(self, client: int, start: str) -> tuple[str, ...]:
         """Models that the client's update goes into, each once; none yet if updates are sorted when all are there."""
@@ -385,7 +387,7 @@ class Round:
 
     # --- the new state ---
 
-    def _aggregate(self, name: str) -> Model:
+    def _aggregate(self, name: str) -> GlobalModel:
         """The model after the round."""
         context, start, one = self._context, self._starts[name], self._aggregations[name]
         model = start.model
@@ -394,22 +396,24 @@ class Round:
             mean = context.privacy.add_noise(
                 mean, start.expected_upload.layers, used=len(one.received), round=self.number
             )
-        moments, new = context.server_optimizer.step(
-            model.moments, model.updates + 1, start.expected_upload.layers, mean
+        server_optimizer_state, new = context.server_optimizer.step(
+            model.server_optimizer_state, model.num_updates + 1, start.expected_upload.layers, mean
         )
         trained = {**start.trainable, **new}
-        memory, strategy_metrics = context.strategy.server.after_aggregation(
+        strategy_state, strategy_metrics = context.strategy.server.after_aggregation(
             model, self.number, trained, aggregator=one.aggregator, received=one.received
         )
-        self._result.strategy_metrics.update({f"{key}{suffix(name)}": value for key, value in strategy_metrics.items()})
-        shared = context.method.aggregate_parts(one.gathered, model.shared)
+        self._result.strategy_metrics.update(
+            {f"{key}{model_suffix(name)}": value for key, value in strategy_metrics.items()}
+        )
+        shared = context.method.aggregate_parts(one.gathered, model.broadcast)
         model = replace(
             model,
             layers={**model.layers, **trained},
-            shared=shared,
-            memory=memory,
-            moments=moments,
-            updates=model.updates + 1,
+            broadcast=shared,
+            strategy_state=strategy_state,
+            server_optimizer_state=server_optimizer_state,
+            num_updates=model.num_updates + 1,
         )
         return context.calibrate_if_due(model, self.number, when="end")
 

@@ -20,7 +20,7 @@ from fedssl.wire.messages import CLIENT_METRICS
 from server_app.differential_privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
-from strategies.state import Model
+from strategies.state import GlobalModel
 
 
 class Calibrator(Protocol):
@@ -120,14 +120,14 @@ class RoundContext:
         """Whether what clients receive of frozen stages stays valid: calibration would change it."""
         return len(self.phases) > 1 and self.calibration is None
 
-    def initial_model(self) -> Model:
+    def initial_model(self) -> GlobalModel:
         """The model that nobody has trained yet."""
-        return Model(layers=self.initial_arrays(), shared=self._copied(self.method.broadcast_parts))
+        return GlobalModel(layers=self.initial_arrays(), broadcast=self._copied(self.method.broadcast_parts))
 
     def _copied(self, parts: tuple[str, ...]) -> Layers:
         return copy_layers(self.method, names_in_parts(self.method, parts))
 
-    def advance_to_phase(self, model: Model, round: int) -> Model:
+    def advance_to_phase(self, model: GlobalModel, round: int) -> GlobalModel:
         """The model as a round begins with it, brought through all phases since it was trained last."""
         phase = phase_at(self.phases, round)
         layers = model.layers
@@ -135,7 +135,7 @@ class RoundContext:
             layers = self.stages.transfer_weights(layers, later)
         return replace(model, layers=layers, phase=phase.number)
 
-    def calibrate_if_due(self, model: Model, round: int, *, when: str) -> Model:
+    def calibrate_if_due(self, model: GlobalModel, round: int, *, when: str) -> GlobalModel:
         """The model, trained by the server if its calibration is due at the start or end of a round."""
         if self.calibration is None or self.calibration.when != when:
             return model

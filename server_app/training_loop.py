@@ -241,7 +241,7 @@ def combine_observers(observers: Sequence[UpdateObserver]) -> UpdateObserver:
 
 def arrays_by_model(context: RoundContext, state: ServerState) -> dict[str, Layers]:
     """The layers of every model, by name and in order, in the phase that the state has come to."""
-    return {name: context.advance_to_phase(state.models[name], state.round).layers for name in state.names()}
+    return {name: context.advance_to_phase(state.models[name], state.round).layers for name in state.model_names()}
 
 
 def load_each(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:

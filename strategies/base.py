@@ -18,7 +18,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.regularizers.base import Regularizer
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 
 ClientState = dict[str, torch.Tensor]
 TrainAgain = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
@@ -178,11 +178,13 @@ class ServerStrategy:
         """
         raise NotImplementedError
 
-    def upload_names(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
+    def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
         """Names of those ``layers``, the ones trained in this round, that clients of the model send; None: all."""
         return None
 
-    def download_names(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+    def download_names(
+        self, model: GlobalModel, round: int, layers: Layers, last: int | None
+    ) -> tuple[str, ...] | None:
         """Names of those ``layers`` that a client receives; None: all.
 
         ``last`` is the round of its last update, if that was used and had started from the same model.
@@ -199,7 +201,7 @@ class ServerStrategy:
 
     def after_aggregation(
         self,
-        model: Model,
+        model: GlobalModel,
         round: int,
         layers: Layers,
         *,
@@ -210,7 +212,7 @@ class ServerStrategy:
 
         Parameters
         ----------
-        model : Model
+        model : GlobalModel
             As it was before the round.
         round : int
         layers : Layers
@@ -220,22 +222,22 @@ class ServerStrategy:
         received : mapping of int to tuple of str
             For each client whose update went into the model, the names of the trained layers that it had received.
         """
-        return model.memory, {}
+        return model.strategy_state, {}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         """The new memory of the whole, and findings of the round for the log, ready for JSON.
 
         ``state`` is the one after the round, in its phase, with the memory from before it.
         """
-        return state.memory, {}
+        return state.strategy_state, {}
 
-    def is_valid_model_state(self, memory: Mapping[str, Any]) -> bool:
+    def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
         """Whether a memory that a checkpoint holds is one that `after_aggregation` makes; the file may be another's."""
         return True
 
-    def is_valid_strategy_state(self, memory: Mapping[str, Any]) -> bool:
+    def is_valid_strategy_state(self, strategy_state: Mapping[str, Any]) -> bool:
         """Whether a memory that a checkpoint holds is one that `on_round_end` makes; the file may be another's."""
-        return not memory
+        return not strategy_state
 
     def validate(self, context: StrategyContext) -> None:
         """Refuse a context by an `InputError`, and take from them what the algorithm must know; comes first."""

@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from strategies.base import Aggregator, CommunicationSummary, RoundOutcome, ServerStrategy, StrategyContext
 from strategies.choosing import argmin, feature_distance
 from strategies.gram import deviation_gram
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 
 ASSIGNMENTS = "members"  # in the server's memory: which model each client belongs to
 
@@ -44,21 +44,23 @@ class Clusters(ServerStrategy):
         self.names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
-        members: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
+        members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
         return members.get(client, self.names[client % len(self.names)])
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         return self.within.aggregator(round, name)
 
-    def upload_names(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
+    def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
         return self.within.upload_names(model, round, layers)
 
-    def download_names(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+    def download_names(
+        self, model: GlobalModel, round: int, layers: Layers, last: int | None
+    ) -> tuple[str, ...] | None:
         return self.within.download_names(model, round, layers, last)
 
     def after_aggregation(
         self,
-        model: Model,
+        model: GlobalModel,
         round: int,
         layers: Layers,
         *,
@@ -67,8 +69,8 @@ class Clusters(ServerStrategy):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.within.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
 
-    def is_valid_model_state(self, memory: Mapping[str, Any]) -> bool:
-        return self.within.is_valid_model_state(memory)
+    def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
+        return self.within.is_valid_model_state(strategy_state)
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         return self._with({client: names[0] for client, names in outcome.destinations.items()}, state)
@@ -76,16 +78,16 @@ class Clusters(ServerStrategy):
     def _with(self, found: Mapping[int, str], state: ServerState) -> tuple[dict[str, Any], dict[str, Any]]:
         """The memory with these clients' models in it, and what the log has of it: the clients of each model."""
         if len(self.names) == 1:
-            return state.memory, {}
-        before: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
+            return state.strategy_state, {}
+        before: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
         members = {name: sorted(client for client in found if found[client] == name) for name in self.names}
         moved = sum(self.starting_model(state, state.round, client) != name for client, name in found.items())
         return {ASSIGNMENTS: {**before, **found}}, {"clusters": members, "changed_cluster": moved}
 
-    def is_valid_strategy_state(self, memory: Mapping[str, Any]) -> bool:
-        members = memory.get(ASSIGNMENTS, {})
+    def is_valid_strategy_state(self, strategy_state: Mapping[str, Any]) -> bool:
+        members = strategy_state.get(ASSIGNMENTS, {})
         return (
-            memory.keys() <= {ASSIGNMENTS}
+            strategy_state.keys() <= {ASSIGNMENTS}
             and isinstance(members, dict)
             and all(isinstance(client, int) and name in self.names for client, name in members.items())
         )
@@ -179,20 +181,24 @@ class OneShotClusters(Clusters):
         self.after = after
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
-        members: Mapping[int, str] = state.memory.get(ASSIGNMENTS, {})
+        members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
         if client in members:
             return members[client]
         return max(self.names, key=list(members.values()).count)
 
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
-        return self.names if len(self.names) > 1 and round >= self.after and ASSIGNMENTS not in state.memory else ()
+        return (
+            self.names
+            if len(self.names) > 1 and round >= self.after and ASSIGNMENTS not in state.strategy_state
+            else ()
+        )
 
     def assign_clusters(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
         places = cluster_by_cosine(list(ways.values()), clusters=len(self.names))
         return {client: self.names[place] for client, place in zip(ways, places, strict=True)}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
-        return super().on_round_end(state, outcome) if outcome.round >= self.after else (state.memory, {})
+        return super().on_round_end(state, outcome) if outcome.round >= self.after else (state.strategy_state, {})
 
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)

@@ -30,7 +30,7 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy
 from strategies.gram import deviation_gram
 from strategies.min_norm import min_norm_weights
-from strategies.state import Model
+from strategies.state import GlobalModel
 from strategies.weighted_sum import WeightedSum, check_choice, check_updates
 
 DEVIATIONS = ("log", "unit")
@@ -233,7 +233,7 @@ class EUAServer(ServerStrategy):
 
     def after_aggregation(
         self,
-        model: Model,
+        model: GlobalModel,
         round: int,
         layers: Layers,
         *,
@@ -243,7 +243,7 @@ class EUAServer(ServerStrategy):
         assert isinstance(aggregator, EUAAggregator)
         found = aggregator.solution
         weights = {str(client): float(p) for client, p in zip(aggregator.clients, found.weights, strict=True)}
-        return model.memory, {
+        return model.strategy_state, {
             "weights": weights,
             "conflict_before": found.before,
             "conflict_after": found.after,

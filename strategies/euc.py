@@ -38,7 +38,7 @@ from strategies.base import (
 )
 from strategies.discrepancy import DiscrepancySum
 from strategies.fedavg import mean
-from strategies.state import GLOBAL, Model
+from strategies.state import GLOBAL, GlobalModel
 from strategies.weighted_sum import WeightedSum
 
 
@@ -104,22 +104,24 @@ class EUCServer(ServerStrategy):
         assert isinstance(total, WeightedSum)
         return DiscrepancySum(total) if self._adjusts(round) else total
 
-    def upload_names(self, model: Model, round: int, layers: Layers) -> tuple[str, ...] | None:
-        waits = model.memory.get("intervals", {})
+    def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
+        waits = model.strategy_state.get("intervals", {})
         due = tuple(name for name in layers if round % waits.get(name, 1) == 0)
         return None if len(due) == len(layers) else due
 
-    def download_names(self, model: Model, round: int, layers: Layers, last: int | None) -> tuple[str, ...] | None:
+    def download_names(
+        self, model: GlobalModel, round: int, layers: Layers, last: int | None
+    ) -> tuple[str, ...] | None:
         if last is None:
             return None
         # An average of the round in which the client took part was made after the client had left.
-        averaged = model.memory.get("averaged", {})
+        averaged = model.strategy_state.get("averaged", {})
         new = tuple(name for name in layers if averaged.get(name, math.inf) >= last)
         return None if len(new) == len(layers) else new
 
     def after_aggregation(
         self,
-        model: Model,
+        model: GlobalModel,
         round: int,
         layers: Layers,
         *,
@@ -135,8 +137,8 @@ class EUCServer(ServerStrategy):
                 "down": sum(_left_out(layers, some) for some in received.values()),
             },
         }
-        intervals_now = dict(model.memory.get("intervals", {}))
-        averaged = {**model.memory.get("averaged", {}), **dict.fromkeys(names, round)}
+        intervals_now = dict(model.strategy_state.get("intervals", {}))
+        averaged = {**model.strategy_state.get("averaged", {}), **dict.fromkeys(names, round)}
         if self._adjusts(round):  # all layers were averaged
             assert isinstance(aggregator, DiscrepancySum)
             per_round = {name: d / intervals_now.get(name, 1) for name, d in aggregator.discrepancy.items()}
@@ -146,10 +148,10 @@ class EUCServer(ServerStrategy):
             intervals_now = new
         return {"intervals": intervals_now, "averaged": averaged}, strategy_metrics
 
-    def is_valid_model_state(self, memory: Mapping[str, Any]) -> bool:
-        return memory.keys() <= {"intervals", "averaged"} and all(
+    def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
+        return strategy_state.keys() <= {"intervals", "averaged"} and all(
             isinstance(numbers, dict) and all(isinstance(number, int) and number >= 1 for number in numbers.values())
-            for numbers in memory.values()
+            for numbers in strategy_state.values()
         )
 
     def validate(self, context: StrategyContext) -> None:

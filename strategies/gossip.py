@@ -112,11 +112,11 @@ class GossipServer(ServerStrategy):
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         if self._star:
-            return state.memory, {}
+            return state.strategy_state, {}
         there = outcome.bytes_up
         used = [(one, other) for one in there for other in self._beside(one) if one < other and other in there]
         moved = sum(there[one] + there[other] for one, other in used)  # a model each way
-        return state.memory, {
+        return state.strategy_state, {
             "edges": len(used),
             "bytes_over_edges": moved,
             "consensus_distance": consensus_distance([model.layers for model in state.models.values()]),

@@ -26,7 +26,7 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy, StrategyContext
 from strategies.gram import deviation_gram
 from strategies.robust import BatchAggregator, checked
-from strategies.state import Model
+from strategies.state import GlobalModel
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 log = logging.getLogger("fedssl")
@@ -156,7 +156,7 @@ class KrumServer(ServerStrategy):
 
     def after_aggregation(
         self,
-        model: Model,
+        model: GlobalModel,
         round: int,
         layers: Layers,
         *,
@@ -164,7 +164,7 @@ class KrumServer(ServerStrategy):
         received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         assert isinstance(aggregator, KrumAggregator)
-        return model.memory, {"selected": aggregator.chosen}
+        return model.strategy_state, {"selected": aggregator.chosen}
 
 
 class Krum(FedSSLStrategy):

@@ -15,7 +15,7 @@ from server_app.round import UpdateObserver
 from server_app.round_context import RoundContext
 from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 
 TINY = ["num_clients=5", "local_epochs=1", "dataset.limit=100", "encoder.width=4", "threads=1", "partition=iid"]
 TINY += ["final_evaluation=none"]  # two images of a class are not enough for all protocols
@@ -68,6 +68,6 @@ class Federation:
         return model_of(self.components.context, self.state, GLOBAL).layers
 
 
-def model_of(federation: RoundContext, state: ServerState, name: str) -> Model:
+def model_of(federation: RoundContext, state: ServerState, name: str) -> GlobalModel:
     """The named model after the rounds of the state; the untrained one, if nobody has trained it."""
     return federation.advance_to_phase(state.models.get(name) or federation.initial_model(), max(state.round, 1))

@@ -9,12 +9,12 @@ import torch
 from fedssl.atomic_files import saved_rounds
 from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 
 
 def checkpoint(round):
     layers = {"weight": np.full((1000,), round, dtype=np.float32), "counter": np.array(round, dtype=np.int64)}
-    return ServerState(round=round, models={GLOBAL: Model(layers=layers)})
+    return ServerState(round=round, models={GLOBAL: GlobalModel(layers=layers)})
 
 
 def test_round_trip_keeps_dtypes_and_shapes(tmp_path):
@@ -35,32 +35,32 @@ def assert_same(found, expected):
 def test_round_trip_keeps_all_that_the_server_carries(tmp_path):
     layers = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "counter": np.array(7, dtype=np.int64)}
     twice = {name: 2 * array for name, array in layers.items()}
-    first = Model(
+    first = GlobalModel(
         layers=layers,
-        shared=twice,
-        memory={"intervals": {"weight": 3}, "word": "on", "sums": twice, "nothing": None},
-        moments={"first": layers, "second": twice},
+        broadcast=twice,
+        strategy_state={"intervals": {"weight": 3}, "word": "on", "sums": twice, "nothing": None},
+        server_optimizer_state={"first": layers, "second": twice},
         phase=2,
     )
-    models = {"1": first, "10": Model(layers=twice)}
-    state = ServerState(round=4, models=models, took_part={0: (4, "1"), 12: (3, "10")})
+    models = {"1": first, "10": GlobalModel(layers=twice)}
+    state = ServerState(round=4, models=models, last_participation={0: (4, "1"), 12: (3, "10")})
     save_checkpoint(tmp_path, state, keep=1)
     back = latest_checkpoint(tmp_path)
-    assert (back.round, back.names(), back.took_part) == (4, ["1", "10"], {0: (4, "1"), 12: (3, "10")})
+    assert (back.round, back.model_names(), back.last_participation) == (4, ["1", "10"], {0: (4, "1"), 12: (3, "10")})
     assert back.last_round(12, "10") == 3
     found = back.models["1"]
     assert found.phase == 2
-    for one, other in ((found.layers, layers), (found.shared, twice), (found.memory["sums"], twice)):
+    for one, other in ((found.layers, layers), (found.broadcast, twice), (found.strategy_state["sums"], twice)):
         assert_same(one, other)
-    assert {name: found.memory[name] for name in ("intervals", "word", "nothing")} == {
+    assert {name: found.strategy_state[name] for name in ("intervals", "word", "nothing")} == {
         "intervals": {"weight": 3},
         "word": "on",
         "nothing": None,
     }
-    assert list(found.moments) == ["first", "second"]
-    assert_same(found.moments["second"], twice)
+    assert list(found.server_optimizer_state) == ["first", "second"]
+    assert_same(found.server_optimizer_state["second"], twice)
     assert_same(back.models["10"].layers, twice)
-    assert (back.models["10"].shared, back.models["10"].memory, back.models["10"].phase) == ({}, {}, 1)
+    assert (back.models["10"].broadcast, back.models["10"].strategy_state, back.models["10"].phase) == ({}, {}, 1)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):

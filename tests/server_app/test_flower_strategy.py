@@ -18,10 +18,10 @@ def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
     assert isinstance(strategy, Strategy)
     result = strategy.start(grid=theirs.grid, initial_arrays=arrays_to_record(theirs.layers), num_rounds=2, timeout=60)
     assert strategy.state.round == 2
-    assert strategy.state.names() == ours.state.names()
-    for model in ours.state.names():
+    assert strategy.state.model_names() == ours.state.model_names()
+    for model in ours.state.model_names():
         for layer, array in ours.state.models[model].layers.items():
             assert np.array_equal(strategy.state.models[model].layers[layer], array), (model, layer)
-    first = strategy.state.models[strategy.state.names()[0]].layers
+    first = strategy.state.models[strategy.state.model_names()[0]].layers
     assert all(np.array_equal(record_to_arrays(result.arrays)[layer], array) for layer, array in first.items())
     assert [metrics["clients"] for metrics in result.train_metrics_clientapp.values()] == [2, 2]

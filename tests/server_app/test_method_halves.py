@@ -69,8 +69,8 @@ def test_centroids_are_gathered_and_shared_under_every_rule(tmp_path, rule):
             ]
             assert len(local) == (1 if rule == "local_only" else 3)
             slow = clustered_slowly(np.concatenate(local), clusters=5)
-            np.testing.assert_allclose(model.shared["centroids"], slow, atol=1e-6)
-            given[name] = model.shared["centroids"].copy()
+            np.testing.assert_allclose(model.broadcast["centroids"], slow, atol=1e-6)
+            given[name] = model.broadcast["centroids"].copy()
         assert len(given) == (3 if rule == "local_only" else 1)
     sent = [update["method-upload"]["local_centroids"].numpy() for update in federation.updates]
     assert all(one.any() and not np.array_equal(one, other) for one, other in zip(sent[:3], sent[3:], strict=True))
@@ -124,4 +124,4 @@ def test_a_part_that_cannot_be_used_drops_the_client(tmp_path, spoil, reason):
     assert report.dropped == {1: reason}
     assert [row.client for row in report.clients] == [0, 2]
     slow = clustered_slowly(np.concatenate([local[0], local[2]]), clusters=5)
-    np.testing.assert_allclose(state.models[GLOBAL].shared["centroids"], slow, atol=1e-6)
+    np.testing.assert_allclose(state.models[GLOBAL].broadcast["centroids"], slow, atol=1e-6)

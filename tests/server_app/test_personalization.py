@@ -89,9 +89,9 @@ def test_clients_show_what_stays_with_them(tmp_path, overrides, most_dimensions)
 def test_every_client_alone_shows_its_own_model(tmp_path):
     federation = Federation(tmp_path, "strategy=local_only", *NEW)
     federation.run(2)
-    found = encoders(federation, [*federation.state.took_part, 3])
+    found = encoders(federation, [*federation.state.last_participation, 3])
     untrained = federation.components.context.initial_model().layers
-    for client in federation.state.took_part:
+    for client in federation.state.last_participation:
         assert found[client][0] == str(client)
         assert equal(found[client][1], federation.state.models[str(client)].layers)
     assert equal(found[3][1], untrained)
@@ -127,7 +127,7 @@ def test_newcomers_learn_although_the_learning_rate_has_come_to_its_end(tmp_path
 def test_who_was_never_drawn_is_a_newcomer(tmp_path):
     federation = Federation(tmp_path, "strategy=fedavg", *THREE, "clients_per_round=1")
     federation.run(1)
-    (trained,) = federation.state.took_part
+    (trained,) = federation.state.last_participation
     judged = evaluate_personalized(
         MessageExchange(federation.grid), federation.components, federation.state, trained={trained}, epochs=0
     )

@@ -9,15 +9,19 @@ from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.proven import StateSchema
 from strategies.euc import EUC
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 
 LAYERS = {"weight": np.ones((2, 3), dtype=np.float32), "counter": np.array(4, dtype=np.int64)}
 METHOD_BROADCAST = {"centre": np.zeros(2, dtype=np.float32)}
-GOOD = Model(
-    layers=LAYERS, shared=METHOD_BROADCAST, memory={"intervals": {"weight": 2}}, moments={"first": LAYERS}, updates=1
+GOOD = GlobalModel(
+    layers=LAYERS,
+    broadcast=METHOD_BROADCAST,
+    strategy_state={"intervals": {"weight": 2}},
+    server_optimizer_state={"first": LAYERS},
+    num_updates=1,
 )
 EXPECTED = StateSchema(
-    untrained=Model(layers=LAYERS, shared=METHOD_BROADCAST),
+    untrained=GlobalModel(layers=LAYERS, broadcast=METHOD_BROADCAST),
     clients=2,
     phases=3,
     is_valid_model_state=EUC(interval=2, weighting="uniform").server.is_valid_model_state,
@@ -26,7 +30,9 @@ EXPECTED = StateSchema(
 
 
 def state(**changes):
-    return ServerState(round=2, models={GLOBAL: dataclasses.replace(GOOD, **changes)}, took_part={1: (2, GLOBAL)})
+    return ServerState(
+        round=2, models={GLOBAL: dataclasses.replace(GOOD, **changes)}, last_participation={1: (2, GLOBAL)}
+    )
 
 
 def with_weight(weight):
@@ -40,15 +46,15 @@ BAD = {
     "dtype": state(layers=with_weight(np.ones((2, 3)))),
     "not finite": state(layers=with_weight(np.full((2, 3), np.nan, dtype=np.float32))),
     "word": state(layers={**LAYERS, "weight": "x"}),
-    "shared": state(shared={}),
-    "moments": state(moments={"first": with_weight(np.ones(1))}),
-    "moments no layers": state(moments={"first": 3}),
-    "memory": state(memory={"intervals": {"weight": float("inf")}}),
-    "memory of another": state(memory={"intervals": "often"}),
+    "shared": state(broadcast={}),
+    "moments": state(server_optimizer_state={"first": with_weight(np.ones(1))}),
+    "moments no layers": state(server_optimizer_state={"first": 3}),
+    "memory": state(strategy_state={"intervals": {"weight": float("inf")}}),
+    "memory of another": state(strategy_state={"intervals": "often"}),
     "phase": state(phase=4),
     "phase no number": state(phase=True),
-    "updates": state(updates=-1),
-    "clients": ServerState(round=2, models={GLOBAL: GOOD}, took_part={1: 2}),
+    "updates": state(num_updates=-1),
+    "clients": ServerState(round=2, models={GLOBAL: GOOD}, last_participation={1: 2}),
     "models": ServerState(round=2, models={str(number): GOOD for number in range(4)}),
     "no models": ServerState(round=2, models=[]),
     "round": ServerState(round=7, models={GLOBAL: GOOD}),

@@ -68,7 +68,7 @@ def test_two_groups_are_two_separate_federations(tmp_path, overrides):
     odd = separately(tmp_path / "odd", (1, 3), rounds=3, overrides=overrides)
     for expected in zip(even, odd, strict=True):
         federation.run(1)
-        assert federation.state.names() == ["odd", "even"]  # the shorter name first
+        assert federation.state.model_names() == ["odd", "even"]  # the shorter name first
         assert federation.report.dropped == {}
         rows = federation.report.clients
         assert [(row.client, row.model) for row in rows] == [(0, "even"), (1, "odd"), (2, "even"), (3, "odd")]
@@ -127,7 +127,7 @@ def test_on_a_ring_every_model_is_the_mean_of_three_updates(tmp_path):
                 name: np.rint(mean).astype(int) if start[name].dtype.kind == "i" else mean
                 for name, mean in means.items()
             }
-        assert federation.state.names() == ["0", "1", "2", "3", "4"]
+        assert federation.state.model_names() == ["0", "1", "2", "3", "4"]
         for client in range(5):
             for name, array in federation.state.models[str(client)].layers.items():
                 np.testing.assert_allclose(array, expected[client][name], rtol=1e-6, atol=1e-7, err_msg=name)
@@ -142,7 +142,7 @@ def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp
     (row,) = federation.report.clients
     (update,) = federation.updates
     names = [str((row.client + step) % 5) for step in (-1, 0, 1)]
-    assert federation.state.names() == sorted(names)
+    assert federation.state.model_names() == sorted(names)
     for name in names:
         assert equal(federation.state.models[name].layers, copied(record_to_arrays(update["arrays"])))
     beyond = str((row.client + 2) % 5)  # no model yet: it would begin untrained
@@ -159,7 +159,7 @@ def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
         state, _ = run_round(MessageExchange(federation.grid), lambda: counted, state)
     assert len(state.models) == 5
     assert made == [1]
-    assert [model.updates for model in state.models.values()] == [2] * 5
+    assert [model.num_updates for model in state.models.values()] == [2] * 5
 
 
 def test_a_model_that_nobody_drew_is_seen_in_the_phase_of_the_others(tmp_path):
@@ -238,7 +238,7 @@ def whole(request, tmp_path_factory):
 def test_the_files_of_a_run_are_by_model(whole):
     folder, _, names = whole
     state = latest_checkpoint(folder / "checkpoints")
-    assert state.names() == names
+    assert state.model_names() == names
     assert state.round == 4
     assert {file.name for file in folder.glob("encoder*.pt")} == {f"encoder-{name}.pt" for name in names}
     for name in names:
@@ -277,7 +277,7 @@ def test_a_resumed_run_has_the_same_bits(whole, tmp_path):
     code = [word for word in overrides if "_target_" in word]  # a run folder names none
     run([f"resume={tmp_path / 'parts'}", "rounds=4", *code])
     one, other = (latest_checkpoint(place / "checkpoints") for place in (folder, tmp_path / "parts"))
-    assert (one.round, one.took_part) == (other.round, other.took_part)
-    assert other.names() == names
+    assert (one.round, one.last_participation) == (other.round, other.last_participation)
+    assert other.model_names() == names
     for name in names:
         assert equal(one.models[name].layers, other.models[name].layers)

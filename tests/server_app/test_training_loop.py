@@ -67,7 +67,9 @@ def contents(folder):
     for line in lines:
         del line["seconds"], line["client_seconds"]
     layers = {
-        (model, name): array.tobytes() for model in state.names() for name, array in state.models[model].layers.items()
+        (model, name): array.tobytes()
+        for model in state.model_names()
+        for name, array in state.models[model].layers.items()
     }
     return state.round, layers, lines
 

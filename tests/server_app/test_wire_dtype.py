@@ -79,7 +79,7 @@ def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(overrides, wir
     assert here.models.keys() == there.models.keys()
     for name, model in here.models.items():
         assert same(model.layers, there.models[name].layers)
-        assert same(model.shared, there.models[name].shared)
+        assert same(model.broadcast, there.models[name].broadcast)
     rows, other_rows = ([row for report in some for row in report.clients] for some in (reports, others))
     for row, other, sent, received in zip(rows, other_rows, grid.sent, grid.received, strict=True):
         assert (row.bytes_up, row.bytes_down) == (other.bytes_up, other.bytes_down)

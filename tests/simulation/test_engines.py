@@ -36,7 +36,7 @@ def test_local_and_ray_agree_to_the_last_bit(tmp_path, overrides, beside):
         run([*WORDS, *overrides, "engine=ray", f"output_dir={tmp_path / 'ray'}"])
     local, ray = (latest_checkpoint(tmp_path / engine / "checkpoints") for engine in ("local", "ray"))
     assert local.models.keys() == ray.models.keys()
-    assert local.memory == ray.memory
+    assert local.strategy_state == ray.strategy_state
     for name, model in local.models.items():
         assert list(model.layers) == list(ray.models[name].layers)
         for layer, array in model.layers.items():

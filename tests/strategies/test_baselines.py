@@ -79,7 +79,7 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     federation.run(1)
     sent = [copied(record_to_arrays(update["arrays"])) for update in federation.updates]
     assert any((sent[0][name] != sent[1][name]).any() for name in start)
-    assert federation.state.names() == ["0", "1"]
+    assert federation.state.model_names() == ["0", "1"]
     untrained = model_of(federation.components.context, federation.state, "2").layers
     assert all((untrained[name] == start[name]).all() for name in start)  # what a third client would begin with
     states = [load_state(tmp_path / "clients" / str(client), before=2) for client in (0, 1)]
@@ -141,10 +141,10 @@ def test_one_client_alone_is_all_images_in_one_place(tmp_path, method, schedule,
     (model,) = alone.state.models.values()
     for name, array in central.layers.items():
         np.testing.assert_array_equal(model.layers[name], array, err_msg=name)
-    shared = central.state.models[GLOBAL].shared
+    shared = central.state.models[GLOBAL].broadcast
     assert set(shared) == ({"centroids"} if method == "orchestra" else set())
     for name, array in shared.items():
-        np.testing.assert_array_equal(model.shared[name], array, err_msg=name)
+        np.testing.assert_array_equal(model.broadcast[name], array, err_msg=name)
         assert array.any()
 
 
@@ -154,7 +154,7 @@ def copied(layers):
 
 def layers(state):
     """The layers of every model, by name."""
-    return {name: state.models[name].layers for name in state.names()}
+    return {name: state.models[name].layers for name in state.model_names()}
 
 
 def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path):

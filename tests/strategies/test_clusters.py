@@ -27,7 +27,7 @@ from strategies.clusters import ASSIGNMENTS, ServerAssignedClusters, cluster_by_
 from strategies.eua import eua
 from strategies.featarc import FeatARC
 from strategies.fedavg import mean
-from strategies.state import Model, ServerState
+from strategies.state import GlobalModel, ServerState
 from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import good, make_grid
@@ -188,11 +188,11 @@ def played(state, *chosen):
 
 def model(weight):
     layers = {"encoder.weight": np.array(weight, dtype=np.float32), "encoder.bn.running_mean": np.zeros(1, np.float32)}
-    return Model(layers=layers, updates=1)
+    return GlobalModel(layers=layers, num_updates=1)
 
 
 STATE = ServerState(
-    round=1, models={"0": model([1, 0, 0]), "1": model([0, 1, 0])}, memory={ASSIGNMENTS: {0: "1", 3: "0"}}
+    round=1, models={"0": model([1, 0, 0]), "1": model([0, 1, 0])}, strategy_state={ASSIGNMENTS: {0: "1", 3: "0"}}
 )
 
 
@@ -204,7 +204,7 @@ def test_an_update_goes_into_the_model_that_the_client_took():
     assert [row.model for row in report.clients] == ["1", "0", "0", "0"]
     assert state.models["0"].layers["encoder.weight"].tolist() == [4, 3, 3]
     assert state.models["1"].layers["encoder.weight"].tolist() == [1, 2, 1]
-    assert state.memory == {ASSIGNMENTS: {0: "1", 1: "0", 2: "0", 3: "0"}}
+    assert state.strategy_state == {ASSIGNMENTS: {0: "1", 1: "0", 2: "0", 3: "0"}}
     assert report.strategy_metrics["clusters"] == {"0": [1, 2, 3], "1": [0]}
     assert report.strategy_metrics["changed_cluster"] == 1
     assert all(len(message.content.array_records) == 3 for message in one.messages)  # two models, and what is shared
@@ -235,7 +235,7 @@ def test_a_choice_that_cannot_be_drops_the_update(chosen, reason):
     _, (state, report) = played(STATE, chosen, 0)
     assert list(report.dropped) == [0]
     assert reason in report.dropped[0]
-    assert state.memory[ASSIGNMENTS] == {0: "1", 1: "1", 3: "0"}
+    assert state.strategy_state[ASSIGNMENTS] == {0: "1", 1: "1", 3: "0"}
 
 
 def test_models_of_a_plan_arrive_as_they_were_sent():
@@ -269,7 +269,7 @@ def test_the_server_compares_what_models_see():
     half = ServerAssignedClusters(ServerStrategy(mean("uniform")), clusters=2, pictures=8)
     seen = {client: torch.tensor([on_circle(angle)]) for client, angle in ((3, 30), (5, 60), (9, 120))}
     views = {"0": torch.tensor([[1.0, 0.0]]), "1": torch.tensor([[0.0, 1.0]])}
-    state = ServerState(round=1, models={name: Model(layers={"name": name}) for name in views})
+    state = ServerState(round=1, models={name: GlobalModel(layers={"name": name}) for name in views})
     seen[6] = torch.tensor([[1.0, 1.0]])
     names = {3: ("1",), 5: ("1",), 6: ("0",), 9: ("1",)}
     outcome = RoundOutcome(
@@ -288,7 +288,7 @@ def test_a_run_with_the_choice_at_the_server(tmp_path):
     federation = Federation(tmp_path, *FEATARC, "strategy.assign_at=server")
     federation.run(1)
     assert sorted(federation.state.models) == ["0", "1"]
-    assert federation.state.memory[ASSIGNMENTS].keys() == set(range(5))
+    assert federation.state.strategy_state[ASSIGNMENTS].keys() == set(range(5))
     assert all(len(plan.array_records) == 2 for plan in federation.plans)  # one model and what is shared
     assert all("model-index" not in update[REPLY_CONFIG] for update in federation.updates)
 
@@ -308,14 +308,14 @@ def test_updates_are_sorted_in_their_round_and_clients_stay(tmp_path):
     # Steps of 1 and 4 along x, of 2, 3 and 5 along y: the mean is [1, 2, 0] from [1, 2, 2].
     assert list(state.models) == ["0"]
     assert state.models["0"].layers["encoder.weight"].tolist() == [2, 4, 2]
-    assert state.memory == {}
+    assert state.strategy_state == {}
     state, report = run_round(exchange, lambda: federation, state)
-    assert state.memory == {ASSIGNMENTS: {0: "0", 1: "1", 2: "1", 3: "0", 4: "1"}}
+    assert state.strategy_state == {ASSIGNMENTS: {0: "0", 1: "1", 2: "1", 3: "0", 4: "1"}}
     assert state.models["0"].layers["encoder.weight"].tolist() == [4.5, 4, 2]
     assert state.models["1"].layers["encoder.weight"].tolist() == pytest.approx([2, 4 + 10 / 3, 2])
     assert {row.client: row.model for row in report.clients} == dict.fromkeys(range(5), "0")  # where they started
     state, report = run_round(exchange, lambda: federation, state)
-    assert {row.client: row.model for row in report.clients} == state.memory[ASSIGNMENTS]
+    assert {row.client: row.model for row in report.clients} == state.strategy_state[ASSIGNMENTS]
     assert federation.strategy.server.starting_model(state, 4, 77) == "1"  # a newcomer goes where most are
 
 
@@ -346,7 +346,7 @@ def test_one_model_is_federated_averaging(tmp_path):
         extra = [] if name == "featarc" else ["strategy.weighting=uniform"]
         federation = Federation(tmp_path / name, *overrides, "strategy.clusters=1", *extra)
         assert same(federation.run(2), expected)
-        assert federation.state.memory == {}
+        assert federation.state.strategy_state == {}
         assert federation.plans[0][ARRAYS].keys() == averaged.plans[0][ARRAYS].keys()
         assert len(federation.plans[0].array_records) == len(averaged.plans[0].array_records)
 
@@ -361,13 +361,13 @@ def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
         with set_active_stages(federation.method, depth=round + 1):  # as the server does
             federation.run(1)
     assert federation.report.dropped == {}
-    assert federation.state.memory[ASSIGNMENTS].keys() == {0, 1, 2}
+    assert federation.state.strategy_state[ASSIGNMENTS].keys() == {0, 1, 2}
 
 
 def test_newcomers_are_not_sorted(tmp_path):
     federation = Federation(tmp_path, *SORTED, "newcomers=1", "clients_per_round=4")
     federation.run(1)
-    assert federation.state.memory[ASSIGNMENTS].keys() == {0, 1, 2, 3}
+    assert federation.state.strategy_state[ASSIGNMENTS].keys() == {0, 1, 2, 3}
 
 
 def test_a_model_for_each_client_is_every_client_alone(tmp_path):
@@ -403,7 +403,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
         assert (one["loss"], one["strategy_metrics"]) == (other["loss"], other["strategy_metrics"])
     assert found[-1]["strategy_metrics"].keys() == {"clusters", "changed_cluster"}
     one, other = (latest_checkpoint(tmp_path / part / "checkpoints") for part in ("whole", "cut"))
-    assert one.memory == other.memory
+    assert one.strategy_state == other.strategy_state
     assert one.models.keys() == other.models.keys()
     assert all(same(model.layers, other.models[name].layers) for name, model in one.models.items())
 

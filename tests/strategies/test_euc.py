@@ -358,13 +358,13 @@ def test_a_checkpoint_is_not_changed_by_later_rounds():
     toys = Toys(EUC(interval=2))
     toys.round()
     state = toys.state
-    memory = state.models[GLOBAL].memory
+    memory = state.models[GLOBAL].strategy_state
     before = {key: dict(value) for key, value in memory.items()}
-    took_part = dict(state.took_part)
+    last_participation = dict(state.last_participation)
     toys.round()
-    assert (memory, state.took_part) == (before, took_part)
-    assert toys.state.models[GLOBAL].memory != before
-    assert toys.state.took_part != took_part
+    assert (memory, state.last_participation) == (before, last_participation)
+    assert toys.state.models[GLOBAL].strategy_state != before
+    assert toys.state.last_participation != last_participation
 
 
 def test_a_model_without_biases_may_send_nothing_at_all():

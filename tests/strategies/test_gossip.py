@@ -10,7 +10,7 @@ from server_app.replies import receive
 from server_app.round import Round
 from strategies.base import StrategyContext
 from strategies.gossip import Gossip, consensus_distance
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
 from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation
@@ -65,7 +65,7 @@ def test_a_path_of_three_by_hand(tmp_path):
 
 def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
     """Client 2 fails: 0 and 1 mix as before, and what 1 would have given to 2 it keeps: 1/3 of 0 and 2/3 of itself."""
-    before = {"2": Model(layers={**LAYERS, "encoder.weight": np.full(3, 9, dtype=np.float32)})}
+    before = {"2": GlobalModel(layers={**LAYERS, "encoder.weight": np.full(3, 9, dtype=np.float32)})}
     state, report = played(
         Gossip(topology="file", file=path(tmp_path)), [good, good, crash], ServerState(round=1, models=before)
     )
@@ -83,7 +83,7 @@ def test_a_client_that_is_missing_gets_no_model_by_what_its_neighbours_send(tmp_
 
 
 def test_without_a_server_nobody_knows_which_devices_there_will_be():
-    context = StrategyContext(method=Small(), clients_per_round=3, num_clients=3, devices=True)
+    context = StrategyContext(method=Small(), clients_per_round=3, num_clients=3, is_deployment=True)
     with pytest.raises(InputError, match="strategy=gossip is for simulations"):
         Gossip().validate(context)
     Gossip(topology="star").validate(context)
@@ -93,7 +93,9 @@ def test_without_a_server_nobody_knows_which_devices_there_will_be():
 @pytest.mark.parametrize("asked", [7, 4])
 def test_the_mean_of_all_models_never_changes_by_mixing(topology, asked):
     rng = np.random.default_rng(0)
-    models = {str(k): Model(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(7)}
+    models = {
+        str(k): GlobalModel(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(7)
+    }
     gossip = Gossip(topology=topology, degree=4 if topology == "random_regular" else None)
     state, _ = played(gossip, [stay] * 7, ServerState(models=models), number=4, clients_per_round=asked)
     before, after = (
@@ -111,7 +113,9 @@ def test_differences_shrink_by_the_second_eigenvalue(topology):
     graph = make_graph(topology, 9, seed=3, degree=4 if topology == "random_regular" else None)
     rate = second_eigenvalue(weight_matrix(metropolis_weights(graph)))
     rng = np.random.default_rng(1)
-    models = {str(k): Model(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(9)}
+    models = {
+        str(k): GlobalModel(layers={**LAYERS, "encoder.weight": rng.normal(size=3).astype("f4")}) for k in range(9)
+    }
     gossip = Gossip(topology=topology, degree=4 if topology == "random_regular" else None)
     state = ServerState(models=models)
     distances = []

@@ -20,7 +20,7 @@ from simulation.cli import run
 from simulation.grid import LocalGrid
 from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
-from strategies.state import GLOBAL, Model, ServerState
+from strategies.state import GLOBAL, GlobalModel, ServerState
 from tests.federation import Federation
 
 every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
@@ -194,9 +194,9 @@ def test_restored_moments_go_on_with_the_same_bits(tmp_path, kind):
         whole, new = kind().step(whole, round, old, model(round))
         resumed, again = kind().step(resumed, round, old, model(round))  # nothing is left in the object
         assert same(again, new)
-        saved = Model(layers=again, moments=resumed)
+        saved = GlobalModel(layers=again, server_optimizer_state=resumed)
         save_checkpoint(tmp_path, ServerState(round=round, models={GLOBAL: saved}), keep=1)
-        resumed = latest_checkpoint(tmp_path).models[GLOBAL].moments
+        resumed = latest_checkpoint(tmp_path).models[GLOBAL].server_optimizer_state
         old = new
     without = kind().step({}, 4, old, model(5))[1]
     assert not same(without, kind().step(whole, 4, old, model(5))[1])  # it does depend on the past

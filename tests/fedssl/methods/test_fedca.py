@@ -281,7 +281,7 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
             bytes_down.setdefault(first, set()).add(row.bytes_down)
         sent = [update["method-upload"]["local_dictionary"].numpy() for update in federation.updates[-2:]]
         given = enqueue(given, sent)
-        np.testing.assert_array_equal(federation.state.models[GLOBAL].shared["dictionary"], given)
+        np.testing.assert_array_equal(federation.state.models[GLOBAL].broadcast["dictionary"], given)
     assert given.any(axis=1).all()
     teacher_bytes = sum(method.named_tensors[name].nbytes for name in names_in_parts(method, ["teacher"]))
     assert min(bytes_down[True]) - max(bytes_down[False]) > teacher_bytes
@@ -317,7 +317,7 @@ def test_rows_of_any_length_make_unit_entries_and_bad_ones_drop_the_client(tmp_p
     replies[2].content["method-upload"] = arrays_to_record({"local_dictionary": not_finite})
     state, report = one.finish(replies)
     assert report.dropped == {2: "layer local_dictionary has values that are not finite, or far too large"}
-    found = state.models[GLOBAL].shared["dictionary"]
+    found = state.models[GLOBAL].broadcast["dictionary"]
     np.testing.assert_allclose(found, np.concatenate([*sent[:2], np.zeros((2, 8))]), atol=1e-6)
 
 
@@ -331,7 +331,7 @@ def test_clients_learn_from_the_teacher(tmp_path, teacher):
     assert any(not np.array_equal(array, aligned[name]) for name, array in plain.items())
     held = torch.load(teacher, weights_only=True)["weights"]
     for name, value in held.items():
-        np.testing.assert_array_equal(federation.state.models[GLOBAL].shared[f"teacher.{name}"], value.numpy())
+        np.testing.assert_array_equal(federation.state.models[GLOBAL].broadcast[f"teacher.{name}"], value.numpy())
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_other_federations(tmp_path, teacher, overrides):
     federation.run(2)
     assert federation.report.dropped == {}
     for model in federation.state.models.values():
-        assert all(np.isfinite(array).all() for array in {**model.layers, **model.shared}.values())
+        assert all(np.isfinite(array).all() for array in {**model.layers, **model.broadcast}.values())
 
 
 RUN = [*WORDS, *ALIGNED, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
@@ -358,7 +358,7 @@ RUN += ["measure_resources=false"]
 
 def assert_same(one: Path, other: Path) -> None:
     models = [latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in (one, other)]
-    left, right = ({**model.layers, **model.shared} for model in models)
+    left, right = ({**model.layers, **model.broadcast} for model in models)
     assert left.keys() == right.keys()
     assert left["dictionary"].any()
     for name, array in left.items():

@@ -370,7 +370,7 @@ def test_refused_settings(make, message):
 
 
 def shared_of(federation: Federation) -> np.ndarray:
-    return federation.state.models["global"].shared["centroids"]
+    return federation.state.models["global"].broadcast["centroids"]
 
 
 def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
@@ -439,7 +439,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     run([f"resume={tmp_path / 'parts'}", "rounds=4"])
     models = [latest_checkpoint(tmp_path / name / "checkpoints").models["global"] for name in ("whole", "parts")]
-    whole, parts = ({**model.layers, **model.shared} for model in models)
+    whole, parts = ({**model.layers, **model.broadcast} for model in models)
     assert whole.keys() == parts.keys()
     assert whole["centroids"].any()
     for name, array in whole.items():

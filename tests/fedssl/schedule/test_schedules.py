@@ -363,7 +363,7 @@ def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     federation.run(8)
     assert federation.report.dropped == {}
     trained = []  # a model of a cluster may lose all its clients
-    for model in federation.state.names():
+    for model in federation.state.model_names():
         after = model_of(federation.components.context, federation.state, model).layers
         assert {key: (array.shape, array.dtype) for key, array in after.items()} == before
         assert all(np.isfinite(array).all() for array in after.values())
