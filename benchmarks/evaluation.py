@@ -2,7 +2,7 @@
 
     uv run python benchmarks/evaluation.py RUN/encoder.pt 'cifar10/*.parquet' [--num-images 5000] [--test 1000]
 
-`fedssl.evaluation.linear` computes features once and solves logistic regression by L-BFGS. The usual probe runs the
+`fedssl.evaluation.linear_probe` computes features once and solves logistic regression by L-BFGS. The usual probe runs the
 frozen encoder in each of 100 epochs and trains a classifier by SGD: batches of 128 images without augmentation,
 momentum 0.9, half a cosine down to 0. It minimises the same function of the same standardised features, and is trained
 in full. Times are CPU seconds of this process, with one thread, so that other work on the machine says little.
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from fedssl.config.load import compose
 from fedssl.config.overrides import quote
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, make_evaluation_input
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.linear import Linear
-from fedssl.evaluation.subject import EvaluationInput, Labelled, make_subject
+from fedssl.evaluation.linear_probe import LinearProbe
 from fedssl.export import load_encoder
 from fedssl.machine.threads import tune_allocator
 from fedssl.training import batches
@@ -87,10 +87,12 @@ def main() -> None:
     tune_allocator()
     overrides = ["dataset=cifar10", f"dataset.path={quote(options.data)}", "dataset.cache=null"]
     overrides.append(f"dataset.limit={options.num_images}")
-    everything = make_subject(load_encoder(options.encoder), compose(overrides).data, device=torch.device("cpu"))
+    everything = make_evaluation_input(
+        load_encoder(options.encoder), compose(overrides).data, device=torch.device("cpu")
+    )
     few = slice(options.test)
-    subject = replace(everything, test=Labelled(everything.test.images[few], everything.test.labels[few]))
-    own, usual = Linear(l2=L2), Usual(epochs=options.epochs, batch=128, lr=options.lr)
+    subject = replace(everything, test=LabeledImages(everything.test.images[few], everything.test.labels[few]))
+    own, usual = LinearProbe(l2=L2), Usual(epochs=options.epochs, batch=128, lr=options.lr)
 
     seconds, solver = [], []
     for _ in range(4):

@@ -14,8 +14,8 @@ from fedssl.config.load import load_run
 from fedssl.config.overrides import parse, quote
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import over_models
-from fedssl.evaluation.subject import why_not_evaluable
+from fedssl.evaluation.evaluation_input import why_not_evaluable
+from fedssl.evaluation.scores import mean_over_models
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers, load_layers
 from fedssl.report.accuracy_table import format_table
@@ -146,7 +146,7 @@ def finish(
     recorder.figures(components.client_data)
     if not baselines:  # there are no labelled images
         return {}, {}
-    federated = over_models(list(results_by_model.values()))
+    federated = mean_over_models(list(results_by_model.values()))
     return {
         "untrained": baselines["untrained"],
         "federated": federated,

@@ -14,7 +14,7 @@ from fedssl.config.load import partition_without_labels
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.subject import why_not_evaluable
+from fedssl.evaluation.evaluation_input import why_not_evaluable
 from fedssl.fingerprint import code_fingerprint
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod
@@ -106,7 +106,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
-    results = evaluator.check(method.encoder)
+    results = evaluator.dry_run(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, devices=bool(task))

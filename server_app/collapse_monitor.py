@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fedssl.arrays import Layers
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import load_federated, load_split
+from fedssl.evaluation.collapse_metrics import TOP, CollapseMetrics, spectrum
 from fedssl.evaluation.features import extract
-from fedssl.evaluation.health import TOP, Health, spectrum
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.runs.representations import Representations
@@ -89,7 +89,7 @@ class CollapseMonitor:
         self._measured: dict[int, Found] = {}
         self._mean, self._std = data.mean, data.std
         federated = load_federated(data)
-        self._health = Health(
+        self._health = CollapseMetrics(
             federated.images,
             num_images=num_images,
             augment=augment,
@@ -150,7 +150,7 @@ class CollapseMonitor:
         found = self._vectors()
         numbers: dict[str, Any] = {}
         if all(vectors.isfinite().all() for vectors in found):
-            # The images of `Health` are others: they may give no spectrum.
+            # The images of `CollapseMetrics` are others: they may give no spectrum.
             with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # torch does not say it exports it
                 numbers = {**self._health.measure(self._method.encoder)}
         if not all(map(math.isfinite, numbers.values())) or not numbers:

@@ -12,10 +12,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fedssl.config.settings import DataSettings, EvaluationSettings
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, make_evaluation_input
 from fedssl.evaluation.features import Features, accuracy, pixels
-from fedssl.evaluation.probes import EndOfRehearsal, Evaluation, evaluate
+from fedssl.evaluation.protocol import DryRunStop, EvaluationProtocol, evaluate
 from fedssl.evaluation.scores import Score, units_of
-from fedssl.evaluation.subject import EvaluationInput, Labelled, make_subject
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.methods.base import SSLMethod
 
@@ -23,7 +23,7 @@ ResultsByModel = dict[str, dict[str, Score]]  # results by the name of what was 
 
 
 class Evaluator:
-    """Labelled images of the data set and the protocols of ``evaluation`` and ``final_evaluation``.
+    """Labeled images of the data set and the protocols of ``evaluation`` and ``final_evaluation``.
 
     Without labelled training and test images there is nothing to evaluate with: all results are empty.
     """
@@ -33,11 +33,11 @@ class Evaluator:
     ) -> None:
         self._data, self._device, self._seed = data, device, seed
         self._every, self._rounds = settings.every, rounds
-        self._protocol: Evaluation = settings.protocol.make()
-        self._final_protocol: Evaluation = settings.final_protocol.make()
+        self._protocol: EvaluationProtocol = settings.protocol.make()
+        self._final_protocol: EvaluationProtocol = settings.final_protocol.make()
 
-    def check(self, encoder: Encoder) -> dict[str, str] | None:
-        """Find before any training a protocol that the labels do not allow, by a rehearsal.
+    def dry_run(self, encoder: Encoder) -> dict[str, str] | None:
+        """Find before any training a protocol that the labels do not allow, by a dry run.
 
         Protocols are run on features that say nothing, each one of several no further than to where a network computes,
         the encoder or a classifier that is trained: what they refuse they refuse before.
@@ -47,24 +47,24 @@ class Evaluator:
         dict of str to str, or None
             Names and units of the results that rounds will have; None: only an evaluation tells.
         """
-        evaluation_input = make_subject(encoder, self._data, device=self._device)
+        evaluation_input = make_evaluation_input(encoder, self._data, device=self._device)
         if evaluation_input is None:
             return {}
-        few = Labelled(evaluation_input.test.images[:2], evaluation_input.test.labels[:2])
+        few = LabeledImages(evaluation_input.test.images[:2], evaluation_input.test.labels[:2])
         # At the end raw pixels are judged, too.
         longest = max(encoder.feature_dim, pixels(few.images).shape[1])
         ends: list[nn.Module] = []
 
-        def end_rehearsal(network: nn.Module, inputs: Any) -> None:
+        def stop_dry_run(network: nn.Module, inputs: Any) -> None:
             ends.append(network)
-            raise EndOfRehearsal
+            raise DryRunStop
 
-        end = register_module_forward_pre_hook(end_rehearsal)
+        end = register_module_forward_pre_hook(stop_dry_run)
         try:
-            rehearsal = _Rehearsal(**{**vars(evaluation_input), "test": few}, length=encoder.feature_dim)
-            units = units_of(evaluate(self._protocol, rehearsal, seed=self._seed))
+            dry_run_input = _DryRunInput(**{**vars(evaluation_input), "test": few}, length=encoder.feature_dim)
+            units = units_of(evaluate(self._protocol, dry_run_input, seed=self._seed))
             told = None if ends else units
-            evaluate(self._final_protocol, replace(rehearsal, length=longest), seed=self._seed)
+            evaluate(self._final_protocol, replace(dry_run_input, length=longest), seed=self._seed)
         finally:
             end.remove()
         return told
@@ -80,20 +80,20 @@ class Evaluator:
 
     def baselines(self, untrained: SSLMethod) -> ResultsByModel:
         """What the final protocols, on the same draws, say of the untrained encoder and of raw pixels."""
-        raw = make_subject(None, self._data, device=self._device)
+        raw = make_evaluation_input(None, self._data, device=self._device)
         if raw is None:
             return {}
         return {"untrained": self._evaluate(self._final_protocol, untrained), "pixels": self.evaluate_final(raw)}
 
     def evaluation_input(self, method: SSLMethod) -> EvaluationInput | None:
         """The method's encoder and the images; None without labelled ones for training and test."""
-        return make_subject(method.encoder, self._data, device=self._device)
+        return make_evaluation_input(method.encoder, self._data, device=self._device)
 
     def evaluate_final(self, evaluation_input: EvaluationInput) -> dict[str, Score]:
         """What the final protocols say of a subject."""
         return evaluate(self._final_protocol, evaluation_input, seed=self._seed)
 
-    def _evaluate(self, protocol: Evaluation, method: SSLMethod) -> dict[str, Score]:
+    def _evaluate(self, protocol: EvaluationProtocol, method: SSLMethod) -> dict[str, Score]:
         """Run the protocol on the encoder, and test a classifier of the method's own."""
         evaluation_input = self.evaluation_input(method)
         if evaluation_input is None:
@@ -108,7 +108,7 @@ class Evaluator:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Rehearsal(EvaluationInput):
+class _DryRunInput(EvaluationInput):
     """A subject whose features, which are to be of this length, cost nothing."""
 
     length: int

@@ -3,7 +3,7 @@
 Every client shows its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its cluster, its own among
 neighbours, or one with parts that never leave it. A client that never trained, a newcomer, shows what it receives, and
 what it has after a few epochs of its own. Each is judged on all test images, and on some in which classes are as
-frequent as among the client's images (`fedssl.evaluation.alike`).
+frequent as among the client's images (`fedssl.evaluation.label_matched`).
 """
 
 import hashlib
@@ -15,9 +15,9 @@ import torch
 from flwr.app import Message
 
 from fedssl.arrays import Layers
-from fedssl.evaluation.alike import alike, part_of
-from fedssl.evaluation.scores import Score, over_models
-from fedssl.evaluation.subject import EvaluationInput
+from fedssl.evaluation.evaluation_input import EvaluationInput
+from fedssl.evaluation.label_matched import sample_label_matched, subset
+from fedssl.evaluation.scores import Score, mean_over_models
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.wire.messages import PersonalizedModelRequest
@@ -99,7 +99,7 @@ def mean_over_clients(found: Sequence[PersonalizedResult]) -> dict[str, dict[str
         for name, scores in ((one.group, one.global_test), (f"{one.group}, local test", one.local_test)):
             if scores:
                 columns.setdefault(name, []).append(scores)
-    return {name: over_models(rows) for name, rows in columns.items()}
+    return {name: mean_over_models(rows) for name, rows in columns.items()}
 
 
 def request_personalized_encoders(
@@ -169,5 +169,5 @@ class PersonalizedEvaluator:
             self._known[key] = evaluator.evaluate_final(evaluation_input)
         own = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
         generator = torch_generator(self._components.settings.seed, "alike", client)
-        rows = alike(evaluation_input.test.labels, own, generator=generator)
-        return self._known[key], evaluator.evaluate_final(part_of(evaluation_input, rows)) if len(rows) else {}
+        rows = sample_label_matched(evaluation_input.test.labels, own, generator=generator)
+        return self._known[key], evaluator.evaluate_final(subset(evaluation_input, rows)) if len(rows) else {}

@@ -25,7 +25,7 @@ from fedssl.atomic_files import append_text, fsync_file, reject_symlinks, remove
 from fedssl.config.load import DEVICE_NUMBERS_FILE, save_run
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import Score, as_numbers, over_models, units_of
+from fedssl.evaluation.scores import Score, mean_over_models, to_flat_dict, units_of
 from fedssl.export import save_encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.partition import partition_table, save_partition_plot
@@ -226,7 +226,7 @@ class Recorder:
         ``cost`` are None where they were not measured.
         """
         self._check_clients(report)
-        overall = over_models(list(evaluation.values())) if evaluation else {}
+        overall = mean_over_models(list(evaluation.values())) if evaluation else {}
         rows = report.clients
         line: dict[str, Any] = {
             "round": report.round,
@@ -249,8 +249,8 @@ class Recorder:
         if report.strategy_metrics:
             line["strategy_metrics"] = report.strategy_metrics
         if overall:
-            self.evaluations.append((report.round, as_numbers(overall)))
-            line |= {"evaluation": as_numbers(overall), "units": units_of(overall), **_by_model(evaluation)}
+            self.evaluations.append((report.round, to_flat_dict(overall)))
+            line |= {"evaluation": to_flat_dict(overall), "units": units_of(overall), **_by_model(evaluation)}
         if health:
             line["health"] = summarize_health(health.rows)
             warn_of_collapse(health.rows)
@@ -318,10 +318,10 @@ class Recorder:
             return
         averages = mean_over_clients(found)
         rows = [
-            {**asdict(one), "global_test": as_numbers(one.global_test), "local_test": as_numbers(one.local_test)}
+            {**asdict(one), "global_test": to_flat_dict(one.global_test), "local_test": to_flat_dict(one.local_test)}
             for one in found
         ]
-        self._personalized = {name: as_numbers(scores) for name, scores in averages.items()}
+        self._personalized = {name: to_flat_dict(scores) for name, scores in averages.items()}
         write_text(
             self.folder / PERSONALIZED_FILE, json.dumps({"means": self._personalized, "clients": rows}, indent=1)
         )
@@ -358,7 +358,7 @@ class Recorder:
         results: dict[str, Any] = {}
         if final is not None:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}
-            results = {"final": {name: as_numbers(scores) for name, scores in final.items()}, "units": units}
+            results = {"final": {name: to_flat_dict(scores) for name, scores in final.items()}, "units": units}
             results |= _by_model(models or {})
         if self._personalized:
             results["personalized"] = self._personalized
@@ -382,7 +382,7 @@ class Recorder:
 
 def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:
     """Results of every model by its name, under ``models``; of one alone they are told already."""
-    return {"models": {name: as_numbers(scores) for name, scores in results.items()}} if len(results) > 1 else {}
+    return {"models": {name: to_flat_dict(scores) for name, scores in results.items()}} if len(results) > 1 else {}
 
 
 def _kind(reason: str) -> str:

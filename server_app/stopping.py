@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from fedssl.config.settings import Settings
 from fedssl.early_stopping import check_metric, check_size
 from fedssl.errors import InputError
+from fedssl.evaluation.evaluation_input import why_not_evaluable
 from fedssl.evaluation.scores import ACCURACY
-from fedssl.evaluation.subject import why_not_evaluable
 from fedssl.methods.base import SSLMethod
 
 

@@ -22,7 +22,7 @@ _RANKED = "linear"
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchResult:
     """The result of one run.
 
     Attributes
@@ -55,7 +55,7 @@ class Entry:
         return self.suite, self.rule, self.method, self.seed
 
 
-def collect(suite: Suite, folder: Path) -> list[Entry]:
+def collect(suite: Suite, folder: Path) -> list[BenchResult]:
     """Entries of a suite's finished runs, which lie in ``folder`` as ``<row>/<seed>``."""
     found = []
     for row in suite.rows:
@@ -69,7 +69,7 @@ def collect(suite: Suite, folder: Path) -> list[Entry]:
                 for name, scores in summary["final"].items()
             }
             found.append(
-                Entry(
+                BenchResult(
                     suite=suite.name,
                     rule=row.rule,
                     method=row.method,
@@ -85,18 +85,18 @@ def collect(suite: Suite, folder: Path) -> list[Entry]:
     return found
 
 
-def read(file: Path) -> list[Entry]:
+def read(file: Path) -> list[BenchResult]:
     """The entries of a file, to which others may have added theirs; none if it is not there."""
     found = []
     for number, entry in enumerate(json.loads(file.read_text())["results"] if file.exists() else []):
         try:
-            found.append(Entry(**entry))
+            found.append(BenchResult(**entry))
         except TypeError as error:
             sys.exit(f"{file}: entry {number} is not as the others: {error}; correct it")
     return found
 
 
-def merge(file: Path, entries: Iterable[Entry]) -> list[Entry]:
+def merge(file: Path, entries: Iterable[BenchResult]) -> list[BenchResult]:
     """Write the file's entries and these, of which one replaces another of the same run; return all of them."""
     by_key = {entry.key: entry for entry in [*read(file), *entries]}
     together = [by_key[key] for key in sorted(by_key)]
@@ -112,7 +112,7 @@ def machine() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def page(suite: Suite, entries: Sequence[Entry]) -> str:
+def page(suite: Suite, entries: Sequence[BenchResult]) -> str:
     """The suite's part of ``docs/results.md``: a table for each method, and what differs by more than chance."""
     own = [entry for entry in entries if entry.suite == suite.name]
     lines = [f"## Suite `{suite.name}`", ""]
@@ -124,7 +124,7 @@ def page(suite: Suite, entries: Sequence[Entry]) -> str:
     return "\n".join(lines if own else [*lines, "Not run yet.", ""])
 
 
-def _by_rule(suite: Suite, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+def _by_rule(suite: Suite, entries: Sequence[BenchResult]) -> dict[str, list[BenchResult]]:
     """Rows that have run, in the order of the suite, with the seeds that all of them have."""
     rules = dict.fromkeys(row.rule for row in suite.rows)
     found = {rule: [entry for entry in entries if entry.rule == rule] for rule in rules}
@@ -133,7 +133,7 @@ def _by_rule(suite: Suite, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     return {rule: [entry for entry in each if entry.seed in common] for rule, each in found.items()} if common else {}
 
 
-def _values(rows: Mapping[str, Sequence[Entry]], protocol: str) -> dict[str, list[float]]:
+def _values(rows: Mapping[str, Sequence[BenchResult]], protocol: str) -> dict[str, list[float]]:
     """Accuracy in per cent of every row that is ranked, in the order of seeds."""
     return {
         rule: [100 * entry.results[protocol] for entry in sorted(each, key=lambda entry: entry.seed)]
@@ -142,7 +142,7 @@ def _values(rows: Mapping[str, Sequence[Entry]], protocol: str) -> dict[str, lis
     }
 
 
-def _table(rows: Mapping[str, Sequence[Entry]]) -> str:
+def _table(rows: Mapping[str, Sequence[BenchResult]]) -> str:
     values = _values(rows, _RANKED)
     rank = ranks(values) if values else {}
     beside = differences(values, reference=REFERENCE) if REFERENCE in values else {}
@@ -168,7 +168,7 @@ def _middle(numbers: Sequence[float]) -> str:
     return f"{median(numbers):.1f}{spread}"
 
 
-def _verdict(rows: Mapping[str, Sequence[Entry]]) -> list[str]:
+def _verdict(rows: Mapping[str, Sequence[BenchResult]]) -> list[str]:
     values = _values(rows, _RANKED)
     chance = friedman(values)
     beside = differences(values, reference=REFERENCE) if REFERENCE in values else {}

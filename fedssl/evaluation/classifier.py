@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import read_view
 from fedssl.errors import InputError
+from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import extract
-from fedssl.evaluation.subject import EvaluationInput
 from fedssl.machine.devices import to_device
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import batches

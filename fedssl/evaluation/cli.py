@@ -24,9 +24,9 @@ from fedssl.config.load import compose_evaluation
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import from_arguments, own_encoder
 from fedssl.errors import InputError
-from fedssl.evaluation.probes import evaluate
-from fedssl.evaluation.scores import Score, as_numbers, units_of
-from fedssl.evaluation.subject import EvaluationInput, make_subject, why_not_evaluable
+from fedssl.evaluation.evaluation_input import EvaluationInput, make_evaluation_input, why_not_evaluable
+from fedssl.evaluation.protocol import evaluate
+from fedssl.evaluation.scores import Score, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
 from fedssl.report.accuracy_table import format_table
@@ -116,7 +116,7 @@ def as_in_training(encoder: Any, data: DataSettings, *, own_size: bool) -> DataS
 
 def subject_of(encoder: Any, data: DataSettings, *, device: str) -> EvaluationInput:
     """Join the encoder and the labelled images of the data set; raises `InputError` if it has none."""
-    subject = make_subject(encoder, data, device=select_device(device))
+    subject = make_evaluation_input(encoder, data, device=select_device(device))
     if subject is None:
         raise InputError(f"{why_not_evaluable(data)}, or choose another data set with dataset=")
     return subject
@@ -132,7 +132,7 @@ def _content(
         "dataset": asdict(data),
         "seed": settings.seed,
         "images": {"train": len(subject.train.labels), "test": len(subject.test.labels)},
-        "results": as_numbers(results),
+        "results": to_flat_dict(results),
         "units": units_of(results),
     }
 

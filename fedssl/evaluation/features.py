@@ -1,7 +1,7 @@
 """Features of labelled images: what protocols work on that leave the encoder as it is.
 
 The encoder is frozen: eval mode, no augmentation, the representation h and not the projection z. L-DAWA's code leaves
-batch normalisation in training mode while it probes, which `fedssl.evaluation.trained_linear` can, and EasyFL monitors
+batch normalisation in training mode while it probes, which `fedssl.evaluation.sgd_linear_probe` can, and EasyFL monitors
 the projection, which is not followed here.
 """
 

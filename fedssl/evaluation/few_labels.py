@@ -4,7 +4,7 @@ The papers fine-tune on 1% and 10% of the labels; here the encoder stays frozen,
 representation holds. Which images are labelled depends on the seed, the number per class, the draw and the labels of
 the data set only: every encoder, and the raw pixels, are compared on the same draws.
 
-The probe is the same for every representation: `fedssl.evaluation.linear.softmax_regression` on features that are
+The probe is the same for every representation: `fedssl.evaluation.linear_probe.softmax_regression` on features that are
 centred and divided by one number, their root mean square distance from the centre over all training images (their
 labels are not used). Scaling each feature by itself, as in the full probe, costs raw pixels several points (digits,
 2 per class: 71% instead of 78%) and gains untrained encoders nothing; one scale leaves the baselines at their best.
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
+from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import Features, accuracy
-from fedssl.evaluation.linear import check_solver, softmax_regression
+from fedssl.evaluation.linear_probe import check_solver, softmax_regression
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import EvaluationInput
 from fedssl.seeding import numpy_generator
 
 
-def draw_few(labels: Tensor, *, per_class: int, num_classes: int, generator: np.random.Generator) -> Tensor:
+def sample_per_class(labels: Tensor, *, per_class: int, num_classes: int, generator: np.random.Generator) -> Tensor:
     """Positions of ``per_class`` images of every class, drawn without replacement.
 
     Parameters
@@ -57,7 +57,7 @@ def draw_few(labels: Tensor, *, per_class: int, num_classes: int, generator: np.
     return torch.from_numpy(np.concatenate(drawn))
 
 
-def stratified(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
+def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
     """Where a share of every class is, drawn without replacement: at least one image of each, int64, sorted.
 
     Parameters
@@ -143,7 +143,9 @@ class FewLabels:
             results[f"linear_{per_class}_per_class"] = self._score(scaled, drawn)
         for share in self.shares:
             places = self._places(seed, f"{share:g}")
-            drawn = [stratified(data.train_labels, share=share, generator=numpy_generator(*one)) for one in places]
+            drawn = [
+                stratified_sample(data.train_labels, share=share, generator=numpy_generator(*one)) for one in places
+            ]
             results[f"linear_{100 * share:g}_percent"] = self._score(scaled, drawn)
         return results
 
@@ -152,11 +154,13 @@ class FewLabels:
         return [(seed, "few labels", what, draw) for draw in range(self.draws)]
 
     def _few(self, data: Features, per_class: int, generator: np.random.Generator) -> Tensor:
-        return draw_few(data.train_labels, per_class=per_class, num_classes=data.num_classes, generator=generator)
+        return sample_per_class(
+            data.train_labels, per_class=per_class, num_classes=data.num_classes, generator=generator
+        )
 
     def _score(self, data: Features, drawn: Sequence[Tensor]) -> Score:
         accuracies = [self._accuracy(data, chosen) for chosen in drawn]
-        return Score(mean(accuracies), spread=stdev(accuracies) if self.draws > 1 else None)
+        return Score(mean(accuracies), std=stdev(accuracies) if self.draws > 1 else None)
 
     def _accuracy(self, data: Features, drawn: Tensor) -> float:
         """Train on these labels, and test."""

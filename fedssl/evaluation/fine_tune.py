@@ -28,10 +28,10 @@ from fedssl.evaluation.classifier import (
     fit,
     predict,
 )
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.few_labels import check_shares, stratified
+from fedssl.evaluation.few_labels import check_shares, stratified_sample
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import EvaluationInput, Labelled
 from fedssl.seeding import numpy_generator
 
 
@@ -107,13 +107,13 @@ class FineTune:
         for share in self.shares:
             places = [(seed, "fine tune", f"{share:g}", draw) for draw in range(self.draws)]
             found = [self._accuracy(subject, place, share=share) for place in places]
-            spread = stdev(found) if len(found) > 1 else None
-            results[f"{self.name}_{100 * share:g}_percent"] = Score(mean(found), spread=spread)
+            std = stdev(found) if len(found) > 1 else None
+            results[f"{self.name}_{100 * share:g}_percent"] = Score(mean(found), std=std)
         return results
 
     def _accuracy(self, subject: EvaluationInput, place: Place, *, share: float) -> float:
-        rows = stratified(subject.train.labels, share=share, generator=numpy_generator(*place))
-        few = Labelled(subject.train.images[rows], subject.train.labels[rows])
+        rows = stratified_sample(subject.train.labels, share=share, generator=numpy_generator(*place))
+        few = LabeledImages(subject.train.images[rows], subject.train.labels[rows])
         encoder = copy.deepcopy(subject.encoder)
         assert encoder is not None
         encoder.to(subject.device).requires_grad_(True)

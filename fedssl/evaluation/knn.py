@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.errors import InputError
+from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import EvaluationInput
 
 _SIMILARITIES = 2**24  # numbers in a block of the similarity matrix: 64 MB
 

@@ -9,7 +9,7 @@ from statistics import mean, stdev
 
 ACCURACY = "accuracy"  # the unit of a share of right predictions, in [0, 1]; people are shown it in per cent
 
-_SPREAD = "_std"
+_STD_SUFFIX = "_std"
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class Score:
     value : float
     unit : str
         `ACCURACY`, or the word that people are to read behind the number; empty if there is none.
-    spread : float or None
+    std : float or None
         Standard deviation over draws or models; None: there was only one.
     """
 
     value: float
     unit: str = ACCURACY
-    spread: float | None = None
+    std: float | None = None
 
     @property
     def number(self) -> str:
         """For people, where the unit stands elsewhere."""
-        shown = [self.value] if self.spread is None else [self.value, self.spread]
+        shown = [self.value] if self.std is None else [self.value, self.std]
         return " ± ".join(f"{100 * one:.1f}" if self.unit == ACCURACY else f"{one:.4g}" for one in shown)
 
     @property
@@ -41,7 +41,7 @@ class Score:
         return f"{self.number}%" if self.unit == ACCURACY else f"{self.number} {self.unit}".rstrip()
 
 
-def heading(name: str, unit: str) -> str:
+def column_title(name: str, unit: str) -> str:
     """Name a column of a table with the unit of its numbers."""
     return f"{name} ({'%' if unit == ACCURACY else unit})" if unit else name
 
@@ -58,17 +58,17 @@ def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | N
     """
     units = units or {}
     numbers = {name: result for name, result in results.items() if not isinstance(result, Score)}
-    spreads = {name + _SPREAD for name in numbers} & numbers.keys()
+    spreads = {name + _STD_SUFFIX for name in numbers} & numbers.keys()
     scores = {}
     for name, result in results.items():
         if isinstance(result, Score):
             scores[name] = result
         elif name not in spreads:
-            scores[name] = Score(float(result), units.get(name, ACCURACY), numbers.get(name + _SPREAD))
+            scores[name] = Score(float(result), units.get(name, ACCURACY), numbers.get(name + _STD_SUFFIX))
     return scores
 
 
-def over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
+def mean_over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     """Return the results of one model as they are; of several the means, and the spread over the models."""
     if len(results) == 1:
         return dict(results[0])
@@ -79,13 +79,13 @@ def over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     return averaged
 
 
-def as_numbers(scores: Mapping[str, Score]) -> dict[str, float]:
+def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:
     """Bring scores into the form of files: a plain number for every value, and one for every spread."""
     numbers = {}
     for name, score in scores.items():
         numbers[name] = score.value
-        if score.spread is not None:
-            numbers[name + _SPREAD] = score.spread
+        if score.std is not None:
+            numbers[name + _STD_SUFFIX] = score.std
     return numbers
 
 

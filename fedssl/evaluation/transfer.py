@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from fedssl.config.load import read_data
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
-from fedssl.evaluation.probes import Evaluation, evaluate
+from fedssl.evaluation.evaluation_input import EvaluationInput, load_labeled, why_not_evaluable
+from fedssl.evaluation.protocol import EvaluationProtocol, evaluate
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import EvaluationInput, load_labelled, why_not_evaluable
 
 
 class Transfer:
@@ -38,7 +38,7 @@ class Transfer:
                 "evaluation=transfer needs a data set: add +dataset@evaluation.datasets.NAME=CHOICE, and its settings "
                 "as evaluation.datasets.NAME.KEY=VALUE (final_evaluation in both for the end of a run)"
             )
-        self.protocol: Evaluation = Component(protocol).make()
+        self.protocol: EvaluationProtocol = Component(protocol).make()
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
 
     def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
@@ -57,7 +57,7 @@ class Transfer:
                 f"the encoder takes images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
                 f"set datasets.{name}.channels={channels} to convert the images"
             )
-        train, test = load_labelled(data, "train"), load_labelled(data, "test")
+        train, test = load_labeled(data, "train"), load_labeled(data, "test")
         if train is None or test is None:
             raise InputError(f"datasets.{name}: {why_not_evaluable(data)}")
         return replace(subject, train=train, test=test)

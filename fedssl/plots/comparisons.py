@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import ACCURACY, as_scores, heading
+from fedssl.evaluation.scores import ACCURACY, as_scores, column_title
 from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, line_style, new_figure
 from fedssl.report.accuracy_table import LEFT_OUT, MAIN
 from fedssl.runs.jsonl import read_jsonl
@@ -165,7 +165,7 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
                 across = [point[column] for point in known]
                 plot_line(axes, across, 100 * np.array([point[3:] for point in known]).reshape(-1, 2), style)
             if cost == "round":
-                axes.set_ylabel(heading(f"{protocol} accuracy", "%"))
+                axes.set_ylabel(column_title(f"{protocol} accuracy", "%"))
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             else:
                 axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else ""))
@@ -252,7 +252,9 @@ def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
     figure = new_figure(height=3.4, width=max(4.5, 3.6 * len(protocols)))
     rows: list[list[object]] = [["run", "protocol", key, "accuracy", "deviation", "runs"]]
     for column, protocol in enumerate(protocols, start=1):
-        axes = figure.add_subplot(1, len(protocols), column, xlabel=key, ylabel=heading(f"{protocol} accuracy", "%"))
+        axes = figure.add_subplot(
+            1, len(protocols), column, xlabel=key, ylabel=column_title(f"{protocol} accuracy", "%")
+        )
         for (label, members), style in zip(lines.items(), line_styles([one[0] for one in lines.values()]), strict=True):
             found = final_scores(members, key, protocol)
             points = 100 * np.array([point[1:3] for point in found]).reshape(-1, 2)

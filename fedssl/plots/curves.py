@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.evaluation.health import TOP, gaussian_spectrum
+from fedssl.evaluation.collapse_metrics import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
 from fedssl.plots.style import (
     MARKERS,

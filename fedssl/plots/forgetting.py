@@ -1,7 +1,7 @@
 """What clients lose when their models are averaged: accuracy of their own model, and of the global one after the round.
 
 Both are judged by nearest neighbours (`fedssl.evaluation.knn`) on all test images, and on those in which classes are
-as frequent as among the client's own (`fedssl.evaluation.alike`). Forgetting is what the client's own model has
+as frequent as among the client's own (`fedssl.evaluation.label_matched`). Forgetting is what the client's own model has
 more on the latter; negative, the client gains.
 """
 
@@ -15,10 +15,10 @@ import torch
 
 from fedssl.datasets.base import load_federated, subsample_indices
 from fedssl.errors import InputError
-from fedssl.evaluation.alike import alike, part_of
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, load_labeled, why_not_evaluable
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.scores import heading
-from fedssl.evaluation.subject import EvaluationInput, Labelled, load_labelled, why_not_evaluable
+from fedssl.evaluation.label_matched import sample_label_matched, subset
+from fedssl.evaluation.scores import column_title
 from fedssl.partition import client_indices
 from fedssl.plots.style import PlotData, axes_over_rounds, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
@@ -80,19 +80,19 @@ def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
         reason = problem or "the images of the clients have no labels here"
         raise InputError(f"{run.folder}: forgetting needs labels; {reason}")
     train, test = (
-        _some(load_labelled(data, "train"), MAX_TRAIN_IMAGES),
-        _some(load_labelled(data, "test"), MAX_TEST_IMAGES),
+        _some(load_labeled(data, "train"), MAX_TRAIN_IMAGES),
+        _some(load_labeled(data, "test"), MAX_TEST_IMAGES),
     )
     parts = client_indices(run.settings.partition, load_federated(data))
     rows = {
-        client: alike(test.labels, labels[torch.from_numpy(part)], generator=_generator(run, client))
+        client: sample_label_matched(test.labels, labels[torch.from_numpy(part)], generator=_generator(run, client))
         for client, part in enumerate(parts)
     }
     return [one for kept in run.kept for one in _measure_round(run, kept, train, test, rows)]
 
 
 def _measure_round(
-    run: LoadedRun, kept: KeptRound, train: Labelled, test: Labelled, rows: Mapping[int, torch.Tensor]
+    run: LoadedRun, kept: KeptRound, train: LabeledImages, test: LabeledImages, rows: Mapping[int, torch.Tensor]
 ) -> list[ClientForgetting]:
     data = run.settings.data
 
@@ -102,7 +102,7 @@ def _measure_round(
             whole = EvaluationInput(
                 encoder=method.encoder, train=train, test=test, mean=data.mean, std=data.std, device=run.device
             )
-            return _accuracy(whole), [_accuracy(part_of(whole, rows[client])) for client in clients]
+            return _accuracy(whole), [_accuracy(subset(whole, rows[client])) for client in clients]
 
     known = [client for client in kept.clients if client in rows and len(rows[client])]  # the test has their classes
     global_all, global_matched = accuracies(run.only_model(kept, figure="forgetting"), known)
@@ -126,10 +126,10 @@ def _accuracy(subject: EvaluationInput) -> float:
     return KNN()(subject, seed=0)["knn"].value
 
 
-def _some(labelled: Labelled | None, max_images: int) -> Labelled:
+def _some(labelled: LabeledImages | None, max_images: int) -> LabeledImages:
     assert labelled is not None  # `lacking` says so
     rows = torch.from_numpy(subsample_indices(len(labelled.labels), max_images))
-    return Labelled(labelled.images[rows], labelled.labels[rows])
+    return LabeledImages(labelled.images[rows], labelled.labels[rows])
 
 
 def _generator(run: LoadedRun, client: int) -> torch.Generator:
@@ -154,7 +154,7 @@ def forgetting_figure(found: Sequence[ClientForgetting], *, color: str) -> "Figu
     means = mean_forgetting(found)
     last = [one for one in found if one.round == max(means)]
     figure = new_figure(height=3.6, width=9.0)
-    ylabel = heading("kNN accuracy on the client's classes", "%")
+    ylabel = column_title("kNN accuracy on the client's classes", "%")
     axes = figure.add_subplot(
         1, 2, 1, xlabel="client", ylabel=ylabel, title=f"before and after aggregation, round {max(means)}"
     )

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from fedssl.atomic_files import write_text
 from fedssl.config.compose import MAY_CHANGE
-from fedssl.evaluation.scores import ACCURACY, Score, heading, units_of
+from fedssl.evaluation.scores import ACCURACY, Score, column_title, units_of
 from fedssl.report.text_table import TableCell, TableData, TextTable, align, text_cell, to_csv
 from fedssl.runs.run import Run, read_run
 
@@ -61,7 +61,10 @@ def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
     if not units:
         return "nothing was evaluated: there is no protocol"
     body = [
-        [name if unit == ACCURACY else heading(name, unit), *(_cell(column.get(name)) for column in results.values())]
+        [
+            name if unit == ACCURACY else column_title(name, unit),
+            *(_cell(column.get(name)) for column in results.values()),
+        ]
         for name, unit in units.items()
     ]
     return align([["accuracy in %" if ACCURACY in units.values() else "", *results], *body], left=1)
@@ -138,7 +141,7 @@ class Table(TextTable):
 
     def data(self) -> TableData:
         """The table as cells; accuracies in per cent."""
-        header = [*self.keys, *(heading(name, unit) for name, unit in self.units.items()), "runs", "failed"]
+        header = [*self.keys, *(column_title(name, unit) for name, unit in self.units.items()), "runs", "failed"]
         best = {name: self._best(name) for name in self.metrics}
         rows = [
             [
@@ -163,7 +166,7 @@ class Table(TextTable):
         lines: list[list[object]] = [[*self.keys, *columns, "runs", "failed"]]
         for row in self.rows:
             scores = [self._over_seeds(row, name) for name in self.metrics]
-            numbers = [number for one in scores for number in ((one.value, one.spread) if one else (None, None))]
+            numbers = [number for one in scores for number in ((one.value, one.std) if one else (None, None))]
             lines.append([*self._settings(row), *numbers, row.runs, row.failed])
         return to_csv(lines)
 

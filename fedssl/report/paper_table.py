@@ -47,7 +47,7 @@ class PaperNumber:
         Names of the result in ``summary.json``: by the paper's own protocol, and by the one that we have for all.
     value : float
         In per cent.
-    spread : float or None
+    std : float or None
         Standard deviation as the paper has it; None: it gives none.
     """
 
@@ -55,7 +55,7 @@ class PaperNumber:
     encoder_kind: str
     results: tuple[str, ...]
     value: float
-    spread: float | None
+    std: float | None
 
 
 def table_names() -> list[str]:
@@ -92,13 +92,13 @@ def _cells(table: dict[str, Any], own: dict[str, str]) -> Iterator[PaperNumber]:
                 continue
             settings = {**column, **row["settings"]}
             protocol, at, where = column["result"].partition("@")
-            value, _, spread = str(number).partition(" ± ")
+            value, _, std = str(number).partition(" ± ")
             yield PaperNumber(
                 settings={key: str(setting) for key, setting in settings.items() if key != "result"},
                 encoder_kind=row.get("encoder_kind", "federated"),
                 results=tuple(dict.fromkeys((f"{own.get(protocol, protocol)}{at}{where}", column["result"]))),
                 value=float(value),
-                spread=float(spread) if spread else None,
+                std=float(std) if std else None,
             )
 
 
@@ -162,10 +162,10 @@ class PaperTable(TextTable):
         rows: list[list[object]] = [[*self._keys, "differs", "result", *numbers, "runs"]]
         for line in self.lines:
             ours = line.ours and 100 * line.ours.value
-            spread = line.ours and line.ours.spread and 100 * line.ours.spread
-            paper = (line.number.value, line.number.spread)
+            std = line.ours and line.ours.std and 100 * line.ours.std
+            paper = (line.number.value, line.number.std)
             settings = self._settings(line, told=len(line.differs))
-            rows.append([*settings, *paper, ours, spread, line.difference, line.runs])
+            rows.append([*settings, *paper, ours, std, line.difference, line.runs])
         return to_csv(rows)
 
     @property
@@ -178,7 +178,7 @@ class PaperTable(TextTable):
         return [*settings, _told(line.differs, told), line.result + whose]
 
     def _row(self, line: PaperRow) -> list[TableCell]:
-        paper = f"{line.number.value:.2f}" + ("" if line.number.spread is None else f" ± {line.number.spread:.2f}")
+        paper = f"{line.number.value:.2f}" + ("" if line.number.std is None else f" ± {line.number.std:.2f}")
         ours = line.ours.number if line.ours else NOT_EVALUATED if line.runs else NOT_RUN
         difference = "" if line.difference is None else f"{round(line.difference, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
         return [
@@ -224,7 +224,7 @@ def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> Pap
         scores = [run.results_of(number.encoder_kind).get(result) for run in runs]
         values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
         if values:
-            ours = Score(mean(values), spread=stdev(values) if len(values) > 1 else None)
+            ours = Score(mean(values), std=stdev(values) if len(values) > 1 else None)
             return PaperRow(number=number, result=result, differs=differs, runs=len(values), ours=ours)
     return PaperRow(number=number, result=number.results[0], differs=differs, runs=len(runs), ours=None)
 

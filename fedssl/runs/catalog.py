@@ -193,8 +193,8 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, group: Callable[[RunE
     for one in groups.values():
         members = sorted(one.values(), key=lambda entry: entry.results[metric].value, reverse=True)
         values = [entry.results[metric].value for entry in members]
-        spread = stdev(values) if len(values) > 1 else None
-        ranked.append(RankedRuns(members, Score(mean(values), members[0].results[metric].unit, spread)))
+        std = stdev(values) if len(values) > 1 else None
+        ranked.append(RankedRuns(members, Score(mean(values), members[0].results[metric].unit, std)))
     return sorted(ranked, key=lambda one: one.score.value, reverse=True)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import as_numbers, heading, units_of
+from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
 from fedssl.report.accuracy_table import LEFT_OUT
 from fedssl.report.text_table import align
 from fedssl.runs.catalog import (
@@ -70,10 +70,10 @@ def best_runs(options: argparse.Namespace) -> str:
     entries, problems = _entries(options.overrides)
     ranked = rank_runs(entries, options.metric, group=(lambda entry: entry.name) if options.seeds else _settings)
     if options.json:
-        told = [{**as_numbers({options.metric: one.score}), "runs": [*map(_plain, one.entries)]} for one in ranked]
+        told = [{**to_flat_dict({options.metric: one.score}), "runs": [*map(_plain, one.entries)]} for one in ranked]
         return _json({"metric": options.metric, "unit": ranked[0].score.unit, "ranked": told, "unreadable": problems})
     differing = _differing(ranked)
-    head = ("", heading(options.metric, ranked[0].score.unit), "runs", "rounds", *_HEADS, *differing, "best run")
+    head = ("", column_title(options.metric, ranked[0].score.unit), "runs", "rounds", *_HEADS, *differing, "best run")
     rows: list[Sequence[str]] = []
     for place, one in enumerate(ranked, start=1):
         first = one.entries[0]
@@ -155,7 +155,7 @@ def _plain(entry: RunEntry) -> dict[str, Any]:
         "seed": entry.run.seed,
         "choices": entry.run.choices,
         **{key: entry.run.value(key) for key in _COLUMNS},
-        "results": as_numbers(entry.results),
+        "results": to_flat_dict(entry.results),
         "units": units_of(entry.results),
     }
 

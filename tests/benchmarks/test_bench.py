@@ -13,7 +13,7 @@ import torch
 from benchmarks import bench
 from benchmarks.fedssl_bench import results, suites
 from benchmarks.fedssl_bench.ranking import differences, friedman, holm, ranks
-from benchmarks.fedssl_bench.results import Entry, merge, page
+from benchmarks.fedssl_bench.results import BenchResult, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import ALL, IDLE, RULES, SINGLE, SUITES, VARIANTS, Suite
 from fedssl.config.load import compose
@@ -119,16 +119,18 @@ def test_holm_by_hand():
     assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
-def entry(rule: str, seed: int, linear: float, method: str = "simclr") -> Entry:
+def entry(rule: str, seed: int, linear: float, method: str = "simclr") -> BenchResult:
     results = {"linear": linear, "knn": linear - 0.1}
-    return Entry("cpu", rule, method, seed, results, {"linear": 0.3, "knn": 0.2}, 2e6, "a machine", "2026-01-01", {})
+    return BenchResult(
+        "cpu", rule, method, seed, results, {"linear": 0.3, "knn": 0.2}, 2e6, "a machine", "2026-01-01", {}
+    )
 
 
 def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     merge(file, [entry("fedavg", 0, 0.4), entry("theirs", 0, 0.5)])
     together = merge(file, [entry("fedavg", 0, 0.6)])
-    assert [(one.aggregator, one.results["linear"]) for one in together] == [("fedavg", 0.6), ("theirs", 0.5)]
+    assert [(one.rule, one.results["linear"]) for one in together] == [("fedavg", 0.6), ("theirs", 0.5)]
     assert json.loads(file.read_text())["results"][1]["rule"] == "theirs"
 
 

@@ -14,8 +14,8 @@ from fedssl.config.settings import Component
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy, extract
-from fedssl.evaluation.probes import Probes
-from fedssl.evaluation.scores import Score, over_models
+from fedssl.evaluation.protocol import CombinedProtocol
+from fedssl.evaluation.scores import Score, mean_over_models
 from fedssl.methods.build import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
@@ -83,18 +83,18 @@ class Guesses:
         return {"nearest": accuracy(subject.train.labels[nearest], subject.test.labels)}
 
 
-def test_features_and_labels_of_a_rehearsal_fit():
+def test_features_and_labels_of_a_dry_run_fit():
     made, method, _ = evaluator(protocol="Guesses")
-    assert made.check(method.encoder) == {"nearest": "accuracy"}
+    assert made.dry_run(method.encoder) == {"nearest": "accuracy"}
     assert 0.2 < judge(made, method)["nearest"].value <= 1
 
 
-def test_a_rehearsal_ends_where_images_come_to_the_encoder(monkeypatch):
+def test_a_dry_run_ends_where_images_come_to_the_encoder(monkeypatch):
     monkeypatch.setattr(Trains, "began", 0)
     monkeypatch.setattr(Trains, "ended", 0)
     made, method, _ = evaluator(protocol="Trains", final="Trains")
     before = copy.deepcopy(method.state_dict())
-    assert made.check(method.encoder) is None  # what results there will be
+    assert made.dry_run(method.encoder) is None  # what results there will be
     assert (Trains.began, Trains.ended) == (2, 0)
     assert all(torch.equal(value, before[name]) for name, value in method.state_dict().items())
     judged = {"global": {"trained": Score(0.5)}}
@@ -106,27 +106,29 @@ def test_a_rehearsal_ends_where_images_come_to_the_encoder(monkeypatch):
 
 def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
     made, method, _ = evaluator(final="Trains")
-    monkeypatch.setattr("fedssl.evaluation.subject.EvaluationInput.num_classes", 11)
+    monkeypatch.setattr("fedssl.evaluation.evaluation_input.EvaluationInput.num_classes", 11)
     with pytest.raises(InputError, match="too many classes"):
-        made.check(method.encoder)
+        made.dry_run(method.encoder)
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
         run([*TINY, "final_evaluation=few_labels", "final_evaluation.labels_per_class=[70]"])
 
 
-def test_a_rehearsal_hears_every_protocol_of_several():
+def test_a_dry_run_hears_every_protocol_of_several():
     """Also one behind a protocol that computes, and on the second of several data sets."""
     few = {"_target_": "fedssl.evaluation.few_labels.FewLabels", "labels_per_class": [70]}
     trains = {"_target_": f"{HERE}.Trains"}
     made, method, _ = evaluator()
-    made._final_protocol = Probes(protocols={"trains": Component(trains).make(), "few": Component(few).make()})
+    made._final_protocol = CombinedProtocol(
+        protocols={"trains": Component(trains).make(), "few": Component(few).make()}
+    )
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
-        made.check(method.encoder)
+        made.dry_run(method.encoder)
     overrides = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
     other = ["final_evaluation.datasets.second.channels=3"]
     transfer = compose(["final_evaluation=transfer", *overrides, *other]).evaluation.final_protocol
     made._final_protocol = Component({**transfer.values, "protocol": trains}).make()
     with pytest.raises(InputError, match="datasets.second.channels=3"):
-        made.check(method.encoder)
+        made.dry_run(method.encoder)
 
 
 def test_maps_need_no_memory_before_any_training(monkeypatch):
@@ -136,7 +138,7 @@ def test_maps_need_no_memory_before_any_training(monkeypatch):
         made, method, _ = evaluator(protocol="Plain")
         made._final_protocol = compose([f"final_evaluation={name}/linear"]).evaluation.final_protocol.make()
         with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
-            made.check(method.encoder)
+            made.dry_run(method.encoder)
 
 
 def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(monkeypatch):
@@ -151,7 +153,7 @@ def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(
 def test_without_labels_there_is_nothing_to_evaluate():
     made, method, data = evaluator(final="Trains")
     made._data = replace(data, test=None)
-    made.check(method.encoder)
+    made.dry_run(method.encoder)
     assert made.evaluate([("global", method)]) == {"global": {}}
     assert made.baselines(method) == {}
 
@@ -175,23 +177,23 @@ def test_protocols_of_the_images_alone_cost_no_features(monkeypatch):
     def refuse(*args, **settings):
         raise AssertionError("nobody asked")
 
-    monkeypatch.setattr("fedssl.evaluation.subject.extract", refuse)
-    made.check(method.encoder)
-    assert judge(made, method) == {"plain": Score(0.25, spread=0.05)}
+    monkeypatch.setattr("fedssl.evaluation.evaluation_input.extract", refuse)
+    made.dry_run(method.encoder)
+    assert judge(made, method) == {"plain": Score(0.25, std=0.05)}
 
 
 def test_models_are_averaged_with_their_units():
     made, method, _ = evaluator(protocol="Norm")
     one = judge(made, method)["norm"]
-    both = over_models(list(made.evaluate([("a", method), ("b", method)]).values()))["norm"]
-    assert (both.value, both.unit, both.spread) == (pytest.approx(one.value), "cm", 0)
-    assert over_models([{"norm": one}]) == {"norm": one}
+    both = mean_over_models(list(made.evaluate([("a", method), ("b", method)]).values()))["norm"]
+    assert (both.value, both.unit, both.std) == (pytest.approx(one.value), "cm", 0)
+    assert mean_over_models([{"norm": one}]) == {"norm": one}
 
 
 def test_the_progress_line():
     progress = ProgressTracker(200)
     row = {"round": 12, "loss": 4.81, "model_cosine": 0.98123, "seconds": 14.2, "dropped": {}}
-    found = {"knn": Score(0.6134), "few": Score(0.5, spread=0.05), "norm": Score(2.34567, "cm")}
+    found = {"knn": Score(0.6134), "few": Score(0.5, std=0.05), "norm": Score(2.34567, "cm")}
     line = (
         "round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  few 50.0 ± 5.0%  norm 2.346 cm  14.2 s/round  44 min left"
     )

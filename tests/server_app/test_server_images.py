@@ -11,7 +11,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.datasets import base, cache
 from fedssl.errors import InputError
-from fedssl.evaluation.subject import why_not_evaluable
+from fedssl.evaluation.evaluation_input import why_not_evaluable
 from fedssl.losses import barlow_twins
 from simulation.cli import run
 from tests.federation import Federation

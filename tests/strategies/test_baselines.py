@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 import fedssl.training
 from client_app.state import load_state
 from fedssl.config.load import compose
-from fedssl.evaluation.subject import make_subject
+from fedssl.evaluation.evaluation_input import make_evaluation_input
 from fedssl.export import load_encoder
 from fedssl.model_arrays import local_names
 from fedssl.wire.messages import TrainPlan
@@ -165,7 +165,7 @@ def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path
     accuracies = []
     for client in range(3):
         encoder = load_encoder(tmp_path / f"encoder-{client}.pt")
-        subject = make_subject(encoder, settings.data, device=torch.device("cpu"))
+        subject = make_evaluation_input(encoder, settings.data, device=torch.device("cpu"))
         accuracies.append(protocol(subject, seed=0)["knn"].value)
     assert not (tmp_path / "encoder.pt").exists()
     assert len(set(accuracies)) > 1

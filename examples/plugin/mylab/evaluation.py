@@ -2,8 +2,8 @@
 
 import torch
 
+from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.subject import EvaluationInput
 
 
 class NearestMean:

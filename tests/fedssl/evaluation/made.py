@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.probes import Evaluation, evaluate
-from fedssl.evaluation.scores import as_numbers
-from fedssl.evaluation.subject import EvaluationInput, Labelled
+from fedssl.evaluation.protocol import EvaluationProtocol, evaluate
+from fedssl.evaluation.scores import to_flat_dict
 
 
 def blobs(seed: int = 0, *, n: int = 200, dim: int = 8, classes: int = 4, spread: float = 2.0) -> Features:
@@ -31,8 +31,8 @@ class Given(EvaluationInput):
         train = torch.zeros(len(data.train), 1, 2, 2, dtype=torch.uint8)
         super().__init__(
             encoder=None,
-            train=Labelled(train, data.train_labels),
-            test=Labelled(test, data.test_labels),
+            train=LabeledImages(train, data.train_labels),
+            test=LabeledImages(test, data.test_labels),
             mean=(0.5,),
             std=(0.5,),
             device=torch.device("cpu"),
@@ -40,6 +40,6 @@ class Given(EvaluationInput):
         self.__dict__["features"] = data
 
 
-def results(protocol: Evaluation, data: Features, *, seed: int) -> dict[str, float]:
+def results(protocol: EvaluationProtocol, data: Features, *, seed: int) -> dict[str, float]:
     """As files have them."""
-    return as_numbers(evaluate(protocol, Given(data), seed=seed))
+    return to_flat_dict(evaluate(protocol, Given(data), seed=seed))

@@ -8,9 +8,9 @@ import torch
 
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.few_labels import FewLabels, center_and_scale, draw_few
+from fedssl.evaluation.few_labels import FewLabels, center_and_scale, sample_per_class
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.linear import Linear
+from fedssl.evaluation.linear_probe import LinearProbe
 from fedssl.seeding import numpy_generator
 from tests.fedssl.evaluation.made import blobs, results
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_draw_few_takes_the_same_number_of_every_class():
     labels = torch.tensor([2, 0, 1, 0, 2, 1, 0, 0, 1, 2])
-    drawn = draw_few(labels, per_class=3, num_classes=3, generator=np.random.default_rng(0))
+    drawn = sample_per_class(labels, per_class=3, num_classes=3, generator=np.random.default_rng(0))
     assert labels[drawn].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(set(drawn.tolist())) == 9
 
@@ -27,16 +27,16 @@ def test_draw_few_takes_the_same_number_of_every_class():
 def test_draw_few_reaches_every_image():
     labels = torch.tensor([0, 0, 0, 1])
     generator = np.random.default_rng(0)
-    drawn = [draw_few(labels, per_class=1, num_classes=2, generator=generator).tolist() for _ in range(100)]
+    drawn = [sample_per_class(labels, per_class=1, num_classes=2, generator=generator).tolist() for _ in range(100)]
     assert {first for first, _ in drawn} == {0, 1, 2}
     assert {second for _, second in drawn} == {3}
 
 
 def test_draw_few_names_the_class_that_is_too_small():
     with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labelled training images"):
-        draw_few(torch.tensor([0, 0, 1]), per_class=2, num_classes=2, generator=np.random.default_rng(0))
+        sample_per_class(torch.tensor([0, 0, 1]), per_class=2, num_classes=2, generator=np.random.default_rng(0))
     with pytest.raises(InputError, match=r"class 2 has 0"):
-        draw_few(torch.tensor([0, 0, 1]), per_class=1, num_classes=3, generator=np.random.default_rng(0))
+        sample_per_class(torch.tensor([0, 0, 1]), per_class=1, num_classes=3, generator=np.random.default_rng(0))
 
 
 def test_center_and_scale_by_hand():
@@ -56,7 +56,7 @@ def test_few_labels_by_hand():
     expected = []
     for draw in range(6):
         generator = numpy_generator(5, "few labels", 1, draw)
-        first = draw_few(labels, per_class=1, num_classes=2, generator=generator)[0].item()
+        first = sample_per_class(labels, per_class=1, num_classes=2, generator=generator)[0].item()
         expected.append(0.75 if first == 0 else 0.5)
     assert len(set(expected)) == 2
     assert results(FewLabels(labels_per_class=[1], draws=6), data, seed=5) == {
@@ -82,8 +82,8 @@ def test_few_labels_draws_the_same_images_for_every_representation():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("protocol", [KNN(), Linear(), FewLabels(draws=2)])
-def test_features_may_be_on_the_gpu(protocol: KNN | Linear | FewLabels):
+@pytest.mark.parametrize("protocol", [KNN(), LinearProbe(), FewLabels(draws=2)])
+def test_features_may_be_on_the_gpu(protocol: KNN | LinearProbe | FewLabels):
     data = blobs()
     on_gpu = Features(data.train.cuda(), data.train_labels, data.test.cuda(), data.test_labels, data.num_classes)
     assert results(protocol, on_gpu, seed=0) == pytest.approx(results(protocol, data, seed=0), abs=0.01)

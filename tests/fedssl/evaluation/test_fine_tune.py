@@ -9,10 +9,10 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.evaluation.few_labels import FewLabels, stratified
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
+from fedssl.evaluation.few_labels import FewLabels, stratified_sample
 from fedssl.evaluation.fine_tune import FineTune
-from fedssl.evaluation.probes import evaluate
-from fedssl.evaluation.subject import EvaluationInput, Labelled
+from fedssl.evaluation.protocol import evaluate
 
 
 class Brightness(nn.Module):
@@ -41,7 +41,7 @@ def subject(encoder, *, n=60):
     images = torch.randint(0, 100, (n, 1, 4, 4), generator=generator, dtype=torch.uint8)
     images[labels == 1, :, :2] += 120
     images[labels == 0, :, 2:] += 120
-    some = Labelled(images, labels)
+    some = LabeledImages(images, labels)
     return EvaluationInput(encoder=encoder, train=some, test=some, mean=(0.5,), std=(0.5,), device=torch.device("cpu"))
 
 
@@ -64,10 +64,10 @@ def protocol(**changes):
 
 def test_a_share_is_taken_of_every_class():
     labels = torch.tensor([0] * 40 + [1] * 10 + [2] * 2)
-    rows = stratified(labels, share=0.25, generator=np.random.default_rng(0))
+    rows = stratified_sample(labels, share=0.25, generator=np.random.default_rng(0))
     assert rows.tolist() == sorted(set(rows.tolist()))
     assert torch.bincount(labels[rows]).tolist() == [10, 2, 1]  # a quarter of 10 is rounded to 2, of 2 to none: one
-    assert stratified(labels, share=1.0, generator=np.random.default_rng(0)).tolist() == list(range(52))
+    assert stratified_sample(labels, share=1.0, generator=np.random.default_rng(0)).tolist() == list(range(52))
 
 
 def test_what_is_learned_and_what_stays():
@@ -76,7 +76,7 @@ def test_what_is_learned_and_what_stays():
     found = evaluate(protocol(), subject(encoder), seed=0)
     assert list(found) == ["fine_tune_10_percent", "fine_tune_100_percent"]
     assert found["fine_tune_100_percent"].value == 1
-    assert found["fine_tune_10_percent"].spread is not None
+    assert found["fine_tune_10_percent"].std is not None
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert encoder.training
     assert evaluate(protocol(), subject(Brightness(1.0, 1.0)), seed=0) == found
@@ -86,7 +86,7 @@ def test_without_training_all_are_of_the_first_class():
     """The classifier begins with zeros, and the first of equals is class 0: half of the images."""
     found = evaluate(protocol(epochs=0, draws=1), subject(Brightness(1.0, 1.0)), seed=0)
     assert {score.value for score in found.values()} == {0.5}
-    assert {score.spread for score in found.values()} == {None}
+    assert {score.std for score in found.values()} == {None}
 
 
 def test_the_encoder_learns_as_well():

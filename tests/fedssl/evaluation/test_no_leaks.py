@@ -9,13 +9,13 @@ import torch
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF, groups
 from fedssl.config.settings import Component
-from fedssl.evaluation import few_labels, fine_tune, knn, linear, trained_linear
-from fedssl.evaluation.probes import evaluate
-from fedssl.evaluation.subject import Labelled, make_subject
+from fedssl.evaluation import few_labels, fine_tune, knn, linear_probe, sgd_linear_probe
+from fedssl.evaluation.evaluation_input import LabeledImages, make_evaluation_input
+from fedssl.evaluation.protocol import evaluate
 from fedssl.methods.build import build_method
 
 SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
-MODULES = (few_labels, fine_tune, knn, linear, trained_linear)
+MODULES = (few_labels, fine_tune, knn, linear_probe, sgd_linear_probe)
 QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "shares": [1.0]}
 
 
@@ -56,7 +56,7 @@ def made(name):
 def subject():
     settings = compose(SMALL)
     torch.manual_seed(0)
-    found = make_subject(build_method(settings.model).encoder, settings.data, device=torch.device("cpu"))
+    found = make_evaluation_input(build_method(settings.model).encoder, settings.data, device=torch.device("cpu"))
     with torch.no_grad():  # statistics of batch norm, so that features differ
         for _ in range(20):
             found.encoder.train()((found.train.images.float() / 255 - found.mean[0]) / found.std[0])
@@ -69,7 +69,7 @@ def test_predictions_know_neither_labels_nor_other_images_of_the_test(name, subj
 
     def judged(labels, rows=slice(None)):
         before = len(predictions)
-        scores = evaluate(protocol, replace(subject, test=Labelled(test.images[rows], labels[rows])), seed=0)
+        scores = evaluate(protocol, replace(subject, test=LabeledImages(test.images[rows], labels[rows])), seed=0)
         return list(scores.values()), predictions[before:]
 
     _, found = judged(test.labels)

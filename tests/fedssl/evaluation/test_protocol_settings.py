@@ -9,8 +9,8 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.linear import Linear
-from fedssl.evaluation.probes import Probes
+from fedssl.evaluation.linear_probe import LinearProbe
+from fedssl.evaluation.protocol import CombinedProtocol
 from tests.fedssl.evaluation.made import Given, blobs, results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,8 +39,8 @@ def test_every_yaml_serves_in_both_places(slot: str, name: str, keys: set[str]):
 
 def test_probes_merge_their_results():
     subject = Given(blobs())
-    merged = Probes(protocols={"a": KNN(), "b": Linear()})(subject, seed=0)
-    assert merged == {**KNN()(subject, seed=0), **Linear()(subject, seed=0)}
+    merged = CombinedProtocol(protocols={"a": KNN(), "b": LinearProbe()})(subject, seed=0)
+    assert merged == {**KNN()(subject, seed=0), **LinearProbe()(subject, seed=0)}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_probes_merge_their_results():
         (KNN, {"k": 0}),
         (KNN, {"temperature": 0.0}),
         (KNN, {"temperature": -1.0}),
-        (Linear, {"l2": -1.0}),
-        (Linear, {"max_iterations": 0}),
+        (LinearProbe, {"l2": -1.0}),
+        (LinearProbe, {"max_iterations": 0}),
         (FewLabels, {"labels_per_class": []}),
         (FewLabels, {"labels_per_class": [0, 5]}),
         (FewLabels, {"draws": 0}),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fedssl.evaluation.scores import Score, as_numbers, as_scores, heading, over_models, units_of
+from fedssl.evaluation.scores import Score, as_scores, column_title, mean_over_models, to_flat_dict, units_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -13,11 +13,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_scores_come_back_from_files_as_they_were():
     scores = {
         "knn": Score(0.5),
-        "few": Score(0.25, spread=0.1),
+        "few": Score(0.25, std=0.1),
         "loss": Score(2.5, "nats", 0.5),
         "epochs": Score(3, ""),
     }
-    numbers, units = as_numbers(scores), units_of(scores)
+    numbers, units = to_flat_dict(scores), units_of(scores)
     assert numbers == {"knn": 0.5, "few": 0.25, "few_std": 0.1, "loss": 2.5, "loss_std": 0.5, "epochs": 3}
     assert units == {"knn": "accuracy", "few": "accuracy", "loss": "nats", "epochs": ""}
     assert as_scores(json.loads(json.dumps(numbers)), units) == scores
@@ -30,16 +30,22 @@ def test_plain_numbers_are_accuracies():
 
 
 def test_scores_for_people():
-    assert [Score(0.6134).text, Score(0.5, spread=0.05).text] == ["61.3%", "50.0 ± 5.0%"]
+    assert [Score(0.6134).text, Score(0.5, std=0.05).text] == ["61.3%", "50.0 ± 5.0%"]
     assert [Score(2.34567, "nats").text, Score(12345.678, "", 1.5).text] == ["2.346 nats", "1.235e+04 ± 1.5"]
-    assert [heading("knn", "accuracy"), heading("loss", "nats"), heading("k", "")] == ["knn (%)", "loss (nats)", "k"]
+    assert [column_title("knn", "accuracy"), column_title("loss", "nats"), column_title("k", "")] == [
+        "knn (%)",
+        "loss (nats)",
+        "k",
+    ]
 
 
 def test_results_over_models_are_means_and_deviations():
-    found = over_models([{"few": Score(0.2, spread=0.01), "l": Score(1, "m")}, {"few": Score(0.6), "l": Score(3, "m")}])
+    found = mean_over_models(
+        [{"few": Score(0.2, std=0.01), "l": Score(1, "m")}, {"few": Score(0.6), "l": Score(3, "m")}]
+    )
     # Deviations from the means 0.4 and 2 are 0.2 and 1; with divisor 2 - 1 they give 0.2 * sqrt 2 and sqrt 2.
     few, length = found["few"], found["l"]
-    assert (few.value, few.spread, few.unit) == (pytest.approx(0.4), pytest.approx(0.2 * math.sqrt(2)), "accuracy")
-    assert (length.value, length.spread, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
-    assert over_models([{"few": Score(0.2, spread=0.01)}]) == {"few": Score(0.2, spread=0.01)}
-    assert over_models([{}, {}]) == {}
+    assert (few.value, few.std, few.unit) == (pytest.approx(0.4), pytest.approx(0.2 * math.sqrt(2)), "accuracy")
+    assert (length.value, length.std, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
+    assert mean_over_models([{"few": Score(0.2, std=0.01)}]) == {"few": Score(0.2, std=0.01)}
+    assert mean_over_models([{}, {}]) == {}

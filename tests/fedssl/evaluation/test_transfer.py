@@ -5,8 +5,8 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.evaluation.probes import evaluate
-from fedssl.evaluation.subject import make_subject
+from fedssl.evaluation.evaluation_input import make_evaluation_input
+from fedssl.evaluation.protocol import evaluate
 from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.build import build_method
 
@@ -17,17 +17,19 @@ CPU = torch.device("cpu")
 def test_the_results_are_those_of_the_protocol_on_the_other_images():
     settings = compose([*OTHER, "evaluation@evaluation.protocol=knn", "+dataset@evaluation.datasets.all=digits"])
     encoder = build_method(settings.model).encoder
-    subject = make_subject(encoder, settings.data, device=CPU)
+    subject = make_evaluation_input(encoder, settings.data, device=CPU)
     found = evaluate(settings.evaluation.protocol.make(), subject, seed=0)
     knn = compose(["evaluation=knn"]).evaluation.protocol.make()
-    few = make_subject(encoder, compose(["dataset.limit=120"]).data, device=CPU)
+    few = make_evaluation_input(encoder, compose(["dataset.limit=120"]).data, device=CPU)
     assert found == {"knn@few": evaluate(knn, few, seed=0)["knn"], "knn@all": evaluate(knn, subject, seed=0)["knn"]}
     assert found["knn@few"] != found["knn@all"]
 
 
 def test_pixels_are_judged_too():
     settings = compose(OTHER)
-    found = evaluate(settings.evaluation.protocol.make(), make_subject(None, settings.data, device=CPU), seed=0)
+    found = evaluate(
+        settings.evaluation.protocol.make(), make_evaluation_input(None, settings.data, device=CPU), seed=0
+    )
     assert found["linear@few"].value > 0.5
 
 
@@ -37,7 +39,7 @@ def test_a_data_set_without_labelled_test_images_is_refused():
     node["splits"] = {"federated": "train", "train": "train", "test": None}
     transfer = Transfer(protocol=values["protocol"], datasets={"few": node})
     with pytest.raises(InputError, match="datasets.few: the data set has no labelled test images"):
-        evaluate(transfer, make_subject(None, compose([]).data, device=CPU), seed=0)
+        evaluate(transfer, make_evaluation_input(None, compose([]).data, device=CPU), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +55,4 @@ def test_a_data_set_without_labelled_test_images_is_refused():
 def test_what_cannot_be_is_one_sentence(overrides, sentence):
     settings = compose(overrides)
     with pytest.raises(InputError, match=sentence):
-        evaluate(settings.evaluation.protocol.make(), make_subject(None, settings.data, device=CPU), seed=0)
+        evaluate(settings.evaluation.protocol.make(), make_evaluation_input(None, settings.data, device=CPU), seed=0)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedssl.errors import InputError
-from fedssl.evaluation.health import gaussian_spectrum
+from fedssl.evaluation.collapse_metrics import gaussian_spectrum
 from fedssl.plots.curves import plot_cosines, plot_metrics, plot_spectra
 from fedssl.plots.registry import write_final_plots, write_plot
 

@@ -31,8 +31,8 @@ def job(folder: Path, overrides: str, status: str = "finished", reason: str | No
 def test_format_table():
     table = format_table(
         {
-            "untrained": {"linear_2_per_class": Score(0.5, spread=0.05), "knn": Score(0.6666)},
-            "federated": {"linear_2_per_class": Score(0.875, spread=0.0123), "knn": Score(1.0)},
+            "untrained": {"linear_2_per_class": Score(0.5, std=0.05), "knn": Score(0.6666)},
+            "federated": {"linear_2_per_class": Score(0.875, std=0.0123), "knn": Score(1.0)},
             "pixels": {"knn": Score(0.0)},
         }
     )

@@ -54,7 +54,7 @@ def runs(tmp_path_factory) -> Path:
 def texts(table) -> Iterator[tuple[object, ...]]:
     """Strategy, epochs, the paper's, ours, difference, runs and what differs, of every line."""
     for line in table.lines:
-        ours = line.ours and (round(100 * line.ours.value, 6), line.ours.spread and round(100 * line.ours.spread, 6))
+        ours = line.ours and (round(100 * line.ours.value, 6), line.ours.std and round(100 * line.ours.std, 6))
         settings = line.number.settings
         difference = None if line.difference is None else round(line.difference, 6)
         yield (
@@ -162,7 +162,7 @@ def test_numbers_give_the_gains_that_the_text_says(case):
 
 def test_spreads_are_as_printed():
     [cell] = [c for c in read_table("lw_fedssl.table3") if c.settings.get("experiment") == "lw_fedssl/fll"][:1]
-    assert (cell.results[-1], cell.value, cell.spread) == ("linear@cifar10", 51.91, 0.34)
+    assert (cell.results[-1], cell.value, cell.std) == ("linear@cifar10", 51.91, 0.34)
 
 
 def test_what_differs_is_told_as_it_stands(runs, tmp_path, monkeypatch):

@@ -6,11 +6,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.subject import EvaluationInput, Labelled
 
 
-def alike(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
+def sample_label_matched(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
     """Where test images are that are like the client's: as many as there can be, drawn anew in every class.
 
     Parameters
@@ -42,7 +42,7 @@ def alike(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Part(EvaluationInput):
+class SubsetInput(EvaluationInput):
     """A subject with some of its test images; features of the whole are used."""
 
     whole: EvaluationInput
@@ -61,10 +61,10 @@ class Part(EvaluationInput):
         )
 
 
-def part_of(subject: EvaluationInput, rows: Tensor) -> Part:
+def subset(subject: EvaluationInput, rows: Tensor) -> SubsetInput:
     """The subject with the test images of these rows alone."""
-    test = Labelled(subject.test.images[rows], subject.test.labels[rows])
-    return Part(
+    test = LabeledImages(subject.test.images[rows], subject.test.labels[rows])
+    return SubsetInput(
         encoder=subject.encoder,
         train=subject.train,
         test=test,

@@ -4,7 +4,7 @@ The papers train a linear layer by SGD or Adam on cached features for 50 to 200 
 FedU2: Adam, 200 epochs; L-DAWA: SGD, 100 epochs on the unpooled map) and report the last epoch. Here the same loss is
 minimised by L-BFGS over all training images, on standardised features: no learning rate, no batch order, the same
 number every time. On CIFAR-10 it agrees with 100 epochs of SGD to 0.1 point. The number is that of the solution; test
-images take no part in finding it. The papers' own probes are those of `fedssl.evaluation.trained_linear`.
+images take no part in finding it. The papers' own probes are those of `fedssl.evaluation.sgd_linear_probe`.
 """
 
 import torch
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.errors import InputError
+from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import EvaluationInput
 
 
 def softmax_regression(
@@ -100,7 +100,7 @@ def linear_probe(
     return torch.addmm(bias, x_test, weight).argmax(dim=1)
 
 
-class Linear:
+class LinearProbe:
     """Accuracy of `linear_probe` as ``linear``.
 
     Parameters

@@ -1,6 +1,6 @@
 """Whether a representation collapses: numbers that need images but no labels.
 
-Constant collapse (all images on one point) shows in `spread`, dimensional collapse (images in few dimensions) in
+Constant collapse (all images on one point) shows in `dimension_std`, dimensional collapse (images in few dimensions) in
 the `spectrum`, which `covariance_rank` sums up, and in `effective_rank`; `alignment` and `uniformity` are the two sides
 between which contrastive learning balances. All take representations h of the same images ``(n, dim)``.
 
@@ -64,7 +64,7 @@ def _rank(values: Tensor) -> float:
     return math.exp(-torch.special.xlogy(shares, shares).sum().item())
 
 
-def spread(h: Tensor) -> float:
+def dimension_std(h: Tensor) -> float:
     """Measure the deviation per dimension of h / ||h||, times sqrt(dim): 0 collapsed, about 1 on the whole sphere."""
     return float(F.normalize(h.double(), dim=1).std(dim=0, correction=0).mean() * math.sqrt(h.shape[1]))
 
@@ -80,7 +80,7 @@ def uniformity(h: Tensor) -> float:
     return float(torch.logsumexp(-2 * squares, dim=0) - math.log(len(squares)))
 
 
-class Health:
+class CollapseMetrics:
     """The numbers above for one encoder after another, always on the same images and views.
 
     Parameters
@@ -122,7 +122,7 @@ class Health:
         return {
             "effective_rank": effective_rank(h),
             "covariance_rank": covariance_rank(h),
-            "spread": spread(h),
+            "spread": dimension_std(h),
             "alignment": alignment(h1, h2),
             "uniformity": uniformity(h),
         }

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.evaluation.subject import EvaluationInput
 
 
-class EndOfRehearsal(Exception):
+class DryRunStop(Exception):
     """Raised by who calls protocols only to hear what they refuse, where a network is to compute."""
 
 
-class Evaluation(Protocol):
+class EvaluationProtocol(Protocol):
     """An evaluation protocol: a subject to results, under keys that name the protocol.
 
     A result is a `Score`, or a plain number, which is taken as an accuracy in [0, 1]. What is drawn at random depends
@@ -23,18 +23,18 @@ class Evaluation(Protocol):
         """Judge the subject."""
 
 
-def evaluate(protocol: Evaluation, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
-    """Run a protocol, whatever form its results have; a rehearsal has none of those for which a network computes."""
+def evaluate(protocol: EvaluationProtocol, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
+    """Run a protocol, whatever form its results have; a dry run has none of those for which a network computes."""
     try:
         return as_scores(protocol(subject, seed=seed))
-    except EndOfRehearsal:
+    except DryRunStop:
         return {}
 
 
-class Probes:
+class CombinedProtocol:
     """Every protocol of ``protocols`` in turn; their results together. None of them: no result."""
 
-    def __init__(self, *, protocols: Mapping[str, Evaluation]) -> None:
+    def __init__(self, *, protocols: Mapping[str, EvaluationProtocol]) -> None:
         self.protocols = dict(protocols)
 
     def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:

@@ -15,7 +15,7 @@ SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
+class LabeledImages:
     """Images, each with a label.
 
     Attributes
@@ -39,7 +39,7 @@ class EvaluationInput:
     encoder : nn.Module or None
         Maps standardised images to representations; None: raw pixels are to be judged. It belongs to the run: a
         protocol that trains it takes a copy.
-    train, test : Labelled
+    train, test : LabeledImages
     mean, std : tuple of float
         Per channel, of pixels in [0, 1].
     device : torch.device
@@ -47,8 +47,8 @@ class EvaluationInput:
     """
 
     encoder: nn.Module | None
-    train: Labelled
-    test: Labelled
+    train: LabeledImages
+    test: LabeledImages
     mean: tuple[float, ...]
     std: tuple[float, ...]
     device: torch.device
@@ -70,9 +70,11 @@ class EvaluationInput:
         return extract(self.encoder, images, mean=self.mean, std=self.std, device=self.device)
 
 
-def make_subject(encoder: nn.Module | None, data: DataSettings, *, device: torch.device) -> EvaluationInput | None:
+def make_evaluation_input(
+    encoder: nn.Module | None, data: DataSettings, *, device: torch.device
+) -> EvaluationInput | None:
     """Join the encoder and the images of the data set; None without labelled images for both training and test."""
-    train, test = load_labelled(data, "train"), load_labelled(data, "test")
+    train, test = load_labeled(data, "train"), load_labeled(data, "test")
     if train is None or test is None:
         return None
     return EvaluationInput(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
@@ -82,7 +84,7 @@ def why_not_evaluable(data: DataSettings) -> str | None:
     """Why there is nothing to evaluate with, and how to get it, in one sentence; None: there is."""
     keys = data.reader.values
     for split, name in SPLITS.items():
-        if load_labelled(data, split) is not None:
+        if load_labeled(data, split) is not None:
             continue
         names = f"dataset.splits.{split}={source_split(data, split) or 'null'}"
         advice = [f"give dataset.splits.{split}=NAME of a split that has them"]
@@ -98,9 +100,9 @@ def why_not_evaluable(data: DataSettings) -> str | None:
     return None
 
 
-def load_labelled(data: DataSettings, split: Split) -> Labelled | None:
+def load_labeled(data: DataSettings, split: Split) -> LabeledImages | None:
     """Load a split of the data set; None if it has none or no labels for it."""
     image_data = load(data, split)
     if image_data is None or image_data.labels is None:
         return None
-    return Labelled(image_data.images, image_data.labels)
+    return LabeledImages(image_data.images, image_data.labels)

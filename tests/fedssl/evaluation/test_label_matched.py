@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedssl.evaluation.alike import alike, part_of
-from fedssl.evaluation.subject import EvaluationInput, Labelled
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
+from fedssl.evaluation.label_matched import sample_label_matched, subset
 
 
 def labels(**counts):
@@ -12,7 +12,7 @@ def labels(**counts):
 
 
 def drawn(test, own, seed=0):
-    rows = alike(test, own, generator=torch.Generator().manual_seed(seed))
+    rows = sample_label_matched(test, own, generator=torch.Generator().manual_seed(seed))
     assert rows.tolist() == sorted(set(rows.tolist()))
     return torch.bincount(test[rows], minlength=4).tolist()
 
@@ -37,7 +37,9 @@ def test_by_hand(test, own, expected):
 
 def test_who_is_taken_depends_on_the_seed_alone():
     test, own = labels(c0=50, c1=50), labels(c0=1, c1=10)
-    one, again, other = (alike(test, own, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    one, again, other = (
+        sample_label_matched(test, own, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
     assert one.equal(again)
     assert not one.equal(other)
 
@@ -51,12 +53,12 @@ def test_a_part_has_the_features_of_the_whole_without_computing_them_anew():
             return images.flatten(1)
 
     images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
-    some = Labelled(images, torch.tensor([0, 1, 2, 0, 1, 2]))
+    some = LabeledImages(images, torch.tensor([0, 1, 2, 0, 1, 2]))
     whole = EvaluationInput(
         encoder=Counting(), train=some, test=some, mean=(0.0,), std=(1.0,), device=torch.device("cpu")
     )
     rows = torch.tensor([1, 4])
-    part = part_of(whole, rows)
+    part = subset(whole, rows)
     assert part.features.test.equal(whole.features.test[rows])
     assert part.features.test_labels.tolist() == [1, 1] == part.test.labels.tolist()
     assert part.features.train is whole.features.train

@@ -13,13 +13,13 @@ from fedssl.config.overrides import CONF
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import Views, classes_of, fit, warmup_cosine
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, make_evaluation_input
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.few_labels import stratified
-from fedssl.evaluation.linear import Linear
-from fedssl.evaluation.probes import evaluate
+from fedssl.evaluation.few_labels import stratified_sample
+from fedssl.evaluation.linear_probe import LinearProbe
+from fedssl.evaluation.protocol import evaluate
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import EvaluationInput, Labelled, make_subject
-from fedssl.evaluation.trained_linear import TrainedLinear
+from fedssl.evaluation.sgd_linear_probe import SGDLinearProbe
 from fedssl.seeding import numpy_generator
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def subject(encoder, *, n=60, m=20):
         images = torch.randint(0, 100, (count, 1, 4, 4), generator=generator, dtype=torch.uint8)
         images[labels == 1, :, :2] += 120
         images[labels == 0, :, 2:] += 120
-        return Labelled(images, labels)
+        return LabeledImages(images, labels)
 
     return EvaluationInput(encoder=encoder, train=some(n), test=some(m), mean=(0.5,), std=(0.5,), device=CPU)
 
@@ -62,7 +62,7 @@ def protocol(**changes):
         "transform": None,
         "view": {},
     }
-    return TrainedLinear(**{**options, **changes})
+    return SGDLinearProbe(**{**options, **changes})
 
 
 class Halves(nn.Module):
@@ -162,7 +162,7 @@ def test_with_a_share_of_the_labels_only_the_drawn_images_teach():
     for changes, encoder in ({}, None), ({"view": {"flip": 0.5}}, Halves()):
         judged = subject(encoder)
         place = (0, "linear probe", "mine", "0.1")
-        drawn = stratified(judged.train.labels, share=0.1, generator=numpy_generator(*place))
+        drawn = stratified_sample(judged.train.labels, share=0.1, generator=numpy_generator(*place))
         others = torch.ones(60, dtype=torch.bool)
         others[drawn] = False
         judged.train.images[others] = judged.train.images[others].flip(2)
@@ -202,7 +202,7 @@ def test_the_map_of_an_encoder_before_pooling():
     seen = []
     encoder.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     small = compose(["dataset.limit=30", "dataset.test_limit=10"]).data
-    evaluate(protocol(features="map", epochs=1), make_subject(encoder, small, device=CPU), seed=0)
+    evaluate(protocol(features="map", epochs=1), make_evaluation_input(encoder, small, device=CPU), seed=0)
     assert {length for _, length in seen} == {64}
     assert max(count for count, _ in seen) == 15  # of 30 training images: maps are those of a batch at a time
     assert torch.equal(encoder(images), h)
@@ -239,7 +239,7 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
     """
     (train, labels), (test, test_labels) = noisy(1000), noisy(2000)
     mean, std = train.mean(0), train.std(0, correction=0)
-    images = [Labelled(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
+    images = [LabeledImages(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
 
     def judged(made, x, x_test):
         given = EvaluationInput(encoder=None, train=images[0], test=images[1], mean=(0.5,), std=(0.5,), device=CPU)
@@ -252,7 +252,7 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
         optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
         lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
     )
-    own, usual = judged(Linear(l2=0.0), train, test), judged(sgd, (train - mean) / std, (test - mean) / std)
+    own, usual = judged(LinearProbe(l2=0.0), train, test), judged(sgd, (train - mean) / std, (test - mean) / std)
     assert 0.6 < own < 0.95  # neither without errors nor by chance
     assert abs(own - usual) <= 0.002
 
@@ -273,7 +273,7 @@ def test_the_files_say_what_the_papers_say(choice, numbers, lr):
     found = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
     assert (made.name, made.shares, *found) == (f"linear_{choice}", (1.0,), *numbers)
     assert optimizer.param_groups[0]["lr"] == lr
-    assert made.computes_once == (choice in ("fedu", "fedu2"))
+    assert made.features_cacheable == (choice in ("fedu", "fedu2"))
 
 
 def test_settings_of_the_files_beside_numbers():

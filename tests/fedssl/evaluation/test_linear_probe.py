@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.linear import Linear, linear_probe, softmax_regression, standardise
+from fedssl.evaluation.linear_probe import LinearProbe, linear_probe, softmax_regression, standardise
 from tests.fedssl.evaluation.made import Given, blobs, results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,21 +52,21 @@ def test_linear_probe_equals_scikit_learn():
 
 def test_linear_separates_what_can_be_separated():
     data = blobs(spread=0.01)
-    assert results(Linear(), data, seed=0) == {"linear": 1.0}
-    assert results(Linear(l2=0.0), data, seed=0) == {"linear": 1.0}
+    assert results(LinearProbe(), data, seed=0) == {"linear": 1.0}
+    assert results(LinearProbe(l2=0.0), data, seed=0) == {"linear": 1.0}
 
 
 def test_linear_gives_the_same_number_every_time_whatever_the_seed():
     data = blobs()
-    assert results(Linear(), data, seed=0) == results(Linear(), data, seed=1)
+    assert results(LinearProbe(), data, seed=0) == results(LinearProbe(), data, seed=1)
 
 
 def test_linear_ignores_shift_and_scale_of_features():
     data = blobs()
     scale = torch.logspace(-3, 3, 8)
     other = Features(data.train * scale - 5, data.train_labels, data.test * scale - 5, data.test_labels, 4)
-    found = results(Linear(), other, seed=0)["linear"]
-    assert found == pytest.approx(results(Linear(), data, seed=0)["linear"], abs=0.01)
+    found = results(LinearProbe(), other, seed=0)["linear"]
+    assert found == pytest.approx(results(LinearProbe(), data, seed=0)["linear"], abs=0.01)
 
 
 def test_standardise_leaves_a_constant_feature_at_zero():
@@ -78,8 +78,8 @@ def test_standardise_leaves_a_constant_feature_at_zero():
     torch.testing.assert_close(x_test, torch.tensor([[0.3, 0.0]]))
 
 
-@pytest.mark.parametrize("protocol", [KNN(), Linear(), Linear(l2=0.0), FewLabels(draws=2)])
-def test_a_collapsed_encoder_is_at_chance(protocol: KNN | Linear | FewLabels):
+@pytest.mark.parametrize("protocol", [KNN(), LinearProbe(), LinearProbe(l2=0.0), FewLabels(draws=2)])
+def test_a_collapsed_encoder_is_at_chance(protocol: KNN | LinearProbe | FewLabels):
     labels = torch.arange(40) % 4
     data = Features(torch.full((40, 8), 0.3), labels, torch.full((40, 8), 0.3), labels, num_classes=4)
     found = protocol(Given(data), seed=0)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.linear import Linear
-from fedssl.evaluation.probes import Probes, evaluate
+from fedssl.evaluation.linear_probe import LinearProbe
+from fedssl.evaluation.protocol import CombinedProtocol, evaluate
 from fedssl.evaluation.scores import Score, units_of
-from fedssl.evaluation.subject import EvaluationInput, Labelled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,13 +31,13 @@ def subject(encoder: nn.Module | None) -> EvaluationInput:
     """Images of 1 x 2 pixels: class 0 is bright on the left, class 1 on the right."""
     images = torch.tensor([[255, 0], [0, 255], [204, 51], [51, 204]], dtype=torch.uint8).view(4, 1, 1, 2)
     labels = torch.tensor([0, 1, 0, 1])
-    some = {"train": Labelled(images, labels), "test": Labelled(images[:3], labels[:3])}
+    some = {"train": LabeledImages(images, labels), "test": LabeledImages(images[:3], labels[:3])}
     return EvaluationInput(encoder=encoder, **some, mean=(0.5,), std=(0.1,), device=torch.device("cpu"))
 
 
 def test_features_are_computed_once_for_all_protocols():
     encoder = Counting()
-    probes = Probes(protocols={"a": KNN(), "b": Linear(), "c": FewLabels(labels_per_class=[1])})
+    probes = CombinedProtocol(protocols={"a": KNN(), "b": LinearProbe(), "c": FewLabels(labels_per_class=[1])})
     assert len(probes(subject(encoder), seed=0)) == 3
     assert encoder.seen == 4 + 3
 

@@ -1,6 +1,6 @@
 """Linear probes as the papers train them: a linear classifier on the frozen encoder, by an optimiser, for some epochs.
 
-Each paper has its own, which ``conf/evaluation/<paper>/linear.yaml`` says; `fedssl.evaluation.linear` is the one that
+Each paper has its own, which ``conf/evaluation/<paper>/linear.yaml`` says; `fedssl.evaluation.linear_probe` is the one that
 this project compares encoders by. Representations of images that stay as they are, by an encoder in eval mode, are
 computed once; else the encoder runs in every epoch, and what it puts out is kept for a batch only, so that maps of all
 images need not fit into memory. Images are standardised as in its training.
@@ -33,15 +33,15 @@ from fedssl.evaluation.classifier import (
     fit,
     predict,
 )
+from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.few_labels import check_shares, stratified
+from fedssl.evaluation.few_labels import check_shares, stratified_sample
 from fedssl.evaluation.scores import Score
-from fedssl.evaluation.subject import EvaluationInput
 from fedssl.machine.devices import to_device
 from fedssl.seeding import numpy_generator, torch_generator
 
 
-class TrainedLinear:
+class SGDLinearProbe:
     """Accuracy after the last epoch, as ``<name>`` with all labels and ``<name>_<share>_percent`` with some.
 
     Parameters
@@ -104,19 +104,19 @@ class TrainedLinear:
         self.transform, self.view = transform, view
 
     @property
-    def computes_once(self) -> bool:
+    def features_cacheable(self) -> bool:
         """Whether features are the same in every epoch, and those that all protocols share."""
         return self.features == "pooled" and not (self.batch_norm_epochs or self.transform or self.view)
 
     def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Judge the subject; raw pixels only where features are computed once."""
-        if subject.encoder is None and not self.computes_once:
+        if subject.encoder is None and not self.features_cacheable:
             return {}
         results = {}
         for share in self.shares:
             place = (seed, "linear probe", self.name, f"{share:g}")
-            drawn = stratified(subject.train.labels, share=share, generator=numpy_generator(*place))
-            found = (self._on_features if self.computes_once else self._on_images)(subject, drawn, place)
+            drawn = stratified_sample(subject.train.labels, share=share, generator=numpy_generator(*place))
+            found = (self._on_features if self.features_cacheable else self._on_images)(subject, drawn, place)
             name = self.name if share == 1 else f"{self.name}_{100 * share:g}_percent"
             results[name] = Score(accuracy(found, subject.test.labels))
         return results

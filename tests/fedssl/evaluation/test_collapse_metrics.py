@@ -5,13 +5,13 @@ from math import exp, log, sqrt
 import pytest
 import torch
 
-from fedssl.evaluation.health import (
+from fedssl.evaluation.collapse_metrics import (
     alignment,
     covariance_rank,
+    dimension_std,
     effective_rank,
     gaussian_spectrum,
     spectrum,
-    spread,
     uniformity,
 )
 
@@ -77,10 +77,10 @@ def test_covariance_rank_by_hand():
 
 
 def test_spread_by_hand():
-    assert spread(torch.ones(6, 3)) == pytest.approx(0)
+    assert dimension_std(torch.ones(6, 3)) == pytest.approx(0)
     # +-e1, +-e2 in two dimensions: each has the variance 1/2, and sqrt(1/2) sqrt(2) = 1; lengths do not count.
     h = torch.tensor([[1.0, 0], [-5, 0], [0, 2], [0, -1]])
-    assert spread(h) == pytest.approx(1)
+    assert dimension_std(h) == pytest.approx(1)
 
 
 def test_alignment_by_hand():
@@ -102,8 +102,8 @@ def test_they_tell_a_collapse():
     point = torch.ones(256, 64) + 1e-3 * whole
     plane = sphere(256, 2) @ sphere(2, 64)
     assert effective_rank(whole) > 50 > 3 > effective_rank(plane) > effective_rank(point) > 0.99
-    assert spread(whole) == pytest.approx(1, abs=0.02)
-    assert spread(point) < 0.01
+    assert dimension_std(whole) == pytest.approx(1, abs=0.02)
+    assert dimension_std(point) < 0.01
     assert uniformity(whole) < uniformity(plane) < uniformity(point) < 0
     assert spectrum(plane)[2] < 1e-12 < spectrum(plane)[1]
     assert alignment(whole, sphere(256, 64, seed=1)) == pytest.approx(2, abs=0.1)
