@@ -258,7 +258,7 @@ def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> t
             is_deployment=devices,
             server_has_images=settings.data.train is not None,
             has_calibration=settings.calibration is not None,
-            server_optimizer=server_optimizer.steps,
+            server_optimizer=server_optimizer.is_active,
         )
     )
     return strategy, server_optimizer

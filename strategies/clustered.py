@@ -24,8 +24,8 @@ from strategies.m_dawa import MDAWA
 from strategies.robust import Median
 from strategies.weighted_sum import check_choice
 
-WEIGHTED: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA, "m_dawa": MDAWA}
-OTHERS: Mapping[str, Callable[..., FedSSLStrategy]] = {"eua": EUA, "loss": LossWeighted, "median": Median}
+WEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA, "m_dawa": MDAWA}
+UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"eua": EUA, "loss": LossWeighted, "median": Median}
 CHOICES = ("loss", "weights")
 
 
@@ -39,9 +39,9 @@ class Clustered(FedSSLStrategy):
     choose_by : {"loss", "weights"}
         As in the module.
     rule : str
-        The aggregation within a cluster: a key of `WEIGHTED` or `OTHERS`, with the options that it has by itself.
+        The aggregation within a cluster: a key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with the options that it has by itself.
     weighting : str or None
-        Of those in `WEIGHTED`; None: their own.
+        Of those in `WEIGHTED_RULES`; None: their own.
     pictures : int
         On how many images losses are compared, at least 2.
     after : int
@@ -68,20 +68,20 @@ class Clustered(FedSSLStrategy):
         server: ServerStrategy
         client: ClientStrategy | None = None
         if choose_by == "weights":
-            server = OneShotClusters(within(rule, weighting), clusters=clusters, after=after)
+            server = OneShotClusters(base_strategy_of(rule, weighting), clusters=clusters, after=after)
         else:
             server, client = (
-                ClientAssignedClusters(within(rule, weighting), clusters=clusters),
+                ClientAssignedClusters(base_strategy_of(rule, weighting), clusters=clusters),
                 SelectByLoss(pictures=pictures),
             )
         super().__init__(server, client)
 
 
-def within(rule: str, weighting: str | None) -> ServerStrategy:
+def base_strategy_of(rule: str, weighting: str | None) -> ServerStrategy:
     """The server half of the rule of this name; raises `InputError` if there is none, or it has no such weighting."""
-    check_choice("strategy.rule", rule, (*WEIGHTED, *OTHERS))
+    check_choice("strategy.rule", rule, (*WEIGHTED_RULES, *UNWEIGHTED_RULES))
     if weighting is None:
-        return {**WEIGHTED, **OTHERS}[rule]().server
-    if rule not in WEIGHTED:
+        return {**WEIGHTED_RULES, **UNWEIGHTED_RULES}[rule]().server
+    if rule not in WEIGHTED_RULES:
         raise InputError(f"strategy.weighting={weighting} but strategy.rule={rule} has no weighting; set it null")
-    return WEIGHTED[rule](weighting=weighting).server
+    return WEIGHTED_RULES[rule](weighting=weighting).server

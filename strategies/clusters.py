@@ -21,12 +21,12 @@ from strategies.state import GLOBAL, GlobalModel, ServerState
 ASSIGNMENTS = "members"  # in the server's memory: which model each client belongs to
 
 
-class Clusters(ServerStrategy):
+class ClusteredServer(ServerStrategy):
     """Several models; subclasses say how clients come to one.
 
     Parameters
     ----------
-    within : ServerStrategy
+    base_strategy : ServerStrategy
         The server half of the algorithm that is at work in each cluster.
     clusters : int
         C, at least 1.
@@ -37,26 +37,26 @@ class Clusters(ServerStrategy):
         ``clusters`` is below 1.
     """
 
-    def __init__(self, within: ServerStrategy, *, clusters: int) -> None:
+    def __init__(self, base_strategy: ServerStrategy, *, clusters: int) -> None:
         if clusters < 1:
             raise InputError(f"strategy.clusters={clusters} must be at least 1")
-        self.within = within
-        self.names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
+        self.base_strategy = base_strategy
+        self.model_names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
-        return members.get(client, self.names[client % len(self.names)])
+        return members.get(client, self.model_names[client % len(self.model_names)])
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
-        return self.within.aggregator(round, name)
+        return self.base_strategy.aggregator(round, name)
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
-        return self.within.upload_names(model, round, layers)
+        return self.base_strategy.upload_names(model, round, layers)
 
     def download_names(
         self, model: GlobalModel, round: int, layers: Layers, last: int | None
     ) -> tuple[str, ...] | None:
-        return self.within.download_names(model, round, layers, last)
+        return self.base_strategy.download_names(model, round, layers, last)
 
     def after_aggregation(
         self,
@@ -67,20 +67,22 @@ class Clusters(ServerStrategy):
         aggregator: Aggregator,
         received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.within.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
+        return self.base_strategy.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
 
     def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        return self.within.is_valid_model_state(strategy_state)
+        return self.base_strategy.is_valid_model_state(strategy_state)
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self._with({client: names[0] for client, names in outcome.destinations.items()}, state)
+        return self._record_assignments({client: names[0] for client, names in outcome.destinations.items()}, state)
 
-    def _with(self, found: Mapping[int, str], state: ServerState) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _record_assignments(
+        self, found: Mapping[int, str], state: ServerState
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The memory with these clients' models in it, and what the log has of it: the clients of each model."""
-        if len(self.names) == 1:
+        if len(self.model_names) == 1:
             return state.strategy_state, {}
         before: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
-        members = {name: sorted(client for client in found if found[client] == name) for name in self.names}
+        members = {name: sorted(client for client in found if found[client] == name) for name in self.model_names}
         moved = sum(self.starting_model(state, state.round, client) != name for client, name in found.items())
         return {ASSIGNMENTS: {**before, **found}}, {"clusters": members, "changed_cluster": moved}
 
@@ -89,12 +91,12 @@ class Clusters(ServerStrategy):
         return (
             strategy_state.keys() <= {ASSIGNMENTS}
             and isinstance(members, dict)
-            and all(isinstance(client, int) and name in self.names for client, name in members.items())
+            and all(isinstance(client, int) and name in self.model_names for client, name in members.items())
         )
 
     def validate(self, context: StrategyContext) -> None:
-        self.within.validate(context)
-        clusters, clients = len(self.names), context.num_clients
+        self.base_strategy.validate(context)
+        clusters, clients = len(self.model_names), context.num_clients
         if clusters > clients:
             raise InputError(
                 f"strategy.clusters={clusters} but num_clients={clients}; give at most one for each client"
@@ -113,37 +115,41 @@ class Clusters(ServerStrategy):
             )
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
-        return self.within.describe_communication(usual)
+        return self.base_strategy.describe_communication(usual)
 
 
-class ClientAssignedClusters(Clusters):
+class ClientAssignedClusters(ClusteredServer):
     """Every client receives all models and chooses; the one that it chose last comes first."""
 
     def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
         first = self.starting_model(state, round, client)
-        return (first, *(name for name in self.names if name != first))
+        return (first, *(name for name in self.model_names if name != first))
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         usual = super().describe_communication(usual)
-        if len(self.names) == 1:
+        if len(self.model_names) == 1:
             return usual
         return replace(
-            usual, download=f"{usual.download} of all {len(self.names)} models", upload=f"{usual.upload}, model chosen"
+            usual,
+            download=f"{usual.download} of all {len(self.model_names)} models",
+            upload=f"{usual.upload}, model chosen",
         )
 
 
-class ServerAssignedClusters(Clusters):
+class ServerAssignedClusters(ClusteredServer):
     """The server compares what clients' models make of its own images with what the new models make of them."""
 
-    def __init__(self, within: ServerStrategy, *, clusters: int, pictures: int) -> None:
-        super().__init__(within, clusters=clusters)
+    def __init__(self, base_strategy: ServerStrategy, *, clusters: int, pictures: int) -> None:
+        super().__init__(base_strategy, clusters=clusters)
         self.num_comparison_images = pictures if clusters > 1 else 0
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
-        if len(self.names) == 1:
+        if len(self.model_names) == 1:
             return super().on_round_end(state, outcome)
         views = {
-            name: outcome.extract_features(state.models[name].layers) for name in self.names if name in state.models
+            name: outcome.extract_features(state.models[name].layers)
+            for name in self.model_names
+            if name in state.models
         }
         found = {}
         for client, names in outcome.destinations.items():
@@ -152,7 +158,7 @@ class ServerAssignedClusters(Clusters):
             found[client] = order[
                 argmin([feature_distance(outcome.client_features[client], views[name]) for name in order])
             ]
-        return self._with(found, state)
+        return self._record_assignments(found, state)
 
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)
@@ -163,7 +169,7 @@ class ServerAssignedClusters(Clusters):
             )
 
 
-class OneShotClusters(Clusters):
+class OneShotClusters(ClusteredServer):
     """The updates of one round are divided by the angles between them; clients stay where they are from then on.
 
     Until then all train the first model. A client that joins later goes to the model that most belong to.
@@ -174,8 +180,8 @@ class OneShotClusters(Clusters):
         The round.
     """
 
-    def __init__(self, within: ServerStrategy, *, clusters: int, after: int) -> None:
-        super().__init__(within, clusters=clusters)
+    def __init__(self, base_strategy: ServerStrategy, *, clusters: int, after: int) -> None:
+        super().__init__(base_strategy, clusters=clusters)
         if after < 1:
             raise InputError(f"strategy.after={after} must be the number of a round, from 1 on")
         self.after = after
@@ -184,18 +190,18 @@ class OneShotClusters(Clusters):
         members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
         if client in members:
             return members[client]
-        return max(self.names, key=list(members.values()).count)
+        return max(self.model_names, key=list(members.values()).count)
 
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
         return (
-            self.names
-            if len(self.names) > 1 and round >= self.after and ASSIGNMENTS not in state.strategy_state
+            self.model_names
+            if len(self.model_names) > 1 and round >= self.after and ASSIGNMENTS not in state.strategy_state
             else ()
         )
 
     def assign_clusters(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
-        places = cluster_by_cosine(list(ways.values()), clusters=len(self.names))
-        return {client: self.names[place] for client, place in zip(ways, places, strict=True)}
+        places = cluster_by_cosine(list(ways.values()), clusters=len(self.model_names))
+        return {client: self.model_names[place] for client, place in zip(ways, places, strict=True)}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         return super().on_round_end(state, outcome) if outcome.round >= self.after else (state.strategy_state, {})
@@ -203,7 +209,7 @@ class OneShotClusters(Clusters):
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)
         asked, clients = context.clients_per_round, context.num_clients - context.num_unseen_clients
-        if len(self.names) == 1:
+        if len(self.model_names) == 1:
             return
         if self.after > context.rounds:
             raise InputError(

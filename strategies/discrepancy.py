@@ -20,7 +20,7 @@ class DiscrepancySum:
 
     Parameters
     ----------
-    total : WeightedSum
+    inner : WeightedSum
         The sum. The mean of the squares has its weights, as the identity of the module asks for.
 
     Attributes
@@ -29,8 +29,8 @@ class DiscrepancySum:
         For every layer that can wait, the mean over clients of the squared distance from the average.
     """
 
-    def __init__(self, total: WeightedSum) -> None:
-        self._sum = total
+    def __init__(self, inner: WeightedSum) -> None:
+        self._sum = inner
 
     @property
     def required_metrics(self) -> tuple[str, ...]:

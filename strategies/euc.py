@@ -102,7 +102,7 @@ class EUCServer(ServerStrategy):
     def aggregator(self, round: int, name: str = GLOBAL) -> WeightedSum | DiscrepancySum:
         total = self._make_aggregator()
         assert isinstance(total, WeightedSum)
-        return DiscrepancySum(total) if self._adjusts(round) else total
+        return DiscrepancySum(total) if self._is_adjustment_round(round) else total
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
         waits = model.strategy_state.get("intervals", {})
@@ -133,13 +133,13 @@ class EUCServer(ServerStrategy):
         strategy_metrics: dict[str, Any] = {
             "synced_layers": len(names),
             "bytes_saved": {
-                "up": len(received) * _left_out(layers, names),
-                "down": sum(_left_out(layers, some) for some in received.values()),
+                "up": len(received) * _bytes_excluded(layers, names),
+                "down": sum(_bytes_excluded(layers, some) for some in received.values()),
             },
         }
         intervals_now = dict(model.strategy_state.get("intervals", {}))
         averaged = {**model.strategy_state.get("averaged", {}), **dict.fromkeys(names, round)}
-        if self._adjusts(round):  # all layers were averaged
+        if self._is_adjustment_round(round):  # all layers were averaged
             assert isinstance(aggregator, DiscrepancySum)
             per_round = {name: d / intervals_now.get(name, 1) for name, d in aggregator.discrepancy.items()}
             new = averaging_intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
@@ -171,7 +171,7 @@ class EUCServer(ServerStrategy):
             upload=f"{usual.upload}; of these some weights only every {self.interval} rounds",
         )
 
-    def _adjusts(self, round: int) -> bool:
+    def _is_adjustment_round(self, round: int) -> bool:
         return self.interval > 1 and round % self.interval == 0
 
 
@@ -202,6 +202,6 @@ class EUC(FedSSLStrategy):
         )
 
 
-def _left_out(layers: Layers, names: Sequence[str]) -> int:
+def _bytes_excluded(layers: Layers, names: Sequence[str]) -> int:
     """Bytes of the layers that are not named."""
     return sum(array.nbytes for name, array in layers.items() if name not in names)

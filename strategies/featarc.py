@@ -50,11 +50,13 @@ class FeatARC(FedSSLStrategy):
     ) -> None:
         check_choice("strategy.assign_at", assign_at, PLACES)
         check_pictures(pictures)
-        within = ServerStrategy(mean(weighting))
+        base_strategy = ServerStrategy(mean(weighting))
         if assign_at == "server":
-            super().__init__(ServerAssignedClusters(within, clusters=clusters, pictures=pictures))
+            super().__init__(ServerAssignedClusters(base_strategy, clusters=clusters, pictures=pictures))
         else:
-            super().__init__(ClientAssignedClusters(within, clusters=clusters), SelectByFeatures(pictures=pictures))
+            super().__init__(
+                ClientAssignedClusters(base_strategy, clusters=clusters), SelectByFeatures(pictures=pictures)
+            )
 
 
 def check_pictures(pictures: int) -> None:

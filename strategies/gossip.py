@@ -32,7 +32,7 @@ from strategies.base import (
     StrategyContext,
 )
 from strategies.state import GLOBAL, ServerState
-from strategies.topology import KINDS, make_graph, metropolis_weights
+from strategies.topology import TOPOLOGIES, make_graph, metropolis_weights
 from strategies.topology_plot import plot_topology
 from strategies.weighted_sum import WeightedSum, check_choice
 
@@ -59,23 +59,23 @@ class NeighborAverage:
 
     def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round."""
-        self._rest = 1.0
-        self._mine: ClientUpdate | None = None
+        self._self_weight = 1.0
+        self._own_update: ClientUpdate | None = None
         self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Fold in a neighbour; the client's own update waits for the end."""
         if update.partition_id == self._own:
-            self._mine = update
+            self._own_update = update
             return
         weight = self._weights[update.partition_id]
-        self._rest -= weight
+        self._self_weight -= weight
         self._sum.add_weighted(update, weight)
 
     def finish(self) -> Layers:
         """The mixture; the client's own update must be there."""
-        assert self._mine is not None
-        self._sum.add_weighted(self._mine, self._rest)
+        assert self._own_update is not None
+        self._sum.add_weighted(self._own_update, self._self_weight)
         return self._sum.finish()
 
 
@@ -102,10 +102,10 @@ class GossipServer(ServerStrategy):
         return GLOBAL if self._star else str(client)
 
     def destination_models(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
-        return (start,) if self._star else (start, *(str(other) for other in self._beside(client)))
+        return (start,) if self._star else (start, *(str(other) for other in self._neighbor_weights(client)))
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
-        return WeightedSum() if name == GLOBAL else NeighborAverage(int(name), self._beside(int(name)))
+        return WeightedSum() if name == GLOBAL else NeighborAverage(int(name), self._neighbor_weights(int(name)))
 
     def keeps_model(self, name: str, clients: Collection[int]) -> bool:
         return name != GLOBAL and int(name) not in clients
@@ -114,7 +114,9 @@ class GossipServer(ServerStrategy):
         if self._star:
             return state.strategy_state, {}
         there = outcome.bytes_up
-        used = [(one, other) for one in there for other in self._beside(one) if one < other and other in there]
+        used = [
+            (one, other) for one in there for other in self._neighbor_weights(one) if one < other and other in there
+        ]
         moved = sum(there[one] + there[other] for one, other in used)  # a model each way
         return state.strategy_state, {
             "edges": len(used),
@@ -159,7 +161,7 @@ class GossipServer(ServerStrategy):
     def _star(self) -> bool:
         return self._topology == "star"
 
-    def _beside(self, client: int) -> Mapping[int, float]:
+    def _neighbor_weights(self, client: int) -> Mapping[int, float]:
         """The client's neighbours and their weights; one that joined after the graph was made has none."""
         return {other: weight for other, weight in self._weights.get(client, {}).items() if other != client}
 
@@ -206,5 +208,5 @@ class Gossip(FedSSLStrategy):
         probability: float | None = None,
         file: str | None = None,
     ) -> None:
-        check_choice("strategy.topology", topology, KINDS)
+        check_choice("strategy.topology", topology, TOPOLOGIES)
         super().__init__(GossipServer(topology, degree=degree, probability=probability, file=file))

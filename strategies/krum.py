@@ -25,7 +25,7 @@ from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy, StrategyContext
 from strategies.gram import deviation_gram
-from strategies.robust import BatchAggregator, checked
+from strategies.robust import BatchAggregator, validated
 from strategies.state import GlobalModel
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
@@ -81,7 +81,7 @@ def closest(
         A setting is out of range, no updates, or a layer that does not fit.
     """
     _check_krum(malicious, select)
-    updates = checked(global_layers, updates)
+    updates = validated(global_layers, updates)
     weights = ReferenceLayers({name: array for name, array in global_layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, [update.layers for update in updates], exact=True)
     best = np.argsort(scores(gram, malicious=malicious), kind="stable")[:select]
@@ -126,15 +126,15 @@ class KrumAggregator(BatchAggregator):
         self.chosen: list[int] = []
 
     @property
-    def enough(self) -> int:
+    def min_safe_updates(self) -> int:
         """How many updates make it safe."""
         return max(2 * self.malicious + 3, self.select + self.malicious)
 
     def _closest(self, global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
-        if len(updates) < self.enough:
+        if len(updates) < self.min_safe_updates:
             log.warning(
                 "only %d updates are left, but Krum with malicious=%d and select=%d needs %d to be safe",
-                *(len(updates), self.malicious, self.select, self.enough),
+                *(len(updates), self.malicious, self.select, self.min_safe_updates),
             )
         chosen = closest(global_layers, updates, malicious=self.malicious, select=self.select)
         self.chosen = [update.partition_id for update in chosen]
@@ -147,10 +147,10 @@ class KrumServer(ServerStrategy):
     def validate(self, context: StrategyContext) -> None:
         aggregator = self._make_aggregator()
         assert isinstance(aggregator, KrumAggregator)
-        if context.clients_per_round < aggregator.enough:
+        if context.clients_per_round < aggregator.min_safe_updates:
             raise InputError(
                 f"strategy=krum with malicious={aggregator.malicious} and select={aggregator.select} needs clients_per_round of "
-                f"{aggregator.enough} or more (2 malicious + 3, and select + malicious) but it is "
+                f"{aggregator.min_safe_updates} or more (2 malicious + 3, and select + malicious) but it is "
                 f"{context.clients_per_round}; raise it or lower these"
             )
 

@@ -140,7 +140,7 @@ class TrimmedMean(FedSSLStrategy):
 
 
 def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float) -> Layers:
-    updates = checked(global_layers, updates)
+    updates = validated(global_layers, updates)
     result = {name: np.empty_like(array, order="C") for name, array in global_layers.items()}
 
     def trim(name: str) -> None:
@@ -156,7 +156,7 @@ def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: fl
     return result
 
 
-def checked(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
+def validated(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
     """The updates in order of partition id, if they fit the global layers."""
     if not updates:
         raise InputError("no client sent an update; at least one is needed")

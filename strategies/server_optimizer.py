@@ -21,11 +21,11 @@ class ServerOptimizer(Protocol):
 
     Attributes
     ----------
-    steps : bool
+    is_active : bool
         Whether it does anything with the aggregated layers.
     """
 
-    steps: bool
+    is_active: bool
 
     def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
         """What is to be remembered, and the new layers, with names, order, shapes and dtypes of ``aggregated``."""
@@ -35,7 +35,7 @@ class ServerOptimizer(Protocol):
 class NoServerOptimizer:
     """The aggregated layers as they are."""
 
-    steps = False
+    is_active = False
 
     def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
         return moments, aggregated
@@ -45,7 +45,7 @@ class _MomentOptimizer:
     """What the optimisers share: moments by layer that begin at zero, and the settings of the step."""
 
     names: tuple[str, ...]
-    steps = True
+    is_active = True
 
     def __init__(self, *, lr: float) -> None:
         if lr <= 0:
@@ -58,12 +58,12 @@ class _MomentOptimizer:
         for name, array in aggregated.items():
             if is_weight(name, array):
                 before = [remembered[moment].get(name, np.zeros_like(array)) for moment in self.names]
-                after, layers[name] = self._move(step, old[name], array, before)
+                after, layers[name] = self._step_array(step, old[name], array, before)
                 for moment, value in zip(self.names, after, strict=True):
                     remembered[moment][name] = np.asarray(value)  # NumPy makes plain numbers of arrays without axes
         return remembered, layers
 
-    def _move(
+    def _step_array(
         self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """The new moments, in the order of ``names``, and the new weights."""
@@ -85,9 +85,9 @@ class FedAvgM(_MomentOptimizer):
 
     def __init__(self, *, lr: float = 1.0, momentum: float = 0.9) -> None:
         super().__init__(lr=lr)
-        self.momentum = _fraction("momentum", momentum)
+        self.momentum = _check_unit_interval("momentum", momentum)
 
-    def _move(
+    def _step_array(
         self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
     ) -> tuple[list[np.ndarray], np.ndarray]:
         kind = old.dtype.type
@@ -117,20 +117,20 @@ class FedAdam(_MomentOptimizer):
         super().__init__(lr=lr)
         if tau <= 0:
             raise InputError(f"server_optimizer.tau={tau} must be positive; Flower's default is 0.001")
-        self.beta_1, self.beta_2 = _fraction("beta_1", beta_1), _fraction("beta_2", beta_2)
+        self.beta_1, self.beta_2 = _check_unit_interval("beta_1", beta_1), _check_unit_interval("beta_2", beta_2)
         self.tau = tau
 
-    def _move(
+    def _step_array(
         self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
     ) -> tuple[list[np.ndarray], np.ndarray]:
         kind = old.dtype.type
         m, v = moments
         delta = aggregated - old
         m = m + kind(1 - self.beta_1) * (delta - m)
-        v = self._second(v, delta * delta)
+        v = self._second_moment(v, delta * delta)
         return [m, v], np.asarray(old + kind(self._rate(step)) * m / (np.sqrt(v) + kind(self.tau)))
 
-    def _second(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+    def _second_moment(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         """The new v."""
         return np.asarray(v + v.dtype.type(1 - self.beta_2) * (square - v))
 
@@ -144,14 +144,14 @@ class FedYogi(FedAdam):
     def __init__(self, *, lr: float = 0.01, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3) -> None:
         super().__init__(lr=lr, beta_1=beta_1, beta_2=beta_2, tau=tau)
 
-    def _second(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+    def _second_moment(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         return np.asarray(v - v.dtype.type(1 - self.beta_2) * square * np.sign(v - square))
 
     def _rate(self, step: int) -> float:
         return self.lr
 
 
-def _fraction(name: str, value: float) -> float:
+def _check_unit_interval(name: str, value: float) -> float:
     if not 0 <= value < 1:
         raise InputError(f"server_optimizer.{name}={value} must be in [0, 1); 0 turns it off")
     return value

@@ -23,7 +23,7 @@ from strategies.edge_file import read_edges
 if TYPE_CHECKING:
     import networkx as nx
 
-KINDS = ("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file")
+TOPOLOGIES = ("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file")
 SERVER = "server"  # the hub of a star
 MAX_DRAWS = 100  # of a random graph, until one is connected
 
@@ -31,7 +31,7 @@ Weights = dict[int, dict[int, float]]
 
 
 def make_graph(
-    kind: str,
+    topology: str,
     num_clients: int,
     *,
     seed: int = 0,
@@ -39,11 +39,11 @@ def make_graph(
     probability: float | None = None,
     file: str | Path | None = None,
 ) -> "nx.Graph":
-    """A connected graph over the clients; ``graph.graph["kind"]`` is its kind.
+    """A connected graph over the clients; ``graph.graph["topology"]`` is its kind.
 
     Parameters
     ----------
-    kind : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
+    topology : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
         grid: as square as possible, row by row, without edges around; the last row may be shorter. star: every client
         and `SERVER`. random_regular: every client has ``degree`` neighbours. erdos_renyi: every pair is joined with
         ``probability``. Random ones are drawn anew, up to `MAX_DRAWS` times, until they are connected.
@@ -70,19 +70,19 @@ def make_graph(
         ("probability", probability, "erdos_renyi"),
         ("file", file, "file"),
     ):
-        if value is not None and kind != owner:
+        if value is not None and topology != owner:
             raise InputError(
-                f"strategy.{setting}={value} is for strategy.topology={owner}, and it is {kind}; set one of the two"
+                f"strategy.{setting}={value} is for strategy.topology={owner}, and it is {topology}; set one of the two"
             )
     if num_clients < 1:
         raise InputError(f"num_clients={num_clients} but a topology needs a client; set num_clients=2 or more")
-    if kind == "random_regular":
+    if topology == "random_regular":
         _check_degree(degree, num_clients)
         graph = _connected(
             lambda draw: nx.random_regular_graph(degree, num_clients, seed=derive_seed(seed, "topology", draw)),
             f"strategy.degree={degree}",
         )
-    elif kind == "erdos_renyi":
+    elif topology == "erdos_renyi":
         _check_probability(probability)
         graph = _connected(
             lambda draw: nx.gnp_random_graph(num_clients, probability, seed=derive_seed(seed, "topology", draw)),
@@ -92,8 +92,8 @@ def make_graph(
     else:
         graph = nx.Graph()
         graph.add_nodes_from(range(num_clients))
-        graph.add_edges_from(_edges(kind, num_clients, file=file))
-    graph.graph["kind"] = kind
+        graph.add_edges_from(_edges(topology, num_clients, file=file))
+    graph.graph["topology"] = topology
     return graph
 
 
@@ -156,25 +156,27 @@ def grid_columns(num_clients: int) -> int:
     return -(-num_clients // math.isqrt(num_clients))
 
 
-def _edges(kind: str, num_clients: int, *, file: str | Path | None) -> Iterator[tuple[int, int | str]]:
+def _edges(topology: str, num_clients: int, *, file: str | Path | None) -> Iterator[tuple[int, int | str]]:
     """The edges of a graph that is not random."""
     last = num_clients - 1
-    if kind == "ring":
+    if topology == "ring":
         yield from ((client, client + 1) for client in range(last))
         if num_clients > 2:
             yield (last, 0)
-    elif kind == "grid":
+    elif topology == "grid":
         columns = grid_columns(num_clients)
         yield from ((client, client + 1) for client in range(last) if (client + 1) % columns)
         yield from ((client, client + columns) for client in range(num_clients - columns))
-    elif kind == "star":
+    elif topology == "star":
         yield from ((client, SERVER) for client in range(num_clients))
-    elif kind == "complete":
+    elif topology == "complete":
         yield from ((client, other) for client in range(num_clients) for other in range(client))
-    elif kind == "file":
+    elif topology == "file":
         yield from read_edges(file, num_clients)
     else:
-        raise InputError(f"strategy.topology={kind} is unknown; set strategy.topology to one of {', '.join(KINDS)}")
+        raise InputError(
+            f"strategy.topology={topology} is unknown; set strategy.topology to one of {', '.join(TOPOLOGIES)}"
+        )
 
 
 def _connected(draw: Callable[[int], "nx.Graph"], said: str) -> "nx.Graph":

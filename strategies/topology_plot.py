@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _CLIENT, _SERVER, _EDGE = "#0072B2", "#E69F00", "0.6"
 _LABELLED = 100  # clients; the numbers of more would not be legible
 
-Place = tuple[float, float]
+Point = tuple[float, float]
 
 
 def plot_topology(graph: "nx.Graph", file: Path) -> None:
@@ -24,7 +24,7 @@ def plot_topology(graph: "nx.Graph", file: Path) -> None:
     """
     from matplotlib.collections import LineCollection
 
-    place = places(graph)
+    place = node_positions(graph)
     clients = [node for node in graph if node != SERVER]
     size = min(max(3.0 + 0.04 * len(clients), 5.0), 10.0)
     figure = new_figure(width=size, height=size)
@@ -55,19 +55,19 @@ def describe(graph: "nx.Graph") -> str:
     eigenvalue = second_eigenvalue(weight_matrix(mixing_weights(graph)))
     hub = SERVER in graph
     nodes = f"{len(graph) - hub} clients{' and the server' if hub else ''}"
-    return f"{graph.graph['kind']}: {nodes}, {graph.number_of_edges()} edges, second eigenvalue {eigenvalue:.3f}"
+    return f"{graph.graph['topology']}: {nodes}, {graph.number_of_edges()} edges, second eigenvalue {eigenvalue:.3f}"
 
 
-def places(graph: "nx.Graph") -> dict[int | str, Place]:
+def node_positions(graph: "nx.Graph") -> dict[int | str, Point]:
     """Where the nodes are: rows of a grid, a circle around a hub, or near their neighbours; always the same."""
     import networkx as nx
 
-    kind, clients = graph.graph["kind"], [node for node in graph if node != SERVER]
-    if kind == "grid":
+    topology, clients = graph.graph["topology"], [node for node in graph if node != SERVER]
+    if topology == "grid":
         columns = grid_columns(len(clients))
         return {client: (client % columns, -(client // columns)) for client in clients}
-    if kind in ("ring", "star", "complete"):
+    if topology in ("ring", "star", "complete"):
         turn = 2 * math.pi / len(clients)
-        circle: dict[int | str, Place] = {c: (math.sin(turn * c), math.cos(turn * c)) for c in clients}
+        circle: dict[int | str, Point] = {c: (math.sin(turn * c), math.cos(turn * c)) for c in clients}
         return {**circle, SERVER: (0.0, 0.0)} if SERVER in graph else circle
     return {node: (float(x), float(y)) for node, (x, y) in nx.spring_layout(graph, seed=0).items()}

@@ -25,7 +25,7 @@ from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 # Layers that came through shared memory are read-only; they are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
-NEEDS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
+REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
 BUFFERS = ("average", "scale")
 
@@ -41,11 +41,11 @@ def check_choice(setting: str, value: str, allowed: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Term:
-    """One client's part of the sum: what is there is multiplied by ``keep``, then ``weight * s * layers`` is added."""
+    """One client's part of the sum: what is there is multiplied by ``rescale``, then ``weight * s * layers`` is added."""
 
     layers: Layers
     cosines: Cosines
-    keep: float
+    rescale: float
     weight: float
 
 
@@ -75,7 +75,7 @@ class WeightedSum:
     def __init__(
         self, *, weighting: str = "uniform", scale: str = "none", buffers: str = "average", normalize: bool = False
     ) -> None:
-        self.weighting = check_choice("strategy.weighting", weighting, tuple(NEEDS))
+        self.weighting = check_choice("strategy.weighting", weighting, tuple(REQUIRED_METRICS))
         self.scale = check_choice("scale", scale, SCALES)
         self.buffers = check_choice("strategy.buffers", buffers, BUFFERS)
         self.normalize = normalize
@@ -83,7 +83,7 @@ class WeightedSum:
     @property
     def required_metrics(self) -> tuple[str, ...]:
         """Metrics that every client must report."""
-        return NEEDS[self.weighting]
+        return REQUIRED_METRICS[self.weighting]
 
     def start(self, global_layers: ReferenceLayers) -> None:
         """Begin a round."""
@@ -155,7 +155,7 @@ class WeightedSum:
         return result
 
     def _term(self, update: ClientUpdate, cosines: Cosines) -> _Term:
-        keep, weight = 1.0, 1.0
+        rescale, weight = 1.0, 1.0
         if self.weighting == "examples":
             weight = _metric(update, NUM_EXAMPLES, update.num_examples)
             if weight <= 0:
@@ -164,11 +164,11 @@ class WeightedSum:
             loss = _metric(update, TRAIN_LOSS, update.train_loss)
             # Weights are relative to the least loss so far: exp(-1000) would be 0 for every client.
             if loss < self._least_loss:
-                keep = math.exp(loss - self._least_loss)
+                rescale = math.exp(loss - self._least_loss)
                 self._least_loss = loss
             weight = math.exp(self._least_loss - loss)  # Eq. 6
-        self._total = keep * self._total + weight
-        return _Term(update.layers, cosines, keep, weight)
+        self._total = rescale * self._total + weight
+        return _Term(update.layers, cosines, rescale, weight)
 
     def _fold(self, terms: Sequence[_Term]) -> None:
         if terms:
@@ -180,7 +180,7 @@ class WeightedSum:
         clients = [term.layers[name].reshape(-1) for term in terms]
         coefficients = self._coefficients(name, terms)
         for term, coefficient in zip(terms, coefficients, strict=True):
-            self._scaled_totals[name] = term.keep * self._scaled_totals[name] + abs(coefficient)
+            self._scaled_totals[name] = term.rescale * self._scaled_totals[name] + abs(coefficient)
         for start in range(0, len(total), TILE):
             tile = slice(start, start + TILE)
             sums = torch.from_numpy(total[tile])
@@ -191,8 +191,8 @@ class WeightedSum:
                     torch.mul(addend.to(sums.dtype), coefficient, out=sums)
                     empty = False
                     continue
-                if term.keep != 1:
-                    sums.mul_(term.keep)
+                if term.rescale != 1:
+                    sums.mul_(term.rescale)
                 # One operation that multiplies and adds; NumPy needs two and a buffer.
                 sums.add_(addend, alpha=coefficient)
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from fedssl.errors import InputError
 from strategies.edge_file import read_edges
 from strategies.topology import (
-    KINDS,
     SERVER,
+    TOPOLOGIES,
     make_graph,
     metropolis_weights,
     mixing_weights,
     second_eigenvalue,
     weight_matrix,
 )
-from strategies.topology_plot import describe, places, plot_topology
+from strategies.topology_plot import describe, node_positions, plot_topology
 
 OPTIONS = {"random_regular": {"degree": 3}, "erdos_renyi": {"probability": 0.4}}
 
@@ -59,7 +59,7 @@ def test_every_size_is_connected(kind, num_clients):
     graph = make(kind, num_clients, probability=0.9) if kind == "erdos_renyi" else make(kind, num_clients)
     assert set(graph) == {*range(num_clients), *([SERVER] if kind == "star" else [])}
     assert nx.is_connected(graph)
-    assert graph.graph["kind"] == kind
+    assert graph.graph["topology"] == kind
     assert not list(nx.selfloop_edges(graph))
 
 
@@ -241,17 +241,17 @@ def test_a_file_that_is_none(tmp_path):
 # --- the figure ---
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOPOLOGIES)
 def test_figures_are_drawn_and_labelled(kind, tmp_path):
     graph = make(kind, 12, tmp_path)
     (tmp_path / "run").mkdir()
     file = tmp_path / "run" / "figures" / "topology.png"
     plot_topology(graph, file)
     assert file.read_bytes().startswith(b"\x89PNG")
-    place = places(graph)
+    place = node_positions(graph)
     assert set(place) == set(graph)
     assert len(set(place.values())) == len(graph)
-    assert place == places(make(kind, 12, tmp_path))
+    assert place == node_positions(make(kind, 12, tmp_path))
 
 
 def test_the_words_of_a_figure():

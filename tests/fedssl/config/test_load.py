@@ -101,8 +101,8 @@ def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(word, s
         method=build_method(settings.model),
         clients_per_round=settings.clients_per_round,
         num_clients=settings.num_clients,
-        calibrated=settings.calibration is not None,
-        server_optimizer=settings.algorithm.server_optimizer.make().steps,
+        has_calibration=settings.calibration is not None,
+        server_optimizer=settings.algorithm.server_optimizer.make().is_active,
     )
     with pytest.raises(InputError, match=sentence) as caught:
         settings.algorithm.strategy.make().validate(context)
