@@ -9,7 +9,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, as_scores, column_title
 from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, line_style, new_figure
-from fedssl.report.accuracy_table import LEFT_OUT, MAIN
+from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
 
@@ -26,47 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COSTS = {"round": "round", "bytes": "sent and received by a client", "flops": "FLOPs of a client"}
-
-
-@dataclass(frozen=True)
-class RunGroup:
-    """Runs that differ in nothing but the seed.
-
-    Attributes
-    ----------
-    settings : dict
-        Key to value, as on the command line, of what differs between groups.
-    strategy : str
-        The name of the strategy.
-    runs : list of Run
-    """
-
-    settings: dict[str, str]
-    strategy: str
-    runs: list[Run]
-
-    @property
-    def label(self) -> str:
-        """For a legend: the rule, and what else differs."""
-        others = [f"{key}={value}" for key, value in self.settings.items() if key != "strategy" and value]
-        return ", ".join([self.strategy, *others])
-
-
-def group_by_seed(runs: Sequence[Run]) -> list[RunGroup]:
-    """Put runs with the same settings together, one for every seed."""
-    given = dict.fromkeys(key for run in runs for key in run.overrides if not {key, key.partition(".")[0]} & LEFT_OUT)
-    keys = dict.fromkeys([*MAIN, *given])
-    found: dict[tuple[str, ...], dict[str, Run]] = {}
-    for run in runs:
-        found.setdefault(tuple(run.value(key) for key in keys), {}).setdefault(run.seed, run)
-    differs = [place for place in range(len(keys)) if len({values[place] for values in found}) > 1]
-    names = list(keys)
-    return [
-        RunGroup(
-            {names[place]: values[place] for place in differs}, values[names.index("strategy")], list(same.values())
-        )
-        for values, same in found.items()
-    ]
 
 
 def line_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
@@ -248,7 +207,7 @@ def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
     lines: dict[str, list[RunGroup]] = {}
     for one in groups:
         others = {name: value for name, value in one.settings.items() if name != key}
-        lines.setdefault(RunGroup(others, one.strategy, []).label, []).append(one)
+        lines.setdefault(replace(one, settings=others).label, []).append(one)
     figure = new_figure(height=3.4, width=max(4.5, 3.6 * len(protocols)))
     rows: list[list[object]] = [["run", "protocol", key, "accuracy", "deviation", "runs"]]
     for column, protocol in enumerate(protocols, start=1):

@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fedssl.atomic_files import write_text
-from fedssl.config.compose import MAY_CHANGE
 from fedssl.evaluation.scores import ACCURACY, Score, column_title, units_of
 from fedssl.report.text_table import TableCell, TableData, TextTable, align, text_cell, to_csv
+from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, score_over_seeds, varying
 from fedssl.runs.run import Run, read_run
 
 # Settings, and groups of them, that say what is to be learned and how it is spread: across these nothing is best.
@@ -17,9 +17,6 @@ MARK_CAPTION = (
     "the best accuracy of all rows with the same data and clients, where its mean leads the second best by more than "
     "the larger of their standard deviations over seeds; with one seed of either nothing is marked"
 )
-# What a table of any runs always tells of them, and what it never does: settings that change no final number.
-MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
-LEFT_OUT = {"seed", *MAY_CHANGE} - {"rounds", "stop_when"}
 
 
 def comparison_key(settings: dict[str, str]) -> Hashable:
@@ -130,9 +127,10 @@ class Table(TextTable):
     @property
     def keys(self) -> list[str]:
         """Settings that are shown: `always`, then those in which rows differ, in the order of the command line."""
-        names = dict.fromkeys([*self.always, *(key for row in self.rows for key in row.settings)])
-        values = {key: {row.settings.get(key, "") for row in self.rows} for key in names}
-        return [key for key in names if len(values[key]) > 1 or (key in self.always and values[key] != {""})]
+        settings = [dict.fromkeys(self.always, "") | row.settings for row in self.rows]
+        hidden = {key for key in self.always if {one[key] for one in settings} == {""}}
+        shown = {*varying(settings), *self.always} - hidden
+        return [key for key in dict.fromkeys([*self.always, *(key for one in settings for key in one)]) if key in shown]
 
     @property
     def metrics(self) -> list[str]:
@@ -188,7 +186,7 @@ class Table(TextTable):
 
     def _over_seeds(self, row: Row, name: str) -> Score | None:
         values = row.metrics.get(name)
-        return Score(mean(values), self.units[name], stdev(values) if len(values) > 1 else None) if values else None
+        return score_over_seeds(values, self.units[name]) if values else None
 
 
 def sweep_table(folders: Sequence[Path]) -> Table:
@@ -208,48 +206,52 @@ def sweep_table(folders: Sequence[Path]) -> Table:
 def run_table(runs: Sequence[Run]) -> Table:
     """Make one table of any runs: those that agree in `MAIN` and all settings that one of them was given make one row.
 
-    Settings that one run was given and another has by default are compared by their values, so that it does not matter
-    how a run was told them.
+    See `compared_settings`.
     """
-    given = dict.fromkeys(key for run in runs for key in run.overrides if not {key, key.partition(".")[0]} & LEFT_OUT)
-    return _table(runs, lambda run: {key: run.value(key) for key in (*MAIN, *given)}, always=MAIN)
+    return _table(runs, compared_settings(runs, always=MAIN), always=MAIN)
 
 
 def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *, always: tuple[str, ...] = ()) -> Table:
-    rows: dict[frozenset[tuple[str, str]], Row] = {}
-    units: dict[str, str] = {}
-    first: dict[tuple[frozenset[tuple[str, str]], str], Run] = {}
-    failures: list[str] = []
-    running: list[str] = []
-    repeats: list[str] = []
-    early: list[str] = []
+    rows: list[Row] = []
+    row_of: dict[Path, Row] = {}  # of runs that are counted
+    repeated: dict[Path, Run] = {}
+    for group in group_runs([run for run in runs if _is_known(run, settings_of(run))], settings_of):
+        finished = [run for run in group.runs if run.finished]
+        counted = {run.seed: run for run in first_of_each_seed(finished)}
+        ended = sum(not (run.finished or run.running) for run in group.runs)
+        rows.append(Row(group.settings, runs=len(counted), failed=ended))
+        row_of |= {run.folder: rows[-1] for run in counted.values()}
+        repeated |= {run.folder: counted[run.seed] for run in finished if counted[run.seed] is not run}
+    table = Table(rows, failures=[], always=always)
     for run in runs:
         if not run.finished:
-            overrides = (
-                f" ({' '.join(f'{key}={value}' for key, value in run.overrides.items())})" if run.overrides else ""
-            )
-            (running if run.running else failures).append(f"{run.folder}{overrides}: {run.failure_reason}")
-        settings = settings_of(run)
-        known = run.finished or not settings or any(settings.values())
-        if not known or (run.summary is None and run.settings is None):
-            continue  # nothing tells what it was
-        same = frozenset(settings.items())
-        if run.finished and first.setdefault((same, run.seed), run) is not run:
-            other = first[same, run.seed]
-            differs = "" if run.results == other.results else ", with other results"
-            repeats.append(f"{run.folder} repeats {other.folder}{differs}")
-            continue
-        if run.ended_early:
-            early.append(f"{run.folder}: after {run.progress}")
-        row = rows.setdefault(same, Row(settings))
-        row.runs += run.finished
-        row.failed += not (run.finished or run.running)
-        for name, score in run.results.items():
-            if units.setdefault(name, score.unit) != score.unit:  # another program's protocol of the same name
-                name = f"{name}, {score.unit}"
-                units.setdefault(name, score.unit)
-            row.metrics.setdefault(name, []).append(score.value)
-    return Table(list(rows.values()), failures, running, repeats, early, units, always)
+            overrides = " ".join(f"{key}={value}" for key, value in run.overrides.items())
+            line = f"{run.folder}{f' ({overrides})' if overrides else ''}: {run.failure_reason}"
+            (table.running if run.running else table.failures).append(line)
+        elif run.folder in repeated:
+            first = repeated[run.folder]
+            differs = "" if run.results == first.results else ", with other results"
+            table.repeats.append(f"{run.folder} repeats {first.folder}{differs}")
+        else:
+            if run.ended_early:
+                table.early.append(f"{run.folder}: after {run.progress}")
+            _add_results(run, row_of[run.folder], table.units)
+    return table
+
+
+def _is_known(run: Run, settings: Mapping[str, str]) -> bool:
+    """Whether something tells what the run was."""
+    if run.summary is None and run.settings is None:
+        return False
+    return run.finished or not settings or any(settings.values())
+
+
+def _add_results(run: Run, row: Row, units: dict[str, str]) -> None:
+    for name, score in run.results.items():
+        if units.setdefault(name, score.unit) != score.unit:  # another program's protocol of the same name
+            name = f"{name}, {score.unit}"
+            units.setdefault(name, score.unit)
+        row.metrics.setdefault(name, []).append(score.value)
 
 
 def _cell(score: Score | None) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from statistics import mean
 from typing import Any
 
-from fedssl.report.accuracy_table import LEFT_OUT
 from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell, to_csv
+from fedssl.runs.groups import IGNORED, compared_settings, first_of_each_seed, group_runs, varying
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
 
@@ -145,34 +145,23 @@ def cost_table(runs: Sequence[Run]) -> CostTable:
     required = ("seconds", "clients", "bytes_down", "bytes_up")
     lines = {run.folder: read_jsonl(run.folder / "metrics.jsonl", required=required) for run in runs if run.finished}
     runs = [run for run in runs if lines.get(run.folder)]
-    groups = _by_settings(runs)
+    groups = group_runs(runs, compared_settings(runs, ignored=IGNORED - HARDWARE))
     if not groups:
         return CostTable([])
-    keys = list(groups[0][0])
-    shown = [key for key in keys if len({settings[key] for settings, _ in groups}) > 1]
-    end_to_end = [position for position, (_, same) in enumerate(groups) if same[0].value("schedule") == BASELINE]
+    shown = varying([group.settings for group in groups])
+    end_to_end = [number for number, group in enumerate(groups) if group.runs[0].value("schedule") == BASELINE]
     baseline = end_to_end[0] if end_to_end else 0
     return CostTable(
         [
             CostRow(
-                settings={key: settings[key] for key in shown},
-                cost=_mean([sum_costs(lines[run.folder]) for run in same]),
-                baseline=position == baseline,
-                runs=len(same),
+                settings={key: group.settings[key] for key in shown},
+                cost=_mean([sum_costs(lines[run.folder]) for run in first_of_each_seed(group.runs)]),
+                baseline=number == baseline,
+                runs=len(first_of_each_seed(group.runs)),
             )
-            for position, (settings, same) in enumerate(groups)
+            for number, group in enumerate(groups)
         ]
     )
-
-
-def _by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, str], list[Run]]]:
-    """Put runs with the same settings together, one for every seed; settings that no run was given are left out."""
-    left_out = LEFT_OUT - HARDWARE
-    given = dict.fromkeys(key for run in runs for key in run.overrides if key.partition(".")[0] not in left_out)
-    groups: dict[tuple[str, ...], dict[str, Run]] = {}
-    for run in runs:
-        groups.setdefault(tuple(run.value(key) for key in given), {}).setdefault(run.seed, run)
-    return [(dict(zip(given, values, strict=True)), list(same.values())) for values, same in groups.items()]
 
 
 def _mean(costs: Sequence[CostTotals]) -> CostTotals:

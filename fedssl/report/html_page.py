@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from fedssl.plots.comparisons import group_by_seed
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
 from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
+from fedssl.runs.groups import OWN_KEYS, group_by_seed
 from fedssl.runs.run import Run
 from fedssl.untrusted import sanitize
 
@@ -35,7 +35,6 @@ RUN_PLOTS = {
     "partition": ("who holds what", "partition.csv"),
 }
 _DRAWN: dict[tuple[Path, str], tuple[tuple[int, int], str]] = {}  # figures by file and name, for the next page
-LEFT_OUT = ("output_dir", "resume", "run_id")  # of every run another one
 _TARGET = "._target_"
 _NUMBER = re.compile(r"\d+\.\d+")
 _SPACES = re.compile(r"^\{.*\}")  # before a name: the place in which XML defines it
@@ -221,7 +220,7 @@ def settings_table(runs: Sequence[Run]) -> TableData:
     """
     settings = [run.all_settings for run in runs]
     whole = [run.settings is not None for run in runs]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in LEFT_OUT)
+    keys = dict.fromkeys(key for one in settings for key in one if key not in OWN_KEYS)
     values = {
         key: {one.get(key, "") for one, all_of_it in zip(settings, whole, strict=True) if all_of_it or key in one}
         for key in keys

@@ -13,20 +13,20 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
-from fedssl.config.compose import MAY_CHANGE, flatten, resolve
+from fedssl.config.compose import flatten, resolve
 from fedssl.config.overrides import nearest
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell, to_csv
+from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value, score_over_seeds
 from fedssl.runs.run import Run, flatten_settings
 from fedssl.untrusted import read_yaml, sanitize
 
 PAPERS_FOLDER = Path(__file__).parent / "papers"
 # What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.
-IGNORED_KEYS = {*MAY_CHANGE, "seed", "evaluation", "experiment", "output_dir", "resume", "run_id"} - {"rounds"}
+IGNORED_KEYS = {*IGNORED, "evaluation", "experiment", "stop_when"}
 MAX_LISTED = 4  # differences that a line names
 NOT_RUN, NOT_EVALUATED = "not run", "not evaluated"
 
@@ -219,12 +219,12 @@ def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
 
 
 def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> PaperRow:
-    runs = list({run.seed: run for run in reversed(runs)}.values())  # the first with a seed counts
+    runs = first_of_each_seed(runs)
     for result in number.results:
         scores = [run.results_of(number.encoder_kind).get(result) for run in runs]
         values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
         if values:
-            ours = Score(mean(values), std=stdev(values) if len(values) > 1 else None)
+            ours = score_over_seeds(values)
             return PaperRow(number=number, result=result, differs=differs, runs=len(values), ours=ours)
     return PaperRow(number=number, result=number.results[0], differs=differs, runs=len(runs), ours=None)
 
@@ -232,43 +232,30 @@ def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> Pap
 def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[Differences, list[Run]]]:
     """The runs with these settings, those together that have the same differences."""
     keys = [key for key in settings if key != "experiment"]
-    runs = [run for run in runs if all(_equal(run.value(key), settings[key]) for key in keys)]
+    runs = [run for run in runs if all(same_value(run.value(key), settings[key]) for key in keys)]
     if not runs:
         return
     config, choices = resolve([f"{key}={value}" for key, value in settings.items()])
     values = {key: sanitize(value) for key, value in flatten(config)}
-    found: dict[frozenset[tuple[str, tuple[str, str]]], tuple[Differences, list[Run]]] = {}
-    for run in runs:
-        if all(run.choices.get(group) == name for group, name in choices.items() if group not in IGNORED_KEYS):
-            differs = _differences(run.settings or {}, values)
-            found.setdefault(frozenset(differs.items()), (differs, []))[1].append(run)
-    yield from found.values()
+    choices = {group: name for group, name in choices.items() if group not in IGNORED_KEYS}
+    runs = [run for run in runs if all(run.choices.get(group) == name for group, name in choices.items())]
+    for group in group_runs(runs, lambda run: _differing_settings(run.settings or {}, values)):
+        yield {key: (ours, values[key]) for key, ours in group.settings.items()}, group.runs
 
 
-def _differences(settings: Mapping[str, Any], expected: Mapping[str, str]) -> Differences:
+def _differing_settings(settings: Mapping[str, Any], expected: Mapping[str, str]) -> dict[str, str]:
     """Settings of a run with other values than expected; those that one of the two does not have are left out."""
     ours = flatten_settings(settings)
     return {
-        key: (ours[key], value)
+        key: ours[key]
         for key, value in expected.items()
-        if key in ours
-        and not {key, key.partition(".")[0]} & IGNORED_KEYS
-        and not _is_place(key)
-        and not _equal(ours[key], value)
+        if key in ours and not is_ignored(key, IGNORED_KEYS) and not _is_place(key) and not same_value(ours[key], value)
     }
 
 
 def _is_place(key: str) -> bool:
     """Whether a setting says where images lie."""
     return key.rpartition(".")[2] in ("path", "cache")
-
-
-def _equal(one: str, other: str) -> bool:
-    """Whether two settings are the same, numbers by their value."""
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one == other
 
 
 def _told(differs: Mapping[str, tuple[str, str]], max_shown: int) -> str:

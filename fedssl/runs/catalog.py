@@ -2,10 +2,9 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -15,6 +14,14 @@ from fedssl.config.overrides import groups, nearest
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.threads import default_threads
+from fedssl.runs.groups import (
+    OWN_KEYS,
+    all_compared_settings,
+    first_of_each_seed,
+    group_runs,
+    same_value,
+    score_over_seeds,
+)
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import RUN_MARKERS, Run, iter_settings, read_run, run_folders
 from fedssl.untrusted import sanitize
@@ -22,7 +29,6 @@ from fedssl.untrusted import sanitize
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
 STATUSES = ("finished", "failed", "interrupted", "running", "ended from outside")
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
-_OWN = ("output_dir", "resume", "run_id")  # of every run its own
 _ABSENT = "(none)"
 
 
@@ -138,16 +144,8 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
             raise InputError(
                 f"there is no status={unknown[0]}{nearest(unknown[0], STATUSES)}; choose one of {', '.join(STATUSES)}"
             )
-        kept = [entry for entry in kept if any(_equal(entry.value(key), value) for value in values.split(","))]
+        kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in values.split(","))]
     return kept
-
-
-def _equal(one: str, other: str) -> bool:
-    """Whether two texts stand for the same value: 0.10 is 0.1, and True is true."""
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one.lower() == other.lower()
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ class RankedRuns:
 
     Attributes
     ----------
-    entries : list of Entry
+    entries : list of RunEntry
         Best first.
     score : Score
         Mean over runs, and spread (divisor n - 1) where there are several.
@@ -166,13 +164,15 @@ class RankedRuns:
     score: Score
 
 
-def rank_runs(entries: Iterable[RunEntry], metric: str, *, group: Callable[[RunEntry], Any]) -> list[RankedRuns]:
+def rank_runs(entries: Iterable[RunEntry], metric: str, *, each: bool = False) -> list[RankedRuns]:
     """Rank finished runs by a final result, the largest first.
 
     Parameters
     ----------
-    group : callable
-        What runs agree in that are one; two with the same seed count once.
+    entries : iterable of RunEntry
+    metric : str
+    each : bool
+        Rank every run by itself; otherwise runs that differ only in their seed are one.
 
     Raises
     ------
@@ -180,21 +180,19 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, group: Callable[[RunE
         No finished run has that result.
     """
     finished = [entry for entry in entries if entry.run.finished]
-    groups: dict[Any, dict[str, RunEntry]] = {}
-    for entry in finished:
-        if metric in entry.results:
-            groups.setdefault(group(entry), {}).setdefault(entry.run.seed, entry)
-    if not groups:
+    entry_of = {entry.run.folder: entry for entry in finished if metric in entry.results}
+    if not entry_of:
         known = dict.fromkeys(name for entry in finished for name in entry.results)
         raise InputError(
             f"no finished run has the result {metric!r}{nearest(metric, known)}; there are {', '.join(known) or 'none'}"
         )
+    runs = [entry.run for entry in entry_of.values()]
     ranked = []
-    for one in groups.values():
-        members = sorted(one.values(), key=lambda entry: entry.results[metric].value, reverse=True)
+    for group in group_runs(runs, (lambda run: {"folder": str(run.folder)}) if each else all_compared_settings):
+        members = [entry_of[run.folder] for run in first_of_each_seed(group.runs)]
+        members.sort(key=lambda entry: entry.results[metric].value, reverse=True)
         values = [entry.results[metric].value for entry in members]
-        std = stdev(values) if len(values) > 1 else None
-        ranked.append(RankedRuns(members, Score(mean(values), members[0].results[metric].unit, std)))
+        ranked.append(RankedRuns(members, score_over_seeds(values, members[0].results[metric].unit)))
     return sorted(ranked, key=lambda one: one.score.value, reverse=True)
 
 
@@ -219,6 +217,6 @@ def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
     defaults, values = dict(iter_settings(plain)), dict(iter_settings(settings))
     for key in dict.fromkeys([*values, *defaults]) if settings else ():
         one, other = values.get(key, _ABSENT), defaults.get(key, _ABSENT)
-        if one != other and key not in _OWN:
+        if one != other and key not in OWN_KEYS:
             found[key] = (one, other)
     return found

@@ -19,7 +19,6 @@ from typing import Any
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
-from fedssl.report.accuracy_table import LEFT_OUT
 from fedssl.report.text_table import align
 from fedssl.runs.catalog import (
     DEFAULT_FOLDERS,
@@ -31,12 +30,12 @@ from fedssl.runs.catalog import (
     rank_runs,
     read_entry,
 )
-from fedssl.runs.run import RUN_MARKERS, iter_settings
+from fedssl.runs.groups import IGNORED, compared_settings, varying
+from fedssl.runs.run import RUN_MARKERS
 from fedssl.untrusted import sanitize
 
 _COLUMNS = ("strategy", "method", "partition", "partition.alpha", "num_clients")
 _HEADS = ("strategy", "method", "partition", "alpha", "K")
-_OWN = {*LEFT_OUT, "output_dir", "resume", "run_id", "threads"}  # in what runs of one group may differ
 
 
 def main() -> int:
@@ -68,7 +67,7 @@ def list_runs(options: argparse.Namespace) -> str:
 def best_runs(options: argparse.Namespace) -> str:
     """Make the list of finished runs by a result."""
     entries, problems = _entries(options.overrides)
-    ranked = rank_runs(entries, options.metric, group=(lambda entry: entry.name) if options.seeds else _settings)
+    ranked = rank_runs(entries, options.metric, each=options.seeds)
     if options.json:
         told = [{**to_flat_dict({options.metric: one.score}), "runs": [*map(_plain, one.entries)]} for one in ranked]
         return _json({"metric": options.metric, "unit": ranked[0].score.unit, "ranked": told, "unreadable": problems})
@@ -129,20 +128,11 @@ def _cells(entry: RunEntry) -> tuple[str, ...]:
     return (entry.date, entry.name, entry.status, rounds, *map(entry.run.value, _COLUMNS), results)
 
 
-def _settings(entry: RunEntry) -> frozenset[tuple[str, str]]:
-    """What runs of one group agree in; a run whose settings are unknown is alone."""
-    known = iter_settings(entry.run.settings) if entry.run.settings else iter([("", entry.name)])
-    return frozenset((key, repr(value)) for key, value in known if not {key, key.partition(".")[0]} & _OWN)
-
-
 def _differing(ranked: Iterable[RankedRuns]) -> list[str]:
     """Settings that were given to some of them, and that they do not agree in, beside those that are always shown."""
     runs = [one.entries[0].run for one in ranked]
-    given = dict.fromkeys(key for run in runs for key in run.overrides)
-    hidden = {*_OWN, *_COLUMNS, "rounds", "experiment"}
-    return [
-        key for key in given if not {key, key.partition(".")[0]} & hidden and len({run.value(key) for run in runs}) > 1
-    ]
+    settings_of = compared_settings(runs, ignored={*IGNORED, *_COLUMNS, "rounds", "experiment"})
+    return varying([settings_of(run) for run in runs])
 
 
 def _plain(entry: RunEntry) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from fedssl.errors import InputError
 from fedssl.plots.comparisons import (
     evaluation_points,
     final_scores,
-    group_by_seed,
     line_styles,
     mean_cosines,
     mean_over_seeds,
@@ -22,6 +21,7 @@ from fedssl.plots.comparisons import (
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
 from fedssl.plots.style import STRATEGY_STYLES, line_style
+from fedssl.runs.groups import group_by_seed
 from fedssl.runs.run import Run, find_runs
 
 
