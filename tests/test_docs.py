@@ -97,4 +97,4 @@ def test_equations_name_settings_that_there_are_and_have_a_command_that_is_accep
 
 
 def test_the_first_page_stays_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170

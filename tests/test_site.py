@@ -65,7 +65,7 @@ def test_parameters_that_share_a_text_have_their_own_defaults(site: Path) -> Non
 def test_modules_have_pages_and_the_readme_is_the_first(site: Path) -> None:
     assert "load_encoder" in text(site / "modules/fedssl.export.encoder_file.html")
     first = (site / "index.html").read_text()
-    assert 'href="guide.html"' in first
+    assert 'href="train.html"' in first
     assert 'href="docs/' not in first
 
 

@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation")
+GUIDE = ("train.md", "sweep.md", "data.md", "evaluate.md", "devices.md", "extend.md")  # by task
 GROUPS = {  # what a choice is called, in the order of the site
     "strategy": "Strategies",
     "method": "Methods",
@@ -64,14 +65,12 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Say what stands where."""
-    own = sorted(file.name for file in (ROOT / "docs").glob("*.md"))
-    first = [
-        name for name in ("guide.md", "strategies.md", "papers.md", "paper_index.md", "learning.md") if name in own
-    ]
+    """Set the navigation."""
+    pages = sorted(file.name for file in (ROOT / "docs").glob("*.md"))
     config.nav = [
         {"fedssl": "index.md"},
-        {"Pages": [*first, *(name for name in own if name not in first)]},
+        {"Guide": list(GUIDE)},
+        {"Pages": [name for name in pages if name not in GUIDE]},
         {"Settings": [{title: f"settings/{group}.md"} for group, title in GROUPS.items()]},
         {"Modules": [f"modules/{package}.md" for package in PACKAGES]},
     ]
