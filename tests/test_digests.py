@@ -86,7 +86,14 @@ def digest(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
 
 
 def arithmetic() -> str:
-    """Digest of what this machine makes of some training steps, whatever the project does."""
+    """Return the digest of some training steps and inner products on this machine, computed without this project.
+
+    Kinds of CPU that agree in convolutions of float32 may differ in inner products (NumPy's BLAS) and in bfloat16.
+    """
+    numbers = np.random.default_rng(0)
+    rows = numbers.standard_normal((16, 1024)) + 0.1
+    inner = {str(dtype): np.vecdot(rows.astype(dtype), rows[::-1].astype(dtype)) for dtype in (np.float32, np.float64)}
+    inner["odd"] = np.array([rows[0, :n] @ rows[1, :n] for n in (3, 29, 311, 1000)])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -101,7 +108,18 @@ def arithmetic() -> str:
                     z = nn.functional.normalize(model(torch.randn(24, 1, 8, 8)), dim=1)
                     (z @ z.T / 0.1).logsumexp(dim=1).mean().backward()
                 optimizer.step()
-    return digest((name, value.detach().numpy()) for name, value in model.state_dict().items())
+        view = torch.randn(30, 1, 8, 8).to(memory_format=torch.contiguous_format)
+        conv, head = (
+            nn.Conv2d(1, 4, 3, padding=1, bias=False),
+            nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 16)),
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            head(conv(view).flatten(1)).float().square().mean().backward()
+    inner |= {
+        f"bfloat16 {name}": weight.grad.numpy() for name, weight in [("conv", conv.weight), *head.named_parameters()]
+    }
+    inner |= {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    return digest(inner.items())
 
 
 def arrays_in(value: object, place: str = "") -> Iterable[tuple[str, np.ndarray]]:
