@@ -147,7 +147,7 @@ def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(
     for free, refused in ((30_719, True), (30_720, False)):
         monkeypatch.setattr("server_app.evaluator.available_memory", lambda free=free: free)
         with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
-            one.check(method.encoder)
+            one.dry_run(method.encoder)
 
 
 def test_without_labels_there_is_nothing_to_evaluate():
