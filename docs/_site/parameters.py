@@ -1,6 +1,6 @@
-"""What griffe reads of docstrings: parameters that share a text, ``a, b : float``, one by one.
+"""Extension of griffe that splits parameters with a shared description, ``a, b : float``.
 
-Griffe gives all of them the default of the first.
+Without it griffe gives all of them the default of the first.
 """
 
 import re
@@ -13,7 +13,7 @@ _SECTION = re.compile(r"(^[ ]*Parameters\n[ ]*-+\n)(.*?)(?=^\w[\w ]*\n-+\n|\Z)",
 
 
 class OneByOne(Extension):
-    """Divides what docstrings say of several parameters."""
+    """Splitter of shared parameter entries."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite the docstring before it is parsed."""
@@ -22,11 +22,11 @@ class OneByOne(Extension):
 
 
 def divided(text: str) -> str:
-    """The docstring with an entry of its own for every parameter."""
-    return _SECTION.sub(lambda found: found[1] + _GROUP.sub(_entries, found[2]), text)
+    """Return the docstring with one entry per parameter."""
+    return _SECTION.sub(lambda match: match[1] + _GROUP.sub(_entries, match[2]), text)
 
 
 def _entries(group: re.Match[str]) -> str:
-    indent, names, kind, said = group.groups()
-    said = said if said.endswith("\n") else f"{said}\n"
-    return "".join(f"{indent}{name}{kind or ''}\n{said}" for name in names.split(", "))
+    indent, names, kind, text = group.groups()
+    text = text if text.endswith("\n") else f"{text}\n"
+    return "".join(f"{indent}{name}{kind or ''}\n{text}" for name in names.split(", "))
