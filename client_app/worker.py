@@ -196,12 +196,12 @@ class ClientWorker:
         return plan
 
     def _add_cached_static(self, plan: TrainPlan, folder: Path) -> TrainPlan:
-        """The plan with what of the method's server half the client has from an earlier round.
+        """The plan with what of the method's server side the client has from an earlier round.
 
         Raises
         ------
         Refused
-            A layer of that half is then still missing.
+            A layer of it is then still missing.
         """
         wanted = set(names_in_parts(self.method, self.method.broadcast_parts))
         if wanted <= plan.broadcast.keys():
@@ -211,7 +211,7 @@ class ClientWorker:
         absent = wanted - plan.broadcast.keys()
         if absent:
             raise RequestRefused(
-                f"the plan lacks {len(absent)} layers of the method's server half, such as {min(absent)}"
+                f"the plan lacks {len(absent)} layers of the method's server side, such as {min(absent)}"
             )
         return plan
 

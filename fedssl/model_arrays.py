@@ -60,7 +60,7 @@ def local_names(method: SSLMethod) -> list[str]:
 
 
 def exchanged_names(method: SSLMethod) -> list[str]:
-    """Names of the layers in use of all parts that are exchanged, but for what the method's server half deals with."""
+    """Names of the layers in use of all parts that are exchanged, but for what the method's server side deals with."""
     others = {*method.local_parts, *method.uploaded_parts, *method.broadcast_parts}
     return [
         name for name in method.named_tensors if part_name(name) not in others and name not in method.inactive_names

@@ -107,9 +107,9 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
     results = evaluator.dry_run(method.encoder)
-    strategy, server_optimizer = make_algorithm(settings, method, devices=bool(task))
+    strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
-    validate_aggregation(settings, devices=bool(task))
+    validate_aggregation(settings, is_deployment=bool(task))
     client_data = None
     if task:
         validate_edge_method(method)
@@ -142,7 +142,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         calibration=make_calibration(settings, method, lr_schedule, device),
         updates=settings.updates,
         secure=settings.secure,
-        privacy=make_privacy(settings, method, devices=bool(task)),
+        privacy=make_privacy(settings, method, is_deployment=bool(task)),
         wire_dtype=settings.wire_dtype,
         unseen_clients=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
         extract_features=make_feature_extractor(settings, method, strategy.server.num_comparison_images, device),
@@ -190,19 +190,19 @@ def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
         )
 
 
-def validate_aggregation(settings: Settings, *, devices: bool) -> None:
+def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
     """Refuse, by an `InputError`, to wait for what cannot come."""
     updates, asked, clients = settings.updates, settings.clients_per_round, settings.num_clients
     if updates.min_updates > asked:
         raise InputError(
             f"updates.min_updates={updates.min_updates} but clients_per_round={asked}; lower the one or raise the other"
         )
-    if not devices and asked + updates.extra_clients > clients:
+    if not is_deployment and asked + updates.extra_clients > clients:
         raise InputError(
             f"updates.extra_clients={updates.extra_clients} but clients_per_round={asked} leaves {clients - asked} of "
             f"num_clients={clients}; lower one of them"
         )
-    if updates.buffered and not devices:
+    if updates.buffered and not is_deployment:
         raise InputError(
             "updates.buffered=true is for devices: the clients of a simulation are never late; set it false"
         )
@@ -243,7 +243,9 @@ def validate_personalized_evaluation(settings: Settings, image_data: ImageData) 
         raise InputError(f"evaluate_clients=true needs labels; {problem or 'the images of the clients have none'}")
 
 
-def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> tuple[FedSSLStrategy, ServerOptimizer]:
+def make_algorithm(
+    settings: Settings, method: SSLMethod, *, is_deployment: bool
+) -> tuple[FedSSLStrategy, ServerOptimizer]:
     """The strategy and the server optimiser, which must be able to work here; raises `InputError`."""
     strategy: FedSSLStrategy = settings.algorithm.strategy.make()
     server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
@@ -255,7 +257,7 @@ def make_algorithm(settings: Settings, method: SSLMethod, *, devices: bool) -> t
             num_unseen_clients=settings.newcomers,
             rounds=settings.rounds,
             seed=settings.seed,
-            is_deployment=devices,
+            is_deployment=is_deployment,
             server_has_images=settings.data.train is not None,
             has_calibration=settings.calibration is not None,
             server_optimizer=server_optimizer.is_active,
@@ -312,7 +314,7 @@ def make_costs(
     )
 
 
-def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Privacy | None:
+def make_privacy(settings: Settings, method: SSLMethod, *, is_deployment: bool) -> Privacy | None:
     """What adds noise; None: nothing. In a simulation, whose numbers are to repeat, the noise comes from the seed."""
     if settings.privacy is None:
         return None
@@ -324,7 +326,7 @@ def make_privacy(settings: Settings, method: SSLMethod, *, devices: bool) -> Pri
         )
 
     def generator(round: int) -> np.random.Generator:
-        return np.random.default_rng() if devices else numpy_generator(settings.seed, "noise", round)
+        return np.random.default_rng() if is_deployment else numpy_generator(settings.seed, "noise", round)
 
     return Privacy(settings.privacy, clients=settings.clients_per_round, generator=generator)
 

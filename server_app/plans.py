@@ -145,7 +145,7 @@ class PlanBuilder:
         )
 
     def _broadcast_for(self, model: GlobalModel, last: int | None) -> Layers:
-        """What the method's server half gives to a client, but for what this holds from an earlier round."""
+        """What the method's server side gives to a client, but for what this holds from an earlier round."""
         held = () if last is None else self._context.method.static_parts
         return {layer: array for layer, array in model.broadcast.items() if part_name(layer) not in held}
 

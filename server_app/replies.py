@@ -119,7 +119,7 @@ def check_update(
     expected : ReferenceLayers
         The layers that the client was to send, as it had received them.
     gathered : ReferenceLayers
-        What its part for the method's server half must be like.
+        What its part for the method's server side must be like.
     required_metrics : collection of str
         Metrics that it must have.
     plan : tuple of int and str

@@ -1,6 +1,6 @@
 """One round: updates up, and of the server's state the next one.
 
-A `Round` knows no algorithm: it asks the halves of a strategy what they define, and does itself what is the same for
+A `Round` knows no algorithm: it asks both sides of a strategy what they define, and does itself what is the same for
 all: who trains, which replies count and in which order, and the rows of the log. Every client is checked and measured
 against the model that it started from.
 """

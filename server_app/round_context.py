@@ -44,7 +44,7 @@ class RoundContext:
     ----------
     strategy : FedSSLStrategy
     method : SSLMethod
-        Tells what is exchanged; its server half is asked.
+        Tells what is exchanged; its server side is asked.
     phases : sequence of Phase
         They cover all rounds.
     initial_arrays : callable
@@ -73,7 +73,7 @@ class RoundContext:
     wire_dtype : str
         How layers travel, see `fedssl.wire.wire_format`.
     extract_features : callable
-        What a model with these layers makes of images of the server's own, for server halves that compare models.
+        What a model with these layers makes of images of the server's own, for server strategies that compare models.
 
     Raises
     ------
@@ -112,7 +112,7 @@ class RoundContext:
 
     @cached_property
     def gathered(self) -> ReferenceLayers:
-        """What a client's part for the method's server half must be like."""
+        """What a client's part for the method's server side must be like."""
         return ReferenceLayers(self._copied(self.method.uploaded_parts))
 
     @property

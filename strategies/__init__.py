@@ -1,1 +1,1 @@
-"""Aggregation algorithms, one per file: the pure rule, and the class with both its halves."""
+"""Aggregation algorithms, one per file: the pure rule, and the class with both its sides."""

@@ -1,8 +1,8 @@
-"""What an aggregation algorithm is: a half that runs on the server and a half that runs on the clients.
+"""What an aggregation algorithm is: a part that runs on the server and a part that runs on the clients.
 
-An algorithm is a `FedSSLStrategy` with a `ServerStrategy` and a `ClientStrategy`. The server half says which model a client
+An algorithm is a `FedSSLStrategy` with a `ServerStrategy` and a `ClientStrategy`. The server side says which model a client
 starts from and which models its update goes into, which layers travel, and by which `Aggregator` updates become new layers.
-The client half says how a client merges what it receives with what it kept, what it keeps, and what it sends. What is
+The client side says how a client merges what it receives with what it kept, what it keeps, and what it sends. What is
 not said is as in federated averaging. `server_app.round.Round` makes rounds of it.
 """
 
@@ -112,7 +112,7 @@ class RoundOutcome:
         Bytes of each of these updates.
     client_features : mapping of int to Tensor
         For each of these clients what its model makes of the server's images, ``(images, dim)``; empty unless
-        the server half asks for it by ``num_comparison_images``.
+        the server side asks for it by ``num_comparison_images``.
     extract_features : callable
         What a model with these layers makes of the same images.
     """
@@ -125,7 +125,7 @@ class RoundOutcome:
 
 
 class ServerStrategy:
-    """The server half of an algorithm; this one has one model, which all clients exchange as a whole.
+    """The server side of an algorithm; this one has one model, which all clients exchange as a whole.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class ServerStrategy:
     def assign_clusters(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
         """Name of the model that each client's update goes into, by what its training changed of the layers.
 
-        Only server halves whose `models_to_cluster` names models are asked, and these define it.
+        Only server strategies whose `models_to_cluster` names models are asked, and these define it.
         """
         raise NotImplementedError
 
@@ -263,7 +263,7 @@ class LocalData(Protocol):
 
 
 class ClientStrategy:
-    """The client half of an algorithm; this one takes what it receives, and keeps what the method keeps.
+    """The client side of an algorithm; this one takes what it receives, and keeps what the method keeps.
 
     Attributes
     ----------
@@ -352,14 +352,14 @@ class FedSSLStrategy:
         usual = CommunicationSummary(
             download=parts, upload=parts, required_metrics=(), local_state=", ".join(method.local_parts) or "nothing"
         )
-        given = {False: "made by the server half", True: "of the server half, once"}
+        given = {False: "made by the server side", True: "of the server side, once"}
         found = self.client.describe_communication(method, self.server.describe_communication(usual))
         return replace(
             found,
             download=", ".join(
                 [found.download, *(f"{name} ({given[name in method.static_parts]})" for name in method.broadcast_parts)]
             ),
-            upload=", ".join([found.upload, *(f"{name} (for the server half)" for name in method.uploaded_parts)]),
+            upload=", ".join([found.upload, *(f"{name} (for the server side)" for name in method.uploaded_parts)]),
         )
 
 

@@ -78,7 +78,7 @@ class Clustered(FedSSLStrategy):
 
 
 def base_strategy_of(rule: str, weighting: str | None) -> ServerStrategy:
-    """The server half of the rule of this name; raises `InputError` if there is none, or it has no such weighting."""
+    """The server side of the rule of this name; raises `InputError` if there is none, or it has no such weighting."""
     check_choice("strategy.rule", rule, (*WEIGHTED_RULES, *UNWEIGHTED_RULES))
     if weighting is None:
         return {**WEIGHTED_RULES, **UNWEIGHTED_RULES}[rule]().server

@@ -27,7 +27,7 @@ class ClusteredServer(ServerStrategy):
     Parameters
     ----------
     base_strategy : ServerStrategy
-        The server half of the algorithm that is at work in each cluster.
+        The server side of the algorithm that is at work in each cluster.
     clusters : int
         C, at least 1.
 
@@ -110,7 +110,7 @@ class ClusteredServer(ServerStrategy):
             )
         if context.method.uploaded_parts or context.method.broadcast_parts:
             raise InputError(
-                f"{type(context.method).__name__} has a server half of its own for one model, and "
+                f"{type(context.method).__name__} has a server side of its own for one model, and "
                 f"strategy.clusters={clusters} makes several; set another method"
             )
 

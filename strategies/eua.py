@@ -1,4 +1,4 @@
-"""EUA, the server half of FedU2: weights under which no client is left behind (Liao et al., CVPR 2024, Sec. 3.4).
+"""EUA, the server side of FedU2: weights under which no client is left behind (Liao et al., CVPR 2024, Sec. 3.4).
 
 With the deviations delta_k = theta - theta_k the new global model is theta minus a step along d = sum_k p_k g_k,
 g_k = grad log ||delta_k||^2 = 2 delta_k / ||delta_k||^2 (Eq. 7), where p makes d the shortest vector in the convex hull

@@ -30,7 +30,7 @@ from strategies.fedavg import mean
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:
-    """Names of the layers of all batch normalisations but those that a server half gives, in the order of the model."""
+    """Names of the layers of all batch normalisations but those that a server side gives, in the order of the model."""
     modules = {name for name, module in method.named_modules() if isinstance(module, _BatchNorm)}
     return [
         name

@@ -74,7 +74,7 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
 
 
 class FedEMAClient(ClientStrategy):
-    """FedEMA's client half.
+    """FedEMA's client side.
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ class FedUOptions:
 
 
 class FedUClient(ClientStrategy):
-    """FedU's client half.
+    """FedU's client side.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ class FedUClient(ClientStrategy):
 
 
 class FedU(FedSSLStrategy):
-    """Federated averaging with FedU's client half; ``weighting`` as in `FedAvg`, other options in `FedUOptions`."""
+    """Federated averaging with FedU's client side; ``weighting`` as in `FedAvg`, other options in `FedUOptions`."""
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ class NeighborAverage:
 
 
 class GossipServer(ServerStrategy):
-    """The server half: a model for each client, and a graph that says whose go into it.
+    """The server side: a model for each client, and a graph that says whose go into it.
 
     The graph is made by `check`, which learns how many clients there are and the seed of the run.
 

@@ -142,7 +142,7 @@ class KrumAggregator(BatchAggregator):
 
 
 class KrumServer(ServerStrategy):
-    """The server half of Krum, which records whom it chose."""
+    """The server side of Krum, which records whom it chose."""
 
     def validate(self, context: StrategyContext) -> None:
         aggregator = self._make_aggregator()

@@ -9,7 +9,7 @@ from strategies.l_dawa import LDAWA
 
 
 class LDAWAFedU(LDAWA):
-    """L-DAWA with FedU's client half; options as in `LDAWA` and `FedUOptions`."""
+    """L-DAWA with FedU's client side; options as in `LDAWA` and `FedUOptions`."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Loss-weighted averaging: clients with a small loss count more (Gao et al., ICASSP 2022; "Loss" in L-DAWA).
 
-beta_k = exp(-L_k) / sum_j exp(-L_j), L_k the mean loss of the client's last local epoch. The published client half
+beta_k = exp(-L_k) / sum_j exp(-L_j), L_k the mean loss of the client's last local epoch. The published client side
 sends exp(-L_k) itself, which is 0 for losses of a few hundred; here the loss travels, and weights are relative to the
 least loss, so that losses of any size and sign work.
 """

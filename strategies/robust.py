@@ -113,7 +113,7 @@ class Median(FedSSLStrategy):
 
 
 class TrimmedServer(ServerStrategy):
-    """The server half of the trimmed mean; ``beta`` as in `trimmed_mean`."""
+    """The server side of the trimmed mean; ``beta`` as in `trimmed_mean`."""
 
     def __init__(self, *, beta: float) -> None:
         self.beta = _share(beta)

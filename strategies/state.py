@@ -18,7 +18,7 @@ class GlobalModel:
     layers : Layers
         All that clients exchange.
     broadcast : Layers
-        What the method's server half made for clients of this model; see `fedssl.methods.base.SSLMethod`.
+        What the method's server side made for clients of this model; see `fedssl.methods.base.SSLMethod`.
     strategy_state : dict
         What the algorithm remembers: numbers, words, arrays and dictionaries of them.
     server_optimizer_state : dict of str to Layers

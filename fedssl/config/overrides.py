@@ -18,7 +18,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 # Words of earlier versions, a choice or a key, and the rest of a sentence that says what they are now.
 RENAMED = {
-    "strategy=orchestra": "is now strategy=fedavg: method=orchestra has a server half of its own, under any strategy",
+    "strategy=orchestra": "is now strategy=fedavg: method=orchestra has a server side of its own, under any strategy",
     "method.strategy": "is gone: method=orchestra works under any strategy; leave it out",
     "tracker.name": "is gone: choose a file of conf/tracker, e.g. tracker=tensorboard",
     "engine.verbose": "is gone: a run on Ray shows all that there is to see; leave it out",

@@ -18,7 +18,7 @@ class SSLMethod(nn.Module):
     ``target_encoder``, ``target_projector``. Parts named in ``local_parts`` stay with the client between rounds (they are
     its state). An optimiser gets the parameters that require a gradient, and no others.
 
-    A method may have a half on the server. Parts named in ``uploaded_parts`` go up to it and are not averaged: `aggregate_parts` makes
+    A method may have a server side. Parts named in ``uploaded_parts`` go up to it and are not averaged: `aggregate_parts` makes
     of those of all clients what ``broadcast_parts`` names, which comes down to the clients and does not go up. All other parts
     travel both ways and are what strategies aggregate.
 
@@ -29,7 +29,7 @@ class SSLMethod(nn.Module):
     local_parts : tuple of str
         Parts that never leave the client.
     uploaded_parts, broadcast_parts : tuple of str
-        Parts that every client sends to the method's server half, and that this gives to the clients. Names, shapes
+        Parts that every client sends to the method's server side, and that this gives to the clients. Names, shapes
         and dtypes of their layers are those of the method as it is built.
     static_parts : tuple of str
         Those of ``broadcast_parts`` that `aggregate_parts` leaves as they are: a client receives them once, and holds them.
@@ -109,7 +109,7 @@ class SSLMethod(nn.Module):
         return None
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
-        """The server half: what clients are given next.
+        """The server side: what clients are given next.
 
         Parameters
         ----------

@@ -39,7 +39,7 @@ class TrainPlan:
     layers : Layers
         The layers that travel down.
     broadcast : Layers
-        What the server half of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
+        What the server side of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
         What `fedssl.config.load.read_client` reads, for simulated clients, or `fedssl.config.device_task.compose_task`, for devices.
     metrics : tuple of str
@@ -151,7 +151,7 @@ class ClientUpdate:
     partition_id : int
         The client; known to the server, not sent.
     uploaded_parts : Layers
-        What the server half of the method gathers, see `fedssl.methods.base.SSLMethod`.
+        What the server side of the method gathers, see `fedssl.methods.base.SSLMethod`.
     num_examples : int, optional
         Images the client trained on.
     train_loss : float, optional

@@ -11,8 +11,8 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
 
 
-# Strategies know a method by its parts alone: a predictor and a target (byol, and so moco_v3), a half on the server
-# (orchestra), a classifier (supervised). The others go with one strategy of each kind of client half and of exchange.
+# Strategies know a method by its parts alone: a predictor and a target (byol, and so moco_v3), a server side
+# (orchestra), a classifier (supervised). The others go with one strategy of each kind of client side and of exchange.
 CORE = [(name, "byol") for name in STRATEGIES]
 CORE += [(name, kind) for kind in METHODS for name in ("l_dawa_fedu", "euc")]
 OTHERS = {(name, kind) for name in STRATEGIES for kind in ("orchestra", "supervised")}

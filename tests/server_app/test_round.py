@@ -203,7 +203,7 @@ def test_only_what_is_declared_travels_up(strategy, metrics, declared):
         assert set(content["metrics"]) == declared
         assert set(content["arrays"]) == set(LAYERS)
         assert set(content) == {"arrays", "method-upload", "metrics", "reply-config"}
-        assert not content["method-upload"]  # the method has no server half
+        assert not content["method-upload"]  # the method has no server side
 
 
 def test_nothing_to_report_and_nothing_to_send_are_said_in_the_plan():

@@ -415,7 +415,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
         (["strategy=featarc", "strategy.clusters=6"], "strategy.clusters=6 but num_clients=5; give at most one"),
         (["strategy=featarc", "strategy.pictures=1"], "strategy.pictures=1 must be at least 2"),
         (["strategy=featarc", "strategy.assign_at=moon"], "strategy.assign_at=moon is not a choice"),
-        (["strategy=featarc", "method=orchestra"], "Orchestra has a server half of its own for one model"),
+        (["strategy=featarc", "method=orchestra"], "Orchestra has a server side of its own for one model"),
         (["strategy=featarc", "calibration=auxiliary"], "calibration=auxiliary trains the one model"),
         (["strategy=clustered", "strategy.choose_by=x"], "strategy.choose_by=x is not a choice"),
         (["strategy=clustered", "strategy.rule=x"], "strategy.rule=x is not a choice"),

@@ -10,7 +10,7 @@ TEAMS = ("even", "odd")
 
 
 class Teams(ServerStrategy):
-    """The server half: whose update goes into which model."""
+    """The server side: whose update goes into which model."""
 
     def __init__(self, *, mix_every: int) -> None:
         super().__init__(WeightedSum)

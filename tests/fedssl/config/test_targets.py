@@ -189,7 +189,7 @@ class TestTargets:
     [
         (
             ["strategy=orchestra"],
-            "^strategy=orchestra is now strategy=fedavg: method=orchestra has a server half of its",
+            "^strategy=orchestra is now strategy=fedavg: method=orchestra has a server side of its",
         ),
         (["strategy=fedavg,orchestra"], "^strategy=orchestra is now strategy=fedavg"),
         (["method=orchestra", "method.strategy=x"], "^method.strategy is gone: method=orchestra works under any"),

@@ -287,9 +287,9 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
     assert min(bytes_down[True]) - max(bytes_down[False]) > teacher_bytes
     communication = federation.strategy.describe_communication(method)
     assert communication.download == (
-        "encoder, projector, dictionary (made by the server half), teacher (of the server half, once)"
+        "encoder, projector, dictionary (made by the server side), teacher (of the server side, once)"
     )
-    assert communication.upload == "encoder, projector, local_dictionary (for the server half)"
+    assert communication.upload == "encoder, projector, local_dictionary (for the server side)"
 
 
 def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, teacher):
@@ -299,7 +299,7 @@ def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, t
         file.unlink()
     federation.run(1)
     assert list(federation.report.dropped) == [1]
-    reason = "the plan lacks 24 layers of the method's server half, such as teacher.blocks.0.0.weight"
+    reason = "the plan lacks 24 layers of the method's server side, such as teacher.blocks.0.0.weight"
     assert reason in federation.report.dropped[1]
     federation.run(1)
     assert federation.report.dropped == {}

@@ -393,8 +393,8 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
     np.testing.assert_array_equal(found[0], clusters_of(sent[:4], np.zeros_like(found[0])))
     np.testing.assert_array_equal(found[1], clusters_of(sent[4:], found[0]))
     communication = federation.strategy.describe_communication(federation.method)
-    assert communication.download == "encoder, projector, rotation, centroids (made by the server half)"
-    assert communication.upload == "encoder, projector, rotation, local_centroids (for the server half)"
+    assert communication.download == "encoder, projector, rotation, centroids (made by the server side)"
+    assert communication.upload == "encoder, projector, rotation, local_centroids (for the server side)"
     assert communication.local_state == "target_encoder, target_projector, memory"
 
 

@@ -190,9 +190,9 @@ def test_few_rounds_give_no_plane(opened: LoadedRun):
 
 def test_a_sum_has_no_models_of_clients():
     with pytest.raises(InputError, match="secure=secagg_plus shows the server no client's model; set keep_models=0"):
-        validate_aggregation(compose(["secure=secagg_plus", "keep_models=1"]), devices=False)
+        validate_aggregation(compose(["secure=secagg_plus", "keep_models=1"]), is_deployment=False)
 
 
 def test_what_noise_hides_is_not_kept():
     with pytest.raises(InputError, match="which kept models of clients show; set keep_models=0"):
-        validate_aggregation(compose(["privacy=central", "keep_models=1"]), devices=False)
+        validate_aggregation(compose(["privacy=central", "keep_models=1"]), is_deployment=False)

@@ -54,7 +54,7 @@ def test_a_network_brings_what_one_process_hands_over(wire_dtype):
     down, up = message_of(plan.to_content()), message_of(update.to_content(plan))
     here, there = TrainPlan.from_content(down.content), TrainPlan.from_content(arrived(down).content)
     assert same(here.layers, there.layers)
-    assert same(there.broadcast, CENTROIDS)  # what a method's server half deals with is not shortened
+    assert same(there.broadcast, CENTROIDS)  # what a method's server side deals with is not shortened
     assert there.wire_dtype == wire_dtype
     options = {"wire_dtype": wire_dtype, "start": start}
     here, there = (ClientUpdate.from_content(one.content, 4, **options) for one in (up, arrived(up)))

@@ -1,4 +1,4 @@
-"""A method's server half under every averaging rule: Orchestra's centroids, and parts for it that cannot be used."""
+"""A method's server side under every averaging rule: Orchestra's centroids, and parts for it that cannot be used."""
 
 import numpy as np
 import pytest
