@@ -5,7 +5,7 @@
 Images of noise hold one to three squares, discs and crosses of any brightness; the detector is trained on new ones in
 every step and judged on 100 others: how many shapes are found, that is, have a box of their class that overlaps by half
 (IoU), and how many of the boxes that it is sure of (score above 0.5) are right. `--scratch` draws the encoder's weights
-anew, to compare with. Detectors freeze no stage here; batch normalisation learns with small batches, as it is.
+anew, to compare with. Detectors freeze no stage here; batch normalization learns with small batches, as it is.
 """
 
 import argparse

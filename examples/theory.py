@@ -13,12 +13,12 @@ dimensions with basis e_1, ..., e_d. An image of class 2k - 1 (+) or 2k (-) is
 so that what tells other classes apart is large and irrelevant for the source's own, and noise is small in each
 direction but large in all together. A source has 2d images of its two classes, and two of each other class.
 
-**Self-supervised features** minimise Eq. 3.1. Its augmentations drop out of the expectation, which leaves
+**Self-supervised features** minimize Eq. 3.1. Its augmentations drop out of the expectation, which leaves
 -tr(w S w') + 1/2 ||w' w||_F^2 with S = E[x x']; so w' w is the best approximation of S of rank m (Eckart and Young),
 and the rows of w span the first m = 2K eigenvectors of S. The global objective, Eq. 2.2, has the mean of the sources'
 S.
 
-**Supervised features** minimise ||u' u||_F^2 + ||v' v||_F^2 under margins of 1 (section 4.2). For a product v u = M
+**Supervised features** minimize ||u' u||_F^2 + ||v' v||_F^2 under margins of 1 (section 4.2). For a product v u = M
 that is at least 2 ||M||_F^2, attained by u = s^(1/2) V' of M = U s V'; so M is the multi-class support vector machine
 with hard margins, which is convex, and u' u = (M' M)^(1/2).
 
@@ -82,7 +82,7 @@ def draw_source(
 
 
 def self_supervised(sources: Sequence[np.ndarray], *, width: int) -> np.ndarray:
-    """Features ``(width, dim)`` that minimise Eq. 3.1 for one source, or its mean over several of equal size."""
+    """Features ``(width, dim)`` that minimize Eq. 3.1 for one source, or its mean over several of equal size."""
     moment = np.mean([images.T @ images / len(images) for images in sources], axis=0)
     values, vectors = np.linalg.eigh(moment)
     features: np.ndarray = (vectors[:, -width:] * np.sqrt(values[-width:])).T

@@ -1,8 +1,8 @@
 """Layers: the named arrays of a model, as they travel between clients and server, and the angles between them.
 
 A *layer* is one named array of a ``state_dict`` (the reading of "layer" in the code of L-DAWA's authors). Three kinds
-are told apart by name and dtype: weights (what an optimiser changes), statistics (running mean and variance of a
-normalisation layer) and counters (integers, such as ``num_batches_tracked``).
+are told apart by name and dtype: weights (what an optimizer changes), statistics (running mean and variance of a
+normalization layer) and counters (integers, such as ``num_batches_tracked``).
 
 The cosine of a client's layer with the global one is Eq. 2 of L-DAWA (Rehman et al., ICCV 2023). Products are summed
 in float32 by BLAS over rows of `ROW` numbers and in float64 across rows (relative error about 1e-7; one float32 sum

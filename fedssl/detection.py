@@ -66,7 +66,7 @@ class Pyramid(nn.Module):
         self.fpn = FeaturePyramidNetwork(channels, out_channels, extra_blocks=LastLevelMaxPool())
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Maps ``(batch, out_channels, height, width)`` of standardised images, by name."""
+        """Maps ``(batch, out_channels, height, width)`` of standardized images, by name."""
         found: dict[str, Tensor] = self.fpn(self._maps(images))
         return found
 
@@ -78,7 +78,7 @@ class Pyramid(nn.Module):
         return maps
 
     def _look(self, size: int) -> "OrderedDict[str, Tensor]":
-        """What the stages make of an image, without a trace in the running statistics of batch normalisation."""
+        """What the stages make of an image, without a trace in the running statistics of batch normalization."""
         training = self.encoder.training
         self.encoder.eval()
         weight = next(self.encoder.parameters())
@@ -105,7 +105,7 @@ def faster_rcnn(encoder: Encoder, *, num_classes: int, out_channels: int = 256, 
     Returns
     -------
     FasterRCNN
-        Images are scaled to the size that the encoder was trained on (``transform.min_size``) and standardised by
+        Images are scaled to the size that the encoder was trained on (``transform.min_size``) and standardized by
         its means. Anchors of a level are squares of four positions' length, and two oblongs of the same area.
 
     Raises

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | None = None) -> Tensor:
-    """Normalised temperature-scaled cross entropy of SimCLR (arXiv 2002.05709, Eq. 1).
+    """Normalized temperature-scaled cross entropy of SimCLR (arXiv 2002.05709, Eq. 1).
 
     With s the cosine divided by the temperature and j the other view of i among the ``2 * batch`` vectors,
     the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``. Further negatives d add ``sum_d exp(s_id)`` to
@@ -20,11 +20,11 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | N
     Parameters
     ----------
     z1, z2 : Tensor
-        Projections of the two views, ``(batch, dim)``; need not be normalised. The gradient flows into both.
+        Projections of the two views, ``(batch, dim)``; need not be normalized. The gradient flows into both.
     temperature : float
         Positive; the smaller, the more the most similar other images weigh.
     negatives : Tensor, optional
-        Vectors of images that are no image's of the batch, ``(n, dim)``; need not be normalised, but none is zero.
+        Vectors of images that are no image's of the batch, ``(n, dim)``; need not be normalized, but none is zero.
         None, or n = 0: there are no others.
 
     Returns
@@ -76,7 +76,7 @@ def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
     Parameters
     ----------
     q, k : Tensor
-        Queries and keys, ``(batch, dim)``; need not be normalised. The gradient flows into both.
+        Queries and keys, ``(batch, dim)``; need not be normalized. The gradient flows into both.
     temperature : float
         Positive.
 
@@ -135,7 +135,7 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -
     Parameters
     ----------
     z1, z2 : Tensor
-        Vectors of the two views, ``(batch, dim)``; need not be normalised.
+        Vectors of the two views, ``(batch, dim)``; need not be normalized.
     anchors : Tensor
         One vector per image, to which the others' similarity is taken, ``(batch, dim)``. The gradient flows into all
         three.
@@ -158,7 +158,7 @@ def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     """Redundancy reduction of Barlow Twins (arXiv 2103.03230, Eq. 1 and 2).
 
     With C the cross-correlation of the two views' features over the batch, ``sum_i (1 - C_ii)^2 + lambd sum_{i != j}
-    C_ij^2``. Features are standardised by the standard deviation of the batch (divided by ``batch``) with 1e-5
+    C_ij^2``. Features are standardized by the standard deviation of the batch (divided by ``batch``) with 1e-5
     added to the variance, as in the authors' code: a feature that is constant counts as uncorrelated.
 
     Parameters
@@ -173,7 +173,7 @@ def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     Tensor
         Scalar >= 0.
     """
-    return _redundancy_reduction(_standardised(z1), _standardised(z2), lambd)
+    return _redundancy_reduction(_standardized(z1), _standardized(z2), lambd)
 
 
 def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
@@ -214,7 +214,7 @@ def _unbiased(z: Tensor) -> Tensor:
     return (z - mean) * torch.rsqrt(variance.clamp(min=torch.finfo(z.dtype).tiny))
 
 
-def _standardised(z: Tensor) -> Tensor:
+def _standardized(z: Tensor) -> Tensor:
     z = at_least_float32(z)
     variance, mean = torch.var_mean(z, dim=0, correction=0)
     return (z - mean) * torch.rsqrt(variance + 1e-5)

@@ -46,7 +46,7 @@ class LocalTrainer:
     optimizer : torch.optim.Optimizer
         Over all that the method ever trains.
     base_lrs : tuple of float
-        Learning rates of the optimiser's groups, before any factor.
+        Learning rates of the optimizer's groups, before any factor.
     regularizer : Regularizer
     epochs : int
     batch_size : int
@@ -79,7 +79,7 @@ class LocalTrainer:
         Raises
         ------
         InputError
-            A part refuses its settings, the regulariser needs a part that the method does not have, or steps are to be
+            A part refuses its settings, the regularizer needs a part that the method does not have, or steps are to be
             recorded that differ.
         """
         regularizer: Regularizer = settings.regularizer.make()
@@ -120,7 +120,7 @@ class LocalTrainer:
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def reset_optimizer(self, *, lr_factor: float) -> None:
-        """Let the optimiser forget what it was used for before, and set its learning rates."""
+        """Let the optimizer forget what it was used for before, and set its learning rates."""
         lrs = [lr * lr_factor for lr in self.base_lrs]
         if self.graphs is not None:
             self.graphs.reset_optimizer(lrs)
@@ -137,7 +137,7 @@ class TrainResult:
     Attributes
     ----------
     loss : float
-        Mean loss per image over the last epoch, regulariser included; NaN if there was no epoch.
+        Mean loss per image over the last epoch, regularizer included; NaN if there was no epoch.
     num_examples : int
         Images of the client.
     """
@@ -165,7 +165,7 @@ def train(
     indices : Tensor
         The client's images ``(m,)``, int64, on the CPU.
     training : LocalTrainer
-        How. Its optimiser goes on from where it is; see `LocalTrainer.reset_optimizer`.
+        How. Its optimizer goes on from where it is; see `LocalTrainer.reset_optimizer`.
     generator : torch.Generator
         CPU generator of everything random in this training.
     labels : Tensor or None
@@ -176,7 +176,7 @@ def train(
     Notes
     -----
     What is random in the views of an epoch is drawn at its start. The loss stays on the device until the end: one
-    synchronisation per call, if the regulariser needs none.
+    synchronization per call, if the regularizer needs none.
     """
     method.train()
     training.regularizer.on_train_start(method)
@@ -208,7 +208,7 @@ def train(
 
 
 def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator, *inputs: Tensor) -> Tensor:
-    """One step of the optimiser on what `SSLMethod.loss` takes; the loss, regulariser included, without gradient."""
+    """One step of the optimizer on what `SSLMethod.loss` takes; the loss, regularizer included, without gradient."""
     optimizer, regularizer = training.optimizer, training.regularizer
     optimizer.zero_grad(set_to_none=True)
     with training.autocast(inputs[0].device):

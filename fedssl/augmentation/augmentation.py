@@ -23,7 +23,7 @@ KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentat
 
 
 class Augmentation:
-    """Makes two normalised random views of a batch of images.
+    """Makes two normalized random views of a batch of images.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Views of small images on a GPU, by one kernel each: `fedssl.augmentation.views.apply_view` and the normalisation.
+"""Views of small images on a GPU, by one kernel each: `fedssl.augmentation.views.apply_view` and the normalization.
 
 A program makes one view of one image without going back to memory: its planes, and the matrices that crop, resize,
 flip and blur them, are small enough to stay in registers. Products are those of IEEE float32. Imported only where it
@@ -67,9 +67,9 @@ def apply_views(
 
 
 @triton.jit
-def _triangle(pixel, length, centre, step):
-    """Unnormalised weights of pixels, counted from the crop's first: a triangle around each centre, 0 outside."""
-    weight = tl.maximum(1 - tl.abs(pixel - centre) / tl.maximum(step, 1.0), 0.0)
+def _triangle(pixel, length, center, step):
+    """Unnormalized weights of pixels, counted from the crop's first: a triangle around each center, 0 outside."""
+    weight = tl.maximum(1 - tl.abs(pixel - center) / tl.maximum(step, 1.0), 0.0)
     return tl.where((pixel > 0) & (pixel < length), weight, 0.0)
 
 
@@ -79,13 +79,13 @@ def _resize(start, length, flip, OUT: tl.constexpr, IN: tl.constexpr, PAD: tl.co
     new = tl.arange(0, SIDE)[:, None]
     old = tl.arange(0, SIDE)[None, :]
     step = length / OUT
-    centre = (new + 0.5) * step
-    centre = tl.where(flip > 0, length - centre, centre)
-    weight = _triangle(old + 0.5 - start, length, centre, step)
+    center = (new + 0.5) * step
+    center = tl.where(flip > 0, length - center, center)
+    weight = _triangle(old + 0.5 - start, length, center, step)
     if PAD > 0:  # what the border mirrors: pixel p is at -p as well, and at 2 * last - p
-        before = _triangle(0.5 - old - start, length, centre, step)
+        before = _triangle(0.5 - old - start, length, center, step)
         weight += tl.where((old >= 1) & (old <= PAD), before, 0.0)
-        behind = _triangle(2 * IN - 1.5 - old - start, length, centre, step)
+        behind = _triangle(2 * IN - 1.5 - old - start, length, center, step)
         weight += tl.where((old <= IN - 2) & (old >= IN - 1 - PAD), behind, 0.0)
     weight = tl.where((new < OUT) & (old < IN), weight, 0.0)
     return weight / tl.maximum(tl.sum(weight, 1), 1e-20)[:, None]
@@ -119,7 +119,7 @@ def _clip(x):
 
 
 @triton.jit
-def _grey(red, green, blue, CHANNELS: tl.constexpr):
+def _gray(red, green, blue, CHANNELS: tl.constexpr):
     return 0.2989 * red + 0.587 * green + 0.114 * blue if CHANNELS == 3 else red
 
 
@@ -174,18 +174,18 @@ def _view(  # noqa: C901  # a kernel is one function
             if operation == 0:
                 red, green, blue = _clip(red * factor), _clip(green * factor), _clip(blue * factor)
             elif operation == 1:
-                grey = tl.where(inside, _grey(red, green, blue, CHANNELS), 0.0)
-                mean_grey = tl.sum(tl.sum(grey, 1), 0) / (SIZE * SIZE)
+                gray = tl.where(inside, _gray(red, green, blue, CHANNELS), 0.0)
+                mean_gray = tl.sum(tl.sum(gray, 1), 0) / (SIZE * SIZE)
                 red, green, blue = (
-                    _blend(red, mean_grey, factor), _blend(green, mean_grey, factor), _blend(blue, mean_grey, factor)
+                    _blend(red, mean_gray, factor), _blend(green, mean_gray, factor), _blend(blue, mean_gray, factor)
                 )  # fmt: skip
             elif operation == 2:
                 if CHANNELS == 3:
-                    grey = _grey(red, green, blue, CHANNELS)
+                    gray = _gray(red, green, blue, CHANNELS)
                     red, green, blue = (
-                        _blend(red, grey, factor),
-                        _blend(green, grey, factor),
-                        _blend(blue, grey, factor),
+                        _blend(red, gray, factor),
+                        _blend(green, gray, factor),
+                        _blend(blue, gray, factor),
                     )
             else:
                 if HUE:
@@ -198,8 +198,8 @@ def _view(  # noqa: C901  # a kernel is one function
                     blue = _of_hue(low, chroma, hue, 2 / 3)
     if GRAY:
         factor = tl.load(numbers + 9 * stride)
-        grey = _grey(red, green, blue, CHANNELS)
-        red, green, blue = _blend(red, grey, factor), _blend(green, grey, factor), _blend(blue, grey, factor)
+        gray = _gray(red, green, blue, CHANNELS)
+        red, green, blue = _blend(red, gray, factor), _blend(green, gray, factor), _blend(blue, gray, factor)
     if BLUR:
         weight = _gauss(tl.load(numbers + 10 * stride), RADIUS, SIZE, SIDE)
         red = _both_sides(weight, red, weight)

@@ -1,7 +1,7 @@
 """Image operations on whole batches, with a parameter of its own for every image.
 
 Images are float *planes* ``(channels, batch, height, width)`` with values in [0, 1]: the plane of a channel is one
-contiguous block, which makes the colour operations fast on a CPU. Each operation returns new planes and equals, image
+contiguous block, which makes the color operations fast on a CPU. Each operation returns new planes and equals, image
 by image, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors.
 Cropping, resizing, flipping and blurring are linear and act on rows and columns separately: each is a pair of matrix
 products (`separable`).
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedssl.machine.devices import is_gpu
 
-LUMINANCE = (0.2989, 0.587, 0.114)  # weights of red, green and blue in the grey value (ITU-R BT.601)
+LUMINANCE = (0.2989, 0.587, 0.114)  # weights of red, green and blue in the gray value (ITU-R BT.601)
 
 
 def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
@@ -63,11 +63,11 @@ def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Te
         ``(batch, out, size)``; rows sum to 1.
     """
     step = (length / out)[:, None]
-    centre = (torch.arange(out, device=start.device) + 0.5) * step
+    center = (torch.arange(out, device=start.device) + 0.5) * step
     if flip is not None:
-        centre = torch.lerp(centre, length[:, None] - centre, flip[:, None])
+        center = torch.lerp(center, length[:, None] - center, flip[:, None])
     pixel = (torch.arange(size, device=start.device) + 0.5) - start[:, None]
-    weights = (1 - (pixel[:, None] - centre[:, :, None]).abs_() / step.clamp(min=1)[:, :, None]).clamp_(min=0)
+    weights = (1 - (pixel[:, None] - center[:, :, None]).abs_() / step.clamp(min=1)[:, :, None]).clamp_(min=0)
     weights *= ((pixel > 0) & (pixel < length[:, None])).float()[:, None]
     return weights / weights.sum(2, keepdim=True)
 
@@ -120,12 +120,12 @@ def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
 
 
 def luminance(planes: Tensor) -> Tensor:
-    """Grey value ``(...)`` of planes ``(channels, ...)``: weighted for 3 channels, otherwise the channels' mean."""
+    """Gray value ``(...)`` of planes ``(channels, ...)``: weighted for 3 channels, otherwise the channels' mean."""
     if len(planes) != 3:
         return planes.mean(0)
     red, green, blue = planes
-    grey: Tensor = LUMINANCE[0] * red
-    return grey.add_(green, alpha=LUMINANCE[1]).add_(blue, alpha=LUMINANCE[2])
+    gray: Tensor = LUMINANCE[0] * red
+    return gray.add_(green, alpha=LUMINANCE[1]).add_(blue, alpha=LUMINANCE[2])
 
 
 def brightness(planes: Tensor, factor: Tensor) -> Tensor:
@@ -134,13 +134,13 @@ def brightness(planes: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(planes: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the mean grey by ``factor`` ``(batch,)``: ``adjust_contrast``. 1 changes nothing, 0 is flat grey."""
+    """Blend with the mean gray by ``factor`` ``(batch,)``: ``adjust_contrast``. 1 changes nothing, 0 is flat gray."""
     mean = luminance(planes.mean((2, 3), keepdim=True))  # luminance is linear: its mean is that of the means
     return (planes * factor[:, None, None]).add_(mean * (1 - factor[:, None, None])).clamp_(0, 1)
 
 
 def saturation(planes: Tensor, factor: Tensor) -> Tensor:
-    """Blend 3 channels with their grey value by ``factor`` ``(batch,)``: ``adjust_saturation``.
+    """Blend 3 channels with their gray value by ``factor`` ``(batch,)``: ``adjust_saturation``.
 
     1 changes nothing, 0 is ``rgb_to_grayscale``.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 
-CANDIDATES = 10  # crop boxes tried per image before the centre crop, as in torchvision
+CANDIDATES = 10  # crop boxes tried per image before the center crop, as in torchvision
 BOX_UNIFORMS = 2 * CANDIDATES + 2
 UNIFORMS = BOX_UNIFORMS + 10  # random numbers per image and view
 
@@ -38,13 +38,13 @@ class View:
     flip : float
         Probability of a left-right flip; 0 turns it off.
     jitter : float
-        Probability of the colour jitter as a whole; 0 turns it off.
+        Probability of the color jitter as a whole; 0 turns it off.
     brightness, contrast, saturation : float
         The factor is uniform from 1 - this (at least 0) to 1 + this; 0 turns the operation off.
     hue : float
         Largest part of the circle by which the hue turns either way, in [0, 0.5]; 0 turns it off.
     gray : float
-        Probability of grey; 0 turns it off.
+        Probability of gray; 0 turns it off.
     blur : float
         Probability of Gaussian blur; 0 turns it off.
     blur_sigma : sequence of float
@@ -118,11 +118,11 @@ class Parameters(NamedTuple):
     flip : Tensor
         1 where the view is flipped, else 0.
     brightness, contrast, saturation : Tensor
-        Factors of the colour jitter; 1 changes nothing.
+        Factors of the color jitter; 1 changes nothing.
     hue : Tensor
         Turn in circles; 0 changes nothing.
     color : Tensor
-        Saturation of the grey step; 0 is grey, 1 changes nothing.
+        Saturation of the gray step; 0 is gray, 1 changes nothing.
     sigma : Tensor
         Standard deviation of the blur in pixels of the view; 0 changes nothing.
     solarize : Tensor
@@ -186,7 +186,7 @@ def crop_boxes(
     """Turn uniform numbers into boxes with the law of torchvision's ``RandomResizedCrop``.
 
     The area is uniform in ``scale`` and the logarithm of width / height in that of ``ratio``; the first of ten
-    candidates that fits, at a uniform place, else the largest centre crop whose ratio is allowed. With a border any box
+    candidates that fits, at a uniform place, else the largest center crop whose ratio is allowed. With a border any box
     has a uniform place in the padded image, as by ``RandomCrop``.
 
     Parameters

@@ -1,13 +1,13 @@
 """Random views of images for parameters that are drawn: how they are computed, one by one or both at once.
 
 The views of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized crop, flip,
-colour jitter, grey, Gaussian blur and solarisation, in this order. Every image has parameters of its own
+color jitter, gray, Gaussian blur and solarization, in this order. Every image has parameters of its own
 (`fedssl.augmentation.recipe`), and for equal parameters the pixels are torchvision's within 1e-5
 (`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one image at a time:
 
 - the order of the four jitter operations is drawn once per view and batch, not once per image;
 - blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
-- saturation, hue and grey are left out unless there are 3 channels.
+- saturation, hue and gray are left out unless there are 3 channels.
 
 `apply_view` is how a CPU does it: one view after the other, a few images at a time, as caches like it. `apply_both` is
 for a GPU, where every operation costs a launch: all images at once and, as far as the order of the jitter allows,

@@ -18,19 +18,19 @@ _DEEPEST = 1000  # a file of others says how deep its encoder is, and every bloc
 
 
 class ConvSmall(Encoder):
-    """Blocks of 3x3 convolution, normalisation and ReLU, then the mean over all positions.
+    """Blocks of 3x3 convolution, normalization and ReLU, then the mean over all positions.
 
     Every block is a stage. ``widths`` are the channels before the first block and after each, ``strides`` one number
-    per block, ``norm`` as in `normalisation`.
+    per block, ``norm`` as in `normalization`.
     """
 
     def __init__(self, *, widths: tuple[int, ...], strides: tuple[int, ...], norm: str = "batch") -> None:
         super().__init__()
-        self.blocks, normalise = nn.Sequential(), normalisation(norm)
+        self.blocks, normalize = nn.Sequential(), normalization(norm)
         for before, after, stride in zip(widths[:-1], widths[1:], strides, strict=True):
-            # No bias: the normalisation that follows would take it out again.
+            # No bias: the normalization that follows would take it out again.
             conv = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-            self.blocks.append(nn.Sequential(conv, normalise(after), nn.ReLU(inplace=True)))
+            self.blocks.append(nn.Sequential(conv, normalize(after), nn.ReLU(inplace=True)))
         self.feature_dim, self.channels = widths[-1], widths[0]
         self.define_stages(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
 
@@ -39,8 +39,8 @@ class ConvSmall(Encoder):
         return x.mean(dim=(2, 3))
 
 
-def normalisation(norm: str) -> Callable[[int], nn.Module]:
-    """Makes the normalisation of so many channels.
+def normalization(norm: str) -> Callable[[int], nn.Module]:
+    """Makes the normalization of so many channels.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch"
     width : int
         Channels of the first of four blocks; the others have 2, 4 and 4 times as many.
     norm : {"batch", "group"}
-        As in `normalisation`.
+        As in `normalization`.
 
     Returns
     -------
@@ -103,7 +103,7 @@ def resnet18(*, channels: int, size: int, stem: str = "small", norm: str = "batc
         "small": 3x3 convolution of stride 1, no pooling. "imagenet": torchvision's own 7x7 convolution of stride 2 and
         max pooling, for images of about 100 pixels and more.
     norm : {"batch", "group"}
-        As in `normalisation`.
+        As in `normalization`.
 
     Raises
     ------
@@ -187,13 +187,13 @@ def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Enc
     if stem not in ("small", "imagenet"):
         raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
 
-    normalise = normalisation(norm)
+    normalize = normalization(norm)
     from torchvision.models.resnet import BasicBlock, Bottleneck  # here: takes a second, and conv_small does without
 
     from fedssl.encoders.torchvision_encoders import ResNetEncoder
 
     blocks = [2, 2, 2, 2] if name == "resnet18" else [3, 4, 6, 3]
-    encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks, normalise=normalise)
+    encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks, normalize=normalize)
     if stem == "small":
         encoder.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
         encoder.maxpool = nn.Identity()

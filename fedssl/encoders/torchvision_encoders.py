@@ -23,8 +23,8 @@ class ResNetEncoder(Encoder, ResNet):
         Kind of residual block.
     layers : list of int
         Blocks of each stage.
-    normalise : callable
-        Makes the normalisation of so many channels.
+    normalize : callable
+        Makes the normalization of so many channels.
     """
 
     conv1: nn.Conv2d
@@ -35,9 +35,9 @@ class ResNetEncoder(Encoder, ResNet):
     fc: nn.Module
 
     def __init__(
-        self, block: type[BasicBlock | Bottleneck], layers: list[int], *, normalise: Callable[[int], nn.Module]
+        self, block: type[BasicBlock | Bottleneck], layers: list[int], *, normalize: Callable[[int], nn.Module]
     ) -> None:
-        super().__init__(block, layers, norm_layer=normalise)
+        super().__init__(block, layers, norm_layer=normalize)
         self.feature_dim = 512 * block.expansion
         self.fc = nn.Identity()
         self.define_stages(
@@ -46,7 +46,7 @@ class ResNetEncoder(Encoder, ResNet):
         )
 
     def stem(self, images: Tensor) -> Tensor:
-        """First convolution, normalisation and pooling."""
+        """First convolution, normalization and pooling."""
         features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         return features
 
@@ -69,7 +69,7 @@ def sincos_position_embedding(side: int, width: int) -> Tensor:
 
 
 class ViTEncoder(Encoder, VisionTransformer):
-    """VisionTransformer of torchvision; its blocks are the stages, the last layer normalisation is the tail.
+    """VisionTransformer of torchvision; its blocks are the stages, the last layer normalization is the tail.
 
     Parameters
     ----------
@@ -124,6 +124,6 @@ class ViTEncoder(Encoder, VisionTransformer):
         return placed
 
     def pool(self, x: Tensor) -> Tensor:
-        """Normalised class token, or the mean over the normalised tokens of the patches."""
+        """Normalized class token, or the mean over the normalized tokens of the patches."""
         h: Tensor = self.encoder.ln(x[:, 0]) if self._pooling == "token" else self.encoder.ln(x).mean(dim=1)
         return h

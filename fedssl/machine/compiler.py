@@ -1,4 +1,4 @@
-"""torch without its compiler, which optimisers and dispatch modes import only to be left alone by it.
+"""torch without its compiler, which optimizers and dispatch modes import only to be left alone by it.
 
 The import takes as long as that of torch itself, and 100 MB, in every process that trains.
 """
@@ -22,6 +22,6 @@ def disable_dynamo_import() -> None:
 
 
 def optimizer_step(optimizer: Optimizer) -> None:
-    """A step of the optimiser, without torch's wrappers around it: hooks, a mark for its profiler, and the import."""
+    """A step of the optimizer, without torch's wrappers around it: hooks, a mark for its profiler, and the import."""
     with torch.no_grad():
         unwrap(type(optimizer).step, stop=lambda step: step.__code__.co_filename != OPTIMIZER_FILE)(optimizer)

@@ -1,7 +1,7 @@
 """CUDA graphs: a GPU records what a training step asks of it, and does it again for one launch.
 
 A small step asks for hundreds of kernels, each of which takes the process longer to ask for than the GPU to do. A
-recorded step works on the memory it was recorded with: weights, the optimiser's state and the learning rate stay where
+recorded step works on the memory it was recorded with: weights, the optimizer's state and the learning rate stay where
 they are and change in place, and what differs from step to step is copied to where the recorded one reads it.
 """
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fedssl.errors import InputError, RequestRefused
 
 WARMUP_STEPS = (
-    3  # steps of a kind before one is recorded: libraries choose their kernels, the optimiser makes its state
+    3  # steps of a kind before one is recorded: libraries choose their kernels, the optimizer makes its state
 )
 MAX_GRAPHS = 16  # recorded kinds of steps, which differ in their batch size or in what is trained
 
@@ -34,7 +34,7 @@ class _CapturedStep:
 
 
 class CudaGraphCache:
-    """The recorded steps of one method with one optimiser.
+    """The recorded steps of one method with one optimizer.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class CudaGraphCache:
                 group["capturable"] = True  # else torch refuses to record the step
 
     def reset_optimizer(self, lrs: Sequence[float]) -> None:
-        """Let the optimiser forget what it was used for before, and set the learning rates of its groups."""
+        """Let the optimizer forget what it was used for before, and set the learning rates of its groups."""
         groups = self._optimizer.param_groups
         trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
         if trained == self._trained:
@@ -102,7 +102,7 @@ class CudaGraphCache:
 
 
 def check_fused(optimizer: Optimizer) -> None:
-    """Refuse an optimiser whose step cannot be recorded, or does not begin with zeros; raises `InputError`."""
+    """Refuse an optimizer whose step cannot be recorded, or does not begin with zeros; raises `InputError`."""
     for group in optimizer.param_groups:
         if not group.get("fused"):
             raise InputError("cuda_graphs=true needs optimizer.fused=true, because only such a step can be recorded")

@@ -16,7 +16,7 @@ class SSLMethod(nn.Module):
 
     The first component of a ``state_dict`` name tells the part: ``encoder``, ``projector``, ``predictor``,
     ``target_encoder``, ``target_projector``. Parts named in ``local_parts`` stay with the client between rounds (they are
-    its state). An optimiser gets the parameters that require a gradient, and no others.
+    its state). An optimizer gets the parameters that require a gradient, and no others.
 
     A method may have a server side. Parts named in ``uploaded_parts`` go up to it and are not averaged: `aggregate_parts` makes
     of those of all clients what ``broadcast_parts`` names, which comes down to the clients and does not go up. All other parts
@@ -42,7 +42,7 @@ class SSLMethod(nn.Module):
         none.
     min_batch_size : int
         Fewest images that a step can learn anything from. 2 where nothing else is said: an image alone has no other
-        to be told apart from, and its batch normalisation is 0 whatever the image.
+        to be told apart from, and its batch normalization is 0 whatever the image.
     uses_labels : bool
         Whether `loss` takes the labels of the images, int64, ``(batch,)``, as a third argument.
     cuda_graph_safe : bool
@@ -96,7 +96,7 @@ class SSLMethod(nn.Module):
         """
 
     def on_step_end(self) -> None:
-        """Follow-up of one optimiser step, e.g. the moving average of a target network."""
+        """Follow-up of one optimizer step, e.g. the moving average of a target network."""
 
     def end_round(self) -> None:
         """Follow-up of local training, before it is read what stays with the client and what travels."""

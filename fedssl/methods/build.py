@@ -9,7 +9,7 @@ from fedssl.seeding import derive_seed
 
 
 def build_method(model: ModelSettings) -> SSLMethod:
-    """The method with its encoder and heads, initialised from the run's seed alone.
+    """The method with its encoder and heads, initialized from the run's seed alone.
 
     Raises
     ------

@@ -17,7 +17,7 @@ def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iteratio
     """Soft assignment of vectors to clusters of equal size (Sinkhorn-Knopp).
 
     The matrix nearest to ``exp(sharpness * similarity)`` in relative entropy whose rows sum to 1 and whose columns sum
-    to ``n / clusters``, found by normalising columns and rows in turn. It is computed with logarithms, so no sharpness
+    to ``n / clusters``, found by normalizing columns and rows in turn. It is computed with logarithms, so no sharpness
     is too large for it.
 
     Parameters
@@ -27,7 +27,7 @@ def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iteratio
     sharpness : float
         Positive; the larger, the harder the assignment.
     iterations : int
-        Normalisations of columns and rows. The rows are exact, the columns the nearer the more there are.
+        Normalizations of columns and rows. The rows are exact, the columns the nearer the more there are.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Ten
     Parameters
     ----------
     points : Tensor
-        ``(n, dim)``, n >= 1; need not be normalised. With fewer than ``clusters`` some centroids are equal.
+        ``(n, dim)``, n >= 1; need not be normalized. With fewer than ``clusters`` some centroids are equal.
     clusters : int
         At least 1.
     iterations : int

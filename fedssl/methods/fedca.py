@@ -1,6 +1,6 @@
 """FedCA (Zhang et al., *Federated Unsupervised Representation Learning*, arXiv 2010.08982): SimCLR in a federation.
 
-Two things are added to SimCLR's loss. The *dictionary*: clients send normalised projections of some of their images,
+Two things are added to SimCLR's loss. The *dictionary*: clients send normalized projections of some of their images,
 the server shares those of all, and they are further negatives of every client's images. The *alignment*: local
 representations stay near those of a base model, the teacher, which was trained on public images before.
 
@@ -12,7 +12,7 @@ There is no public code. What follows is this project's choice:
 - the server keeps the newest of all in a queue (`enqueue`). With ``entries`` equal to clients_per_round times
   ``dictionary_size`` it is the union of the last round; more of them are of older models;
 - a client's own entries are among its negatives, because nobody tells the server which are whose;
-- the alignment is the squared distance of normalised representations of the same view of the client's own images;
+- the alignment is the squared distance of normalized representations of the same view of the client's own images;
 - the teacher has the architecture of the run's encoder and travels once, see `SSLMethod.constant`.
 """
 
@@ -36,12 +36,12 @@ LOCAL, GLOBAL = "local_dictionary", "dictionary"
 
 
 def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
-    """Mean squared distance of normalised representations, ``|h / |h| - t / |t||^2``.
+    """Mean squared distance of normalized representations, ``|h / |h| - t / |t||^2``.
 
     Parameters
     ----------
     h, teacher_features : Tensor
-        Of the same images, ``(batch, dim)``; need not be normalised. The gradient flows into ``h`` only.
+        Of the same images, ``(batch, dim)``; need not be normalized. The gradient flows into ``h`` only.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
     queue : ndarray
         ``(entries, dim)``; rows of zeros are empty.
     newest : sequence of ndarray
-        Of each client, ``(n, dim)``. Rows are normalised here, whoever sent them; those of zeros are no entries.
+        Of each client, ``(n, dim)``. Rows are normalized here, whoever sent them; those of zeros are no entries.
 
     Returns
     -------
@@ -154,7 +154,7 @@ class FedCA(SSLMethod):
 
     @torch.no_grad()
     def store_projections(self, projections: Tensor) -> None:
-        """Put projections ``(batch, dim)``, normalised, where there is room among those to be sent."""
+        """Put projections ``(batch, dim)``, normalized, where there is room among those to be sent."""
         free = self.local_dictionary[self._filled :]
         rows = F.normalize(projections[: len(free)].to(free.dtype), dim=1)
         free[: len(rows)] = rows

@@ -10,7 +10,7 @@ Where this differs from the authors' code:
   ``(KL(p, m) + KL(q, m)) / 2``; theirs has the arguments of KL the other way round. In both the gradient flows into m;
 - the images that relations are about are the others of the batch, which are random images of the client as well;
   theirs are a second batch drawn beside it, which costs three more forward passes;
-- their heads have no batch normalisation and their views no change of colour.
+- their heads have no batch normalization and their views no change of color.
 """
 
 import copy
@@ -34,7 +34,7 @@ class FedX(SSLMethod):
     nor stays with the client, because `start_round` makes it anew from the global layers (from what the client starts
     the round with, if its strategy mixes them with its own).
 
-    A batch has three images at least: batch normalisation makes 1 and -1 of two images, whatever they are.
+    A batch has three images at least: batch normalization makes 1 and -1 of two images, whatever they are.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ from fedssl.errors import InputError
 
 
 class MLP(nn.Sequential):
-    """Linear layers with ReLU, and by default batch normalisation, between them.
+    """Linear layers with ReLU, and by default batch normalization, between them.
 
     The papers' heads are settings of this one: the linear head of L-DAWA is ``layers=1``, the projectors of SimCLR and
     BYOL are ``layers=2``, those of SimSiam and MoCo v3 ``layers=3, last_norm=True``.
@@ -24,9 +24,9 @@ class MLP(nn.Sequential):
     layers : int
         Number of linear layers.
     norm : bool
-        Whether a batch normalisation follows every layer but the last; FedX's heads have none.
+        Whether a batch normalization follows every layer but the last; FedX's heads have none.
     last_norm : bool
-        Whether a batch normalisation without scale and shift follows the last layer.
+        Whether a batch normalization without scale and shift follows the last layer.
 
     Attributes
     ----------
@@ -50,9 +50,9 @@ class MLP(nn.Sequential):
         super().__init__()
         widths = [in_features, *[hidden] * (layers - 1), out]
         for before, after in pairwise(widths[:-1]):
-            # No bias before a normalisation, which would take it out again.
-            normalisation = [nn.BatchNorm1d(after)] if norm else []
-            self.extend([nn.Linear(before, after, bias=not norm), *normalisation, nn.ReLU(inplace=True)])
+            # No bias before a normalization, which would take it out again.
+            normalization = [nn.BatchNorm1d(after)] if norm else []
+            self.extend([nn.Linear(before, after, bias=not norm), *normalization, nn.ReLU(inplace=True)])
         self.append(nn.Linear(widths[-2], out, bias=not last_norm))
         if last_norm:
             self.append(nn.BatchNorm1d(out, affine=False))

@@ -24,11 +24,11 @@ TARGETS = ("keep", "copy", "average")
 class EMATargetMethod(SSLMethod):
     """Online encoder and projector, and a target encoder and projector that follow them.
 
-    The target is in train mode like the online network: its batch normalisation uses the statistics of the batch, and
+    The target is in train mode like the online network: its batch normalization uses the statistics of the batch, and
     its running statistics come from its own passes; the moving average concerns parameters only. It is taken after each
     step, which is before the next targets are computed.
 
-    A batch has three images at least: batch normalisation makes 1 and -1 of two images, whatever they are.
+    A batch has three images at least: batch normalization makes 1 and -1 of two images, whatever they are.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ Where this differs from the authors' code:
   the memory, which begins anew with them;
 - their memory begins with random numbers and ends in the client's object, which every round makes anew; here it begins
   empty and stays with the client;
-- what is turned is view 1, theirs is a third view; to regularisers it is the first of the two views;
+- what is turned is view 1, theirs is a third view; to regularizers it is the first of the two views;
 - an image of a batch is turned by as many quarters as its position, modulo 4, instead of at random: positions are
   random already, and all four angles come equally often;
 - the target network moves after a step, not before the next one, which is the same but for a round's first step;
@@ -53,9 +53,9 @@ def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: fl
     Parameters
     ----------
     z : Tensor
-        Projections of the online network, ``(batch, dim)``; need not be normalised. The gradient flows into them only.
+        Projections of the online network, ``(batch, dim)``; need not be normalized. The gradient flows into them only.
     target : Tensor
-        Projections of the target network from the other view, ``(batch, dim)``; need not be normalised.
+        Projections of the target network from the other view, ``(batch, dim)``; need not be normalized.
     centroids : Tensor
         Unit vectors, or all zeros, ``(clusters, dim)``.
     temperature : float
@@ -157,7 +157,7 @@ class Orchestra(EMATargetMethod):
 
     @torch.no_grad()
     def enqueue(self, projections: Tensor) -> None:
-        """Put projections ``(batch, dim)``, normalised, in front of the memory, from whose end the oldest fall off."""
+        """Put projections ``(batch, dim)``, normalized, in front of the memory, from whose end the oldest fall off."""
         newest = F.normalize(projections.to(self.memory.dtype), dim=1)
         self.memory.copy_(torch.cat((newest, self.memory))[: len(self.memory)])
 

@@ -31,7 +31,7 @@ class SimCLR(SSLMethod):
     temperature : float
         Of the loss; positive.
     one_forward : bool
-        Whether both views go through the network concatenated, as in SimCLR itself: batch normalisation then
+        Whether both views go through the network concatenated, as in SimCLR itself: batch normalization then
         uses the statistics of both views together and updates the running ones once a step. False: one after
         the other, each view with its own statistics.
     loss : {"standard", "l_dawa"}

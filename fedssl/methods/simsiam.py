@@ -17,7 +17,7 @@ from fedssl.methods.momentum import predictor_for
 class SimSiam(SSLMethod):
     """An encoder, a projector and a predictor; every view has a forward pass of its own.
 
-    A batch has three images at least: batch normalisation makes 1 and -1 of two images, whatever they are.
+    A batch has three images at least: batch normalization makes 1 and -1 of two images, whatever they are.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""Regularisers: terms that are added to the local loss of any method."""
+"""Regularizers: terms that are added to the local loss of any method."""

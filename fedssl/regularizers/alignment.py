@@ -1,7 +1,7 @@
 """Alignment: the representation of one view stays close to the received encoder's representation of the other.
 
 LW-FedSSL (Tun et al., arXiv 2401.11647, Eq. 3) measures closeness by InfoNCE, FeatARC (Wang et al., ICLR 2023, arXiv
-2210.10947, section 5) by the cosine. LW-FedSSL does not say whether representations are normalised; here they are. The
+2210.10947, section 5) by the cosine. LW-FedSSL does not say whether representations are normalized; here they are. The
 code of FeatARC compares the projection of a view with the received encoder's representation of the image itself,
 which needs projections as long as representations; the paper, and this, compare representations with representations.
 """
@@ -25,7 +25,7 @@ def alignment(
     Parameters
     ----------
     z1, z2 : Tensor
-        Local representations of the two views, ``(batch, dim)``; need not be normalised.
+        Local representations of the two views, ``(batch, dim)``; need not be normalized.
     g1, g2 : Tensor
         Representations of the received encoder, ``(batch, dim)``, without gradient.
     distance : {"info_nce", "cosine"}

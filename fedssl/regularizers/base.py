@@ -1,4 +1,4 @@
-"""The interface of a regulariser: a term added to the local loss of any method."""
+"""The interface of a regularizer: a term added to the local loss of any method."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from fedssl.methods.base import SSLMethod
 
 @dataclass(frozen=True)
 class RegularizerInput:
-    """Values of one training step that a regulariser may use.
+    """Values of one training step that a regularizer may use.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Regularizer:
 
 
 class CombinedRegularizer(Regularizer):
-    """The term of a regulariser, and one more, which looks at weights alone."""
+    """The term of a regularizer, and one more, which looks at weights alone."""
 
     cuda_graph_safe = False  # it is made anew for every client
 

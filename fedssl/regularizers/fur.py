@@ -1,4 +1,4 @@
-"""The flexible uniform regulariser of FedU2 (Liao et al., CVPR 2024): projections spread out over the sphere.
+"""The flexible uniform regularizer of FedU2 (Liao et al., CVPR 2024): projections spread out over the sphere.
 
 Eq. 2 adds the divergence of either view's vectors from random points of the sphere to the local loss. The divergence
 is unbalanced optimal transport (Eqs. 4-6), which leaves unmatched points that are far from all others;
@@ -54,7 +54,7 @@ def uot_uniformity(
     Parameters
     ----------
     z : Tensor
-        Representations, ``(batch, dim)``, or several batches, ``(..., batch, dim)``; normalised here.
+        Representations, ``(batch, dim)``, or several batches, ``(..., batch, dim)``; normalized here.
     samples : Tensor
         Points of the sphere s, ``(..., samples, dim)``, each of length 1.
     cost_scale : float
@@ -84,16 +84,16 @@ def uot_uniformity(
 
 
 def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tensor) -> Tensor:
-    """Regulariser of FedU2's code: sliced distances in tangent spaces of the sphere.
+    """Regularizer of FedU2's code: sliced distances in tangent spaces of the sphere.
 
     With ``log_b`` the logarithm of the sphere at base b, the sum over the bases of the mean over k and projections p of
-    ``(sort(log_b(z) p)_k - sort(log_b(s) p)_k)^2``, divided by 6. Unlike in the code z is normalised whatever the
+    ``(sort(log_b(z) p)_k - sort(log_b(s) p)_k)^2``, divided by 6. Unlike in the code z is normalized whatever the
     method; there it is for SimCLR only.
 
     Parameters
     ----------
     z : Tensor
-        Representations, ``(batch, dim)``; normalised here.
+        Representations, ``(batch, dim)``; normalized here.
     samples : Tensor
         Points of the sphere, ``(batch, dim)``, each of length 1.
     bases : Tensor

@@ -1,7 +1,7 @@
 """Learning rates over the rounds: pure functions of the round, whose value the server sends with the plan.
 
 Every function maps a round, counted from 1, the number of rounds of the run and its phase to the factor
-by which the optimiser's learning rate is multiplied in that round. Within a round the rate is constant: a client that
+by which the optimizer's learning rate is multiplied in that round. Within a round the rate is constant: a client that
 takes part in few rounds is no further on its way than the others.
 """
 

@@ -2,7 +2,7 @@
 
 ``end_to_end`` trains everything from the first round on. ``layer_wise`` is FedMoCo-LW's and LW-FedSSL's (Tun et al.,
 arXiv 2401.11647, Section 4): the encoder grows by one stage at a time, and only the newest is trained. ``progressive``
-is Prog-FedSSL's (Section 4.3): it grows as well, and all of it is trained. Heads, and the normalisation behind a vision
+is Prog-FedSSL's (Section 4.3): it grows as well, and all of it is trained. Heads, and the normalization behind a vision
 transformer's blocks, are always trained. The patch embedding (a ResNet's first convolution) belongs to the first stage,
 which reproduces the FLOPs of the paper's Table 3; the paper does not say when it is trained.
 """

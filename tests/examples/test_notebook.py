@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "neighbours.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "neighbors.ipynb"
 
 
 def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

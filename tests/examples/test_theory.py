@@ -1,4 +1,4 @@
-"""examples/theory.py: minimisers against their objectives, by hand, and the trends that the paper proves."""
+"""examples/theory.py: minimizers against their objectives, by hand, and the trends that the paper proves."""
 
 import csv
 import importlib.util
@@ -22,7 +22,7 @@ def eq_3_1(features, sources):
     return -np.mean(aligned) + 0.5 * np.linalg.norm(features.T @ features) ** 2
 
 
-def test_self_supervised_features_minimise_the_objective():
+def test_self_supervised_features_minimize_the_objective():
     generator = np.random.default_rng(0)
     sources = [generator.normal(size=(30, 6)) * [3, 1, 2, 1, 1, 1], generator.normal(size=(30, 6)) * [1, 3, 1, 1, 1, 1]]
     features = theory.self_supervised(sources, width=3)

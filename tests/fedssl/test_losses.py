@@ -208,7 +208,7 @@ def test_byol_by_hand() -> None:
 
 
 def test_byol_is_its_equation() -> None:
-    """Eq. 2 is the squared distance of the normalised vectors."""
+    """Eq. 2 is the squared distance of the normalized vectors."""
     p1, z2, p2, z1 = draw(6, 5, count=4)
 
     def slow(p: Tensor, z: Tensor) -> float:

@@ -157,7 +157,7 @@ class Outputs(Regularizer):
 
 
 @pytest.mark.parametrize("one_forward", [True, False])
-def test_a_regulariser_sees_the_representations_of_both_views(one_forward):
+def test_a_regularizer_sees_the_representations_of_both_views(one_forward):
     class Sums(Toy):
         def loss(self, view1, view2):
             flat = [view.flatten(1) for view in (view1, view2)]

@@ -20,7 +20,7 @@ def read(split: str, *, channels: int, size: int, limit: int | None, noise: floa
     limit : int or None
         Use only so many images.
     noise : float
-        Standard deviation of what is added to every pixel, in grey levels of 0 to 255; 0 turns it off.
+        Standard deviation of what is added to every pixel, in gray levels of 0 to 255; 0 turns it off.
     """
     if split not in COUNTS:
         return None

@@ -48,7 +48,7 @@ def test_views_equal_a_torchvision_pipeline_with_the_same_parameters():
             close(0.2 * actual[index][k], 0.2 * normalized(255 * image[None])[0])  # 0.2: the smallest std
 
 
-def test_neutral_recipe_only_normalises():
+def test_neutral_recipe_only_normalizes():
     images = random_images(7, 3, 16, 16)
     first, second = augmentation({})(images, generator())
     close(first, normalized(images))
@@ -178,7 +178,7 @@ def test_cuda_makes_the_same_views_as_the_cpu():
         ([{"pad": 1.5}, {}], r"augmentation.views.0.pad=1.5 is no number of pixels; set it to a whole number of at"),
         ([{"pad": True}, {}], "pad=True is no number of pixels"),
         ([{"pad": -1}, {}], "pad=-1 is out of range"),
-        ([{"solarise": 0.5}, {}], "solarise is no setting of a view; use one of: solarize"),
+        ([{"solarize": 0.5}, {}], "solarize is no setting of a view; use one of: solarize"),
     ],
 )
 def test_bad_recipes(views, message):

@@ -12,7 +12,7 @@ from tests.fedssl.augmentation.made import RECIPES, augmentation, close, generat
 
 
 def tricky_images():
-    """Random images, and such with equal channels, black, white and the six pure colours."""
+    """Random images, and such with equal channels, black, white and the six pure colors."""
     images = random_images(32, 3, 12, 12)
     images[0] = 77
     images[1, 0] = images[1, 1]
@@ -58,7 +58,7 @@ def test_hue_turns_each_image_by_its_own_angle():
 
 
 def test_hue_by_hand():
-    # A third of the circle takes red to green; a sixth takes red to yellow (red and green at their largest). The colour
+    # A third of the circle takes red to green; a sixth takes red to yellow (red and green at their largest). The color
     # (0.8, 0.4, 0.2) has M = 0.8, m = 0.2, C = 0.6 and lies 1/3 of a sixth after red; half a circle takes it to 3 1/3
     # sixths: blue is largest (0.8), red smallest (0.2), green 4 - 3 1/3 = 2/3 of C above m: 0.6.
     colors = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [0.8, 0.4, 0.2]]).T[:, :, None, None]
@@ -155,7 +155,7 @@ def test_a_fedx_view_is_the_image_moved_and_perhaps_flipped():
 
 
 def test_crop_weights_by_hand():
-    # Pixels 1 and 2 of 4, drawn out to 4: the centres 0.25, 0.75, 1.25, 1.75 of the new pixels lie between the centres
+    # Pixels 1 and 2 of 4, drawn out to 4: the centers 0.25, 0.75, 1.25, 1.75 of the new pixels lie between the centers
     # 0.5 and 1.5 of the old ones, or beyond them. Flipped, the rows come in reverse.
     weights = operations.crop_weights(torch.tensor([1.0]), torch.tensor([2.0]), size=4, out=4)[0]
     expected = torch.tensor([[0, 1, 0, 0], [0, 0.75, 0.25, 0], [0, 0.25, 0.75, 0], [0, 0, 1, 0]])

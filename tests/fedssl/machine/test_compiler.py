@@ -1,4 +1,4 @@
-"""Training does without torch's compiler, and its steps are the optimisers' own."""
+"""Training does without torch's compiler, and its steps are the optimizers' own."""
 
 import functools
 import subprocess
@@ -26,7 +26,7 @@ def test_a_run_does_not_import_it(tmp_path):
 
 
 class Own(torch.optim.SGD):
-    """An optimiser with a wrapper of its own around its step."""
+    """An optimizer with a wrapper of its own around its step."""
 
     @functools.wraps(torch.optim.SGD.step)
     def step(self):
@@ -45,7 +45,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_step_is_the_optimisers_own(kind):
+def test_a_step_is_the_optimizers_own(kind):
     results = []
     for step in (optimizer_step, lambda optimizer: optimizer.step()):
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 7))

@@ -172,7 +172,7 @@ def test_the_queue_by_hand():
     np.testing.assert_array_equal(enqueue(second, [e]), e[:3])
 
 
-def test_what_clients_send_is_normalised_whoever_sends_it():
+def test_what_clients_send_is_normalized_whoever_sends_it():
     rows = np.array([[3e4, 4e4], [3e-30, 4e-30]], np.float32)
     np.testing.assert_allclose(enqueue(np.zeros((2, 2), np.float32), [rows]), [[0.6, 0.8]] * 2, rtol=1e-6)
 

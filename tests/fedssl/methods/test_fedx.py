@@ -169,7 +169,7 @@ def test_the_received_model_is_frozen_and_follows_at_the_start_of_a_round() -> N
     before = {name: value.clone() for name, value in received(method).items()}
     memory = {name: value.data_ptr() for name, value in received(method).items()}
     step(method)
-    # Neither the optimiser nor the running statistics of its own passes change it, and no gradient reaches it.
+    # Neither the optimizer nor the running statistics of its own passes change it, and no gradient reaches it.
     assert all(torch.equal(value, before[name]) for name, value in received(method).items())
     assert not any(network.training for network in method.received)
     assert all(p.grad is None and not p.requires_grad for network in method.received for p in network.parameters())

@@ -89,14 +89,14 @@ def test_a_head_without_layers_is_refused() -> None:
         MLP(5, hidden=7, out=3, layers=0)
 
 
-def test_simclr_in_one_forward_normalises_both_views_together() -> None:
+def test_simclr_in_one_forward_normalizes_both_views_together() -> None:
     method = SimCLR(encoder(), projector=HEAD, temperature=0.5)
     view1, view2 = views()
     z = method.projector(method.encoder(torch.cat((view1, view2))))
     torch.testing.assert_close(method.loss(view1, view2), nt_xent(z[:6], z[6:], temperature=0.5), rtol=0, atol=0)
 
 
-def test_simclr_in_two_forwards_normalises_each_view_alone() -> None:
+def test_simclr_in_two_forwards_normalizes_each_view_alone() -> None:
     method = SimCLR(encoder(), projector=HEAD, temperature=0.5, one_forward=False)
     view1, view2 = views()
     z1, z2 = method.projector(method.encoder(view1)), method.projector(method.encoder(view2))
@@ -146,7 +146,7 @@ def test_byol_target_is_a_copy_without_gradient() -> None:
     assert all(p.grad is not None for p in method.predictor.parameters())
 
 
-def test_byol_optimiser_step_leaves_the_target_alone() -> None:
+def test_byol_optimizer_step_leaves_the_target_alone() -> None:
     """With the target held still (decay 1), changing the online network changes nothing in it."""
     method = make_byol(ema_decay=1.0)
     before = [target.clone() for target, _ in pairs(method)]
@@ -357,7 +357,7 @@ def test_bad_settings_are_refused_in_one_sentence(make, message: str) -> None:
 
 
 # Lengths of the vectors between a head's layers for representations of length 512, from the papers or their code;
-# n: batch normalisation at the end.
+# n: batch normalization at the end.
 PAPERS = {
     "l_dawa/simclr": ("512 128", "", {"temperature": 0.07}),
     "l_dawa/barlow_twins": ("512 128", "", {"lambd": 0.005}),
@@ -407,7 +407,7 @@ def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:
     assert (len(method.local_centroids), len(method.centroids), len(method.memory)) == (16, 128, 128)
 
 
-def test_heads_without_normalisation_and_a_frozen_patch_embedding() -> None:
+def test_heads_without_normalization_and_a_frozen_patch_embedding() -> None:
     fedx = build_method(compose(["method=original/fedx"]).model)
     assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
     overrides = ["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]

@@ -82,7 +82,7 @@ def test_assignment_by_hand():
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 10])
-def test_assignment_is_columns_and_rows_normalised_in_turn(iterations):
+def test_assignment_is_columns_and_rows_normalized_in_turn(iterations):
     similarity, sharpness = draw(5, 3), 2.0
     share = [[math.exp(sharpness * float(s)) for s in row] for row in similarity]
     for _ in range(iterations):

@@ -61,7 +61,7 @@ def test_the_loss_by_hand():
     assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2, rel=1e-6)
 
 
-def test_both_views_are_normalised_together_in_one_pass():
+def test_both_views_are_normalized_together_in_one_pass():
     method = Supervised(conv_small(channels=1, size=8, width=4), num_classes=2)
     method.loss(torch.rand(4, 1, 8, 8), torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])).backward()
     counters = {int(value) for name, value in method.state_dict().items() if name.endswith("num_batches_tracked")}

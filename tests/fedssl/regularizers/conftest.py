@@ -1,4 +1,4 @@
-"""For all tests of regularisers."""
+"""For all tests of regularizers."""
 
 from collections.abc import Iterator
 

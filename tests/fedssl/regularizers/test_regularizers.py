@@ -1,4 +1,4 @@
-"""Local regularisers: their numbers by hand, against slow transcriptions, and inside training."""
+"""Local regularizers: their numbers by hand, against slow transcriptions, and inside training."""
 
 import math
 from pathlib import Path
@@ -314,7 +314,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", METHODS)
-def test_every_regulariser_trains_with_every_method_the_same_bits_from_the_same_seed(name, variant):
+def test_every_regularizer_trains_with_every_method_the_same_bits_from_the_same_seed(name, variant):
     if name == "supervised" and variant == "decorr of projections":
         pytest.skip("supervised training has no projector")
     for precision in ("fp32", "bf16"):
@@ -329,7 +329,7 @@ def test_every_regulariser_trains_with_every_method_the_same_bits_from_the_same_
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_compiled_encoder_gives_regularisers_the_same_and_is_compiled_once(variant):
+def test_a_compiled_encoder_gives_regularizers_the_same_and_is_compiled_once(variant):
     """They take what the encoder puts out by a hook of their own for each step, and alignment copies the encoder."""
     compiled, plain = make("byol"), make("byol")
     graphs = []

@@ -1,4 +1,4 @@
-"""Learning rates over the rounds: by hand, and through to the clients' optimiser."""
+"""Learning rates over the rounds: by hand, and through to the clients' optimizer."""
 
 from dataclasses import replace
 from math import sqrt

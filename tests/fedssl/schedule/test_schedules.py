@@ -267,7 +267,7 @@ def parts(names):
     return found
 
 
-HEADS = {"projector", "predictor", "ln"}  # and the last normalisation, which stands behind every stage
+HEADS = {"projector", "predictor", "ln"}  # and the last normalization, which stands behind every stage
 
 
 def test_what_travels_layer_wise(tmp_path):
@@ -346,7 +346,7 @@ def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(
     assert federation.report.dropped == {}
 
 
-# --- every strategy, method and regulariser ---
+# --- every strategy, method and regularizer ---
 
 
 # Their clients do what those of another strategy do.
@@ -382,7 +382,7 @@ def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["prox", "fur", "decorr", "alignment"])
-def test_every_regulariser_works_layer_wise(tmp_path, kind):
+def test_every_regularizer_works_layer_wise(tmp_path, kind):
     federation = Federation(tmp_path, "strategy=l_dawa", f"regularizer={kind}", "rounds=4", "schedule=layer_wise")
     layers = federation.run(2)
     frozen = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.1.")}
