@@ -1,7 +1,7 @@
-"""Barlow Twins (Zbontar et al., arXiv 2103.03230): the features of two views correlate one to one and not otherwise.
+"""Barlow Twins (Zbontar et al., arXiv 2103.03230): features are equal in both views and uncorrelated otherwise.
 
-L-DAWA trains with it. Its code has one linear layer as head, a redundancy weight of 0.005 and a standard deviation with
-divisor n - 1, by which the diagonal of the correlation cannot exceed (n - 1) / n. Here all three are settings.
+L-DAWA trains with it. Its code uses one linear layer as head, a redundancy weight of 0.005, and a standard deviation
+with divisor n - 1, which limits the diagonal of the correlation to (n - 1) / n. Here all three are settings.
 """
 
 from collections.abc import Callable
@@ -18,25 +18,25 @@ LOSSES = {"standard": barlow_twins, "l_dawa": barlow_twins_unbiased}
 
 
 class BarlowTwins(SSLMethod):
-    """An encoder and a projector; every view has a forward pass of its own.
+    """Barlow Twins with an encoder and a projector. Each view has a separate forward pass.
 
-    A batch has three images at least: over two the correlation of two features is 1 or -1, whatever they are.
+    A batch needs at least three images: over two images the correlation of two features is always 1 or -1.
 
     Parameters
     ----------
     encoder : Encoder
         Trained in place.
     projector : callable
-        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=512)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=512)``.
     lambd : float
-        Weight of the redundancy term; 0 turns it off.
+        Weight of the redundancy term; 0 disables it.
     loss : {"standard", "l_dawa"}
         `fedssl.losses.barlow_twins`, or `fedssl.losses.barlow_twins_unbiased`.
 
     Raises
     ------
     InputError
-        If ``lambd`` is negative or ``loss`` is another word.
+        If ``lambd`` is negative or ``loss`` is not a valid choice.
     """
 
     min_batch_size = 3

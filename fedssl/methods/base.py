@@ -1,4 +1,4 @@
-"""What a self-supervised method is: an encoder, heads, and a loss on two views of the same images."""
+"""Base class of self-supervised methods: an encoder, heads, and a loss on two views of the same images."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -8,19 +8,19 @@ from torch import Tensor, nn
 from fedssl.arrays import Layers
 from fedssl.encoders.base import Encoder
 
-TEACHER = "teacher"  # the constant part whose weights the server reads from the file of the setting `teacher`
+TEACHER = "teacher"  # static part; the server reads its weights from the file of the setting `teacher`
 
 
 class SSLMethod(nn.Module):
-    """An encoder with the heads and the loss that train it.
+    """Encoder with the heads and the loss that train it.
 
-    The first component of a ``state_dict`` name tells the part: ``encoder``, ``projector``, ``predictor``,
-    ``target_encoder``, ``target_projector``. Parts named in ``local_parts`` stay with the client between rounds (they are
-    its state). An optimizer gets the parameters that require a gradient, and no others.
+    The first component of a ``state_dict`` name is the part: ``encoder``, ``projector``, ``predictor``,
+    ``target_encoder``, ``target_projector``. Parts named in ``local_parts`` are client state and never leave the
+    client. The optimizer receives the parameters that require a gradient.
 
-    A method may have a server side. Parts named in ``uploaded_parts`` go up to it and are not averaged: `aggregate_parts` makes
-    of those of all clients what ``broadcast_parts`` names, which comes down to the clients and does not go up. All other parts
-    travel both ways and are what strategies aggregate.
+    A method may have a server side. Clients upload the parts named in ``uploaded_parts``, which are not averaged.
+    `aggregate_parts` computes the parts named in ``broadcast_parts`` from them, which clients download and do not
+    upload. All other parts are exchanged in both directions and aggregated by the strategy.
 
     Attributes
     ----------
@@ -29,25 +29,26 @@ class SSLMethod(nn.Module):
     local_parts : tuple of str
         Parts that never leave the client.
     uploaded_parts, broadcast_parts : tuple of str
-        Parts that every client sends to the method's server side, and that this gives to the clients. Names, shapes
-        and dtypes of their layers are those of the method as it is built.
+        Parts that clients send to the method's server side, and parts that the server side sends to clients. Their
+        layers have the names, shapes and dtypes of the newly built method.
     static_parts : tuple of str
-        Those of ``broadcast_parts`` that `aggregate_parts` leaves as they are: a client receives them once, and holds them.
+        Subset of ``broadcast_parts`` that `aggregate_parts` does not change. A client downloads them once and caches
+        them.
     frozen : int
-        Stages of the encoder that are not trained at present, see `fedssl.schedule.stages`.
+        Number of encoder stages that are frozen in the current phase, see `fedssl.schedule.stages`.
     inactive_names : frozenset of str
-        Layers that are out of use at present.
+        Layers that are not used in the current phase.
     target_mode : {"keep", "copy", "average"} or None
-        What target networks are at the start of a round, see `fedssl.methods.momentum.EMATargetMethod`; None: there are
-        none.
+        State of the target networks at the start of a round, see `fedssl.methods.momentum.EMATargetMethod`; None if the
+        method has no target networks.
     min_batch_size : int
-        Fewest images that a step can learn anything from. 2 where nothing else is said: an image alone has no other
-        to be told apart from, and its batch normalization is 0 whatever the image.
+        Smallest number of images per step that provides a training signal. The default is 2: a single image has no
+        other image to compare with, and batch normalization maps it to 0.
     uses_labels : bool
-        Whether `loss` takes the labels of the images, int64, ``(batch,)``, as a third argument.
+        Whether `loss` needs the labels of the images, int64, ``(batch,)``, as a third argument.
     cuda_graph_safe : bool
-        Whether `loss` and `on_step_end` do the same to other numbers in every step of as many images, in memory that
-        stays where it is from round to round, so that a GPU can record them.
+        Whether `loss` and `on_step_end` run the same operations in every step with the same batch size, on memory that
+        does not move between rounds, so that CUDA graphs can capture them.
     """
 
     encoder: Encoder
@@ -64,12 +65,12 @@ class SSLMethod(nn.Module):
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:
-        """The live parameters and buffers by name; ``state_dict`` would look them up anew at every call."""
+        """Live parameters and buffers by name, cached because ``state_dict`` builds a new dictionary at every call."""
         return dict(self.state_dict(keep_vars=True))
 
     @cached_property
     def trainable(self) -> list[str]:
-        """Names of the parameters that the method trains if no stage of its encoder is frozen."""
+        """Names of the parameters that are trained if no encoder stage is frozen."""
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
@@ -78,49 +79,52 @@ class SSLMethod(nn.Module):
         return self
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        """The training loss, a scalar, of two views of the same images.
+        """Return the training loss, a scalar, of two views of the same images.
 
-        They are ``(batch, channels, size, size)``, or, while stages are frozen, what these make of such views.
+        Views are ``(batch, channels, size, size)``, or the output of the frozen stages if stages are frozen.
         """
         raise NotImplementedError
 
     def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
-        """All images that `loss` takes: the two views, and others that a method makes of them."""
+        """Return all images that `loss` needs: the two views, and further ones that the method derives from them."""
         return view1, view2
 
     def start_round(self, *, first: bool) -> None:
         """Prepare for local training after the layers were loaded.
 
-        ``first``: something of what the client keeps was missing, because it takes part for the first time or other
-        stages are trained.
+        Parameters
+        ----------
+        first : bool
+            Whether part of the client state was missing, because the client participates for the first time or the
+            active stages changed.
         """
 
     def on_step_end(self) -> None:
-        """Follow-up of one optimizer step, e.g. the moving average of a target network."""
+        """Run after each optimizer step, e.g. to update the moving average of a target network."""
 
     def end_round(self) -> None:
-        """Follow-up of local training, before it is read what stays with the client and what travels."""
+        """Run after local training, before client state and upload are read."""
 
     def classify(self, h: Tensor) -> Tensor | None:
-        """Logits ``(batch, num_classes)`` of representations by a classifier of the method's own; None without one.
+        """Return logits ``(batch, num_classes)`` of the method's classifier; None if it has none.
 
-        Only methods that use labels are asked.
+        Called only for methods that use labels.
         """
         return None
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
-        """The server side: what clients are given next.
+        """Compute the next broadcast parts on the server.
 
         Parameters
         ----------
         uploaded : sequence of Layers
-            What each client of the round sent, in order of partition ids; at least one.
+            Uploaded parts of each client of the round, ordered by partition id; at least one.
         broadcast : Layers
-            What the clients had been given. It begins with the buffers as the method is built.
+            Current broadcast parts, at first the buffers of the newly built method.
 
         Returns
         -------
         Layers
-            With the names, shapes and dtypes of ``broadcast``.
+            Layers with the names, shapes and dtypes of ``broadcast``.
         """
         return broadcast

@@ -1,4 +1,4 @@
-"""The one place that builds a method from the settings."""
+"""Construction of a method from its settings."""
 
 import torch
 
@@ -9,19 +9,19 @@ from fedssl.seeding import derive_seed
 
 
 def build_method(model: ModelSettings) -> SSLMethod:
-    """The method with its encoder and heads, initialized from the run's seed alone.
+    """Build the method with its encoder and heads, initialized from the run's seed alone.
 
     Raises
     ------
     InputError
-        The settings of a part, or the schedule, do not fit.
+        If the settings of a part, or the schedule, are not valid.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
         encoder = model.encoder.make()
         phases = make_phases(model.schedule, stages=len(encoder.stage_names))
         if phases[0].depth < len(encoder.stage_names):
-            with torch.random.fork_rng(devices=[]):  # heads begin with the same weights under every schedule
+            with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every schedule
                 encoder.add_bridges()
         method: SSLMethod = model.method.make(encoder=encoder)
     return method

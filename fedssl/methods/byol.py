@@ -1,6 +1,6 @@
-"""BYOL (Grill et al., arXiv 2006.07733): predict, from one view, what a slowly moving copy says of the other.
+"""BYOL (Grill et al., arXiv 2006.07733): predict the target network's projection of one view from the other view.
 
-FedU, FedEMA and FedU2 train with it. BYOL itself lets the decay of the target grow to 1; see `EMAPredictorMethod`.
+FedU, FedEMA and FedU2 train with it. BYOL itself increases the decay of the target to 1; see `EMAPredictorMethod`.
 """
 
 from torch import Tensor

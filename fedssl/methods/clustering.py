@@ -1,11 +1,11 @@
-"""Clusters of equal size on the unit sphere: what Orchestra's clients and its server do with projections.
+"""Clusters of equal size on the unit sphere, for projections on Orchestra's clients and on its server.
 
-Equal sizes come from Sinkhorn-Knopp: a soft assignment whose rows sum to 1 and whose columns sum to the same number
-each. Every vector then goes to the cluster it belongs to most, and a cluster's centroid is the direction of the mean of
-its vectors. Sizes are therefore only nearly equal: vectors that are alike cannot be told apart.
+Equal sizes come from Sinkhorn-Knopp: a soft assignment whose rows sum to 1 and whose columns have equal sums. Each
+vector is then assigned to its most likely cluster, and the centroid is the normalized mean of the cluster's vectors.
+Sizes are therefore only approximately equal: identical vectors cannot be separated.
 
-Everything is a function of the vectors alone, in float64: the first centroids are vectors far from each other, so there
-are no random numbers, and groups that are well apart are found whatever the order of the vectors.
+Results depend on the vectors alone, in float64. The initial centroids are vectors far from each other, so the algorithm
+needs no random numbers and finds well-separated groups in any order of the vectors.
 """
 
 import torch
@@ -14,25 +14,26 @@ from torch import Tensor
 
 
 def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iterations: int = 10) -> Tensor:
-    """Soft assignment of vectors to clusters of equal size (Sinkhorn-Knopp).
+    """Assign vectors softly to clusters of equal size (Sinkhorn-Knopp).
 
-    The matrix nearest to ``exp(sharpness * similarity)`` in relative entropy whose rows sum to 1 and whose columns sum
-    to ``n / clusters``, found by normalizing columns and rows in turn. It is computed with logarithms, so no sharpness
-    is too large for it.
+    The result is the matrix closest to ``exp(sharpness * similarity)`` in relative entropy whose rows sum to 1 and
+    whose columns sum to ``n / clusters``. Columns and rows are normalized in turn, in log space, so that any sharpness
+    is numerically stable.
 
     Parameters
     ----------
     similarity : Tensor
-        Of each vector to each centroid, ``(n, clusters)``.
+        Similarity of each vector to each centroid, ``(n, clusters)``.
     sharpness : float
-        Positive; the larger, the harder the assignment.
+        Positive; larger values give a harder assignment.
     iterations : int
-        Normalizations of columns and rows. The rows are exact, the columns the nearer the more there are.
+        Number of normalizations of columns and rows. Row sums are exact; column sums become more accurate with each
+        iteration.
 
     Returns
     -------
     Tensor
-        ``(n, clusters)``, each number in [0, 1].
+        ``(n, clusters)``, values in [0, 1].
     """
     log_share = sharpness * similarity
     for _ in range(iterations):
@@ -41,14 +42,16 @@ def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iteratio
 
 
 def farthest_points(points: Tensor, *, count: int) -> Tensor:
-    """Vectors that are far from each other: the one least like the mean, then always the one least like those chosen.
+    """Select vectors that are far from each other, starting with the one least similar to the mean.
+
+    Each further vector is the one least similar to all selected ones.
 
     Parameters
     ----------
     points : Tensor
         Unit vectors, ``(n, dim)``, n >= 1.
     count : int
-        How many; more than n take all of them, one time more or less.
+        Number of vectors to select; with more than n the selection repeats.
 
     Returns
     -------
@@ -58,23 +61,23 @@ def farthest_points(points: Tensor, *, count: int) -> Tensor:
     chosen = [int((points @ points.mean(dim=0)).argmin())]
     nearest = points @ points[chosen[0]]
     while len(chosen) < min(count, len(points)):
-        nearest[chosen[-1]] = torch.inf  # so that even of equal vectors none is taken twice
+        nearest[chosen[-1]] = torch.inf  # selects no vector twice, even among equal ones
         chosen.append(int(nearest.argmin()))
         nearest = torch.maximum(nearest, points @ points[chosen[-1]])
     return points[chosen][torch.arange(count) % len(chosen)]
 
 
 def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Tensor:
-    """Centroids of clusters of nearly equal size: k-means on the sphere with `sinkhorn_assignment`.
+    """Compute centroids of clusters of nearly equal size by spherical k-means with `sinkhorn_assignment`.
 
     Parameters
     ----------
     points : Tensor
-        ``(n, dim)``, n >= 1; need not be normalized. With fewer than ``clusters`` some centroids are equal.
+        ``(n, dim)``, n >= 1; normalized here. With fewer than ``clusters`` vectors some centroids are equal.
     clusters : int
         At least 1.
     iterations : int
-        Assignments, each followed by new centroids. A cluster that nothing was assigned to keeps its centroid.
+        Number of assignments, each followed by new centroids. An empty cluster keeps its centroid.
 
     Returns
     -------
@@ -91,15 +94,15 @@ def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Ten
 
 
 def global_centroids(local: Tensor, *, old: Tensor) -> Tensor:
-    """The federation's centroids: of clusters of nearly equal size of its clients' local centroids.
+    """Cluster the clients' local centroids into global ones of nearly equal size.
 
     Parameters
     ----------
     local : Tensor
-        Local centroids of all clients, ``(n, dim)``, on the CPU; rows of zeros are no centroids.
+        Local centroids of all clients, ``(n, dim)``, on the CPU; rows of zeros are ignored.
     old : Tensor
-        The global centroids that clients had, ``(clusters, dim)``; they give shape and dtype. They stay if ``local``
-        has no centroids. With fewer local centroids than clusters some of the new ones are equal.
+        Current global centroids ``(clusters, dim)``, which define shape and dtype. They are returned unchanged if
+        ``local`` has no centroids. With fewer local centroids than clusters some of the new ones are equal.
 
     Returns
     -------

@@ -1,19 +1,19 @@
 """FedCA (Zhang et al., *Federated Unsupervised Representation Learning*, arXiv 2010.08982): SimCLR in a federation.
 
-Two things are added to SimCLR's loss. The *dictionary*: clients send normalized projections of some of their images,
-the server shares those of all, and they are further negatives of every client's images. The *alignment*: local
-representations stay near those of a base model, the teacher, which was trained on public images before.
+FedCA adds two components to SimCLR's loss. The *dictionary*: clients upload normalized projections of some of their
+images, and the server broadcasts all of them as additional negatives. The *alignment*: local representations stay close
+to those of a base model, the teacher, which was trained on public images.
 
-There is no public code. What follows is this project's choice:
+There is no public code. These choices are ours:
 
-- a client sends its first projections of the round's training, of the first view: they are made by the model that all
-  clients received, or few steps later. Its last ones would be made by models that have drifted apart, which training
-  tells apart in place of images (docs/learning.md);
-- the server keeps the newest of all in a queue (`enqueue`). With ``entries`` equal to clients_per_round times
-  ``dictionary_size`` it is the union of the last round; more of them are of older models;
-- a client's own entries are among its negatives, because nobody tells the server which are whose;
-- the alignment is the squared distance of normalized representations of the same view of the client's own images;
-- the teacher has the architecture of the run's encoder and travels once, see `SSLMethod.constant`.
+- A client uploads its first projections of the round's training, of view 1. They come from the downloaded model or a
+  few steps later. The last projections would come from models that have drifted apart, and training would then separate
+  models instead of images (docs/learning.md).
+- The server keeps the newest projections in a queue (`enqueue`). With ``entries`` equal to clients_per_round times
+  ``dictionary_size`` the queue is the union of the last round; a longer queue also holds projections of older models.
+- A client's own entries are among its negatives, because the server does not know which client uploaded which entry.
+- The alignment is the squared distance of normalized representations of the same view of the client's own images.
+- The teacher has the architecture of the run's encoder and is downloaded once, see `SSLMethod.static_parts`.
 """
 
 import copy
@@ -36,36 +36,37 @@ LOCAL, GLOBAL = "local_dictionary", "dictionary"
 
 
 def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
-    """Mean squared distance of normalized representations, ``|h / |h| - t / |t||^2``.
+    """Return the mean squared distance of normalized representations, ``|h / |h| - t / |t||^2``.
 
     Parameters
     ----------
     h, teacher_features : Tensor
-        Of the same images, ``(batch, dim)``; need not be normalized. The gradient flows into ``h`` only.
+        Representations of the same images, ``(batch, dim)``; normalized here. The gradient flows into ``h`` only.
 
     Returns
     -------
     Tensor
-        Scalar in [0, 4]; 0 for the same directions.
+        Scalar in [0, 4]; 0 for equal directions.
     """
     own, other = (F.normalize(at_least_float32(x), dim=1) for x in (h, teacher_features.detach()))
     return (own - other).square().sum(dim=1).mean()
 
 
 def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
-    """A queue of unit vectors after more have come: the newest in front, the oldest fall off the end.
+    """Insert vectors at the front of a queue of unit vectors and drop the oldest from its end.
 
     Parameters
     ----------
     queue : ndarray
         ``(entries, dim)``; rows of zeros are empty.
     newest : sequence of ndarray
-        Of each client, ``(n, dim)``. Rows are normalized here, whoever sent them; those of zeros are no entries.
+        Vectors of each client, ``(n, dim)``; normalized here, because clients are not trusted. Rows of zeros are
+        ignored.
 
     Returns
     -------
     ndarray
-        Like ``queue``.
+        Array with the shape and dtype of ``queue``.
     """
     rows = np.concatenate(newest).astype(np.float64)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -74,31 +75,31 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class FedCA(SSLMethod):
-    """An encoder and a projector trained as by SimCLR, a dictionary of further negatives, and a teacher.
+    """FedCA: SimCLR's encoder and projector, a dictionary of additional negatives, and a teacher.
 
-    Beside the networks its parts are ``local_dictionary`` ``(dictionary_size, dim)``, ``dictionary`` ``(entries, dim)``
-    (newest first), in both of which a row of zeros is empty, and ``teacher``, a frozen encoder in eval mode. Without a
-    dictionary, or without alignment, the parts of it are not there. Both views go through the network concatenated.
+    Besides the networks its parts are ``local_dictionary`` ``(dictionary_size, dim)`` and ``dictionary`` ``(entries,
+    dim)`` (newest first), in which rows of zeros are empty, and ``teacher``, a frozen encoder in eval mode. Parts of a
+    disabled component do not exist. Both views are concatenated into one forward pass.
 
     Parameters
     ----------
     encoder : Encoder
         Trained in place.
     projector : callable
-        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
     temperature : float
-        Of the contrastive loss; positive.
+        Temperature of the contrastive loss; positive.
     dictionary_size : int
-        How many projections a client sends in a round; 0: there is no dictionary.
+        Number of projections that a client uploads per round; 0 disables the dictionary.
     entries : int
-        Of the dictionary; at least ``dictionary_size``.
+        Length of the dictionary; at least ``dictionary_size``.
     alignment_weight : float
-        Of `teacher_distance` to the teacher, >= 0; 0: there is no teacher.
+        Weight of `teacher_distance`, >= 0; 0 disables the teacher.
 
     Raises
     ------
     InputError
-        A number is out of range.
+        If a number is out of range.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class FedCA(SSLMethod):
             self.register_buffer(LOCAL, torch.zeros(dictionary_size, dim))
             self.register_buffer(GLOBAL, torch.zeros(entries, dim))
             self.uploaded_parts, self.broadcast_parts = (LOCAL,), (GLOBAL,)
-            self.cuda_graph_safe = False  # where projections go, and how many negatives there are, differs
+            self.cuda_graph_safe = False  # write position and number of negatives change from step to step
         self.teacher: nn.Module | None = None
         if alignment_weight:
             self.teacher = copy.deepcopy(encoder).requires_grad_(False).eval()
@@ -133,7 +134,7 @@ class FedCA(SSLMethod):
         self._filled = 0
 
     def train(self, mode: bool = True) -> "FedCA":
-        """Set training mode of what is trained; the teacher stays in eval mode."""
+        """Set training mode of the trained networks; the teacher stays in eval mode."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()
@@ -154,7 +155,7 @@ class FedCA(SSLMethod):
 
     @torch.no_grad()
     def store_projections(self, projections: Tensor) -> None:
-        """Put projections ``(batch, dim)``, normalized, where there is room among those to be sent."""
+        """Normalize projections ``(batch, dim)`` and store them in the free rows of the local dictionary."""
         free = self.local_dictionary[self._filled :]
         rows = F.normalize(projections[: len(free)].to(free.dtype), dim=1)
         free[: len(rows)] = rows
@@ -164,7 +165,7 @@ class FedCA(SSLMethod):
         if self.uploaded_parts:
             self.local_dictionary.zero_()
             self._filled = 0
-            # Once a round, because choosing rows waits for the device.
+            # Once per round, because boolean indexing synchronizes with the device.
             self._negatives = self.dictionary[self.dictionary.any(dim=1)]
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
@@ -177,13 +178,13 @@ def _check(temperature: float, dictionary_size: int, entries: int, alignment_wei
     if not 0 < temperature < math.inf:
         raise InputError(f"method.temperature={temperature} must be positive; SimCLR uses 0.1 to 0.5")
     if dictionary_size < 0:
-        raise InputError(f"method.dictionary_size={dictionary_size} must not be negative; 0 turns the dictionary off")
+        raise InputError(f"method.dictionary_size={dictionary_size} must not be negative; 0 disables the dictionary")
     if entries < max(dictionary_size, 1):
         raise InputError(
-            f"method.entries={entries} must be at least method.dictionary_size={dictionary_size} and 1; the union of a "
-            "round has clients_per_round times as many"
+            f"method.entries={entries} must be at least method.dictionary_size={dictionary_size} and 1; "
+            "clients_per_round times dictionary_size holds the projections of one round"
         )
     if not 0 <= alignment_weight < math.inf:
         raise InputError(
-            f"method.alignment_weight={alignment_weight} must be a number from 0 on; 0 turns the alignment off"
+            f"method.alignment_weight={alignment_weight} must be finite and at least 0; 0 disables the alignment"
         )

@@ -1,16 +1,16 @@
-"""FedX (Han et al., ECCV 2022, arXiv 2207.09158): clients learn from their own two views and from the received model.
+"""FedX (Han et al., ECCV 2022, arXiv 2207.09158): contrastive and relational losses, locally and globally.
 
-Locally, projections of the two views attract (contrastive term) and agree on how similar the other images are
-(relational term). Globally, predictions are contrasted with what the received model projects, and agree on how similar
-the received model's projections of the other images are. The four terms are added.
+Locally, projections of the two views attract each other (contrastive term) and have the same similarities to other
+images (relational term). Globally, the same two terms relate predictions to the projections of the downloaded model.
+The loss is the sum of the four terms.
 
-Where this differs from the authors' code:
+Differences from the authors' code:
 
-- the relational term is the Jensen-Shannon divergence of the two relations p and q with their mean m,
-  ``(KL(p, m) + KL(q, m)) / 2``; theirs has the arguments of KL the other way round. In both the gradient flows into m;
-- the images that relations are about are the others of the batch, which are random images of the client as well;
-  theirs are a second batch drawn beside it, which costs three more forward passes;
-- their heads have no batch normalization and their views no change of color.
+- The relational term is the Jensen-Shannon divergence of the two relations p and q with mean m, ``(KL(p, m) + KL(q, m))
+  / 2``. The authors swap the arguments of KL. In both versions the gradient flows into m.
+- Relations refer to the other images of the batch, which are random images of the client too. The authors draw a second
+  batch, which costs three more forward passes.
+- The authors' heads have no batch normalization and their views no color jitter.
 """
 
 import copy
@@ -28,29 +28,28 @@ from fedssl.methods.momentum import predictor_for
 
 
 class FedX(SSLMethod):
-    """An encoder, a projector and a predictor, and a frozen copy of the first two as the round found them.
+    """FedX with an encoder, a projector, a predictor, and frozen copies of the first two from the start of the round.
 
-    Every view has a forward pass of its own. The copy is in eval mode. It is no part of the method: it neither travels
-    nor stays with the client, because `start_round` makes it anew from the global layers (from what the client starts
-    the round with, if its strategy mixes them with its own).
+    Each view has a separate forward pass. The copy is in eval mode. It is not part of the method: it is neither
+    exchanged nor stored, because `start_round` copies the layers with which the client starts the round.
 
-    A batch has three images at least: batch normalization makes 1 and -1 of two images, whatever they are.
+    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
 
     Parameters
     ----------
     encoder : Encoder
         Trained in place.
     projector : callable
-        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=256)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=256)``.
     predictor : callable
-        Makes the predictor from the length of a projection, which must be the length of its own output too.
+        Builds the predictor from the length of a projection, which must equal the length of its output.
     temperature : float
-        Of all four terms; positive.
+        Temperature of all four terms; positive.
 
     Raises
     ------
     InputError
-        If ``temperature`` is not positive, or the predictor's output does not fit.
+        If ``temperature`` is not positive, or the predictor's output has the wrong length.
     """
 
     min_batch_size = 3
@@ -70,7 +69,7 @@ class FedX(SSLMethod):
         self.projector = projector(encoder.feature_dim)
         self.predictor = predictor_for(self.projector, predictor)
         self.temperature = temperature
-        # In a tuple torch does not see them: they are in no state_dict and among no parameters.
+        # torch ignores modules in a tuple: they are not in the state_dict and not among the parameters.
         self.received = tuple(
             copy.deepcopy(network).requires_grad_(False).eval() for network in (self.encoder, self.projector)
         )

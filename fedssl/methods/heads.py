@@ -1,4 +1,4 @@
-"""Heads: the small networks between a representation h and the loss (projector, predictor)."""
+"""Heads: small networks between a representation h and the loss (projector, predictor)."""
 
 from itertools import pairwise
 
@@ -8,30 +8,30 @@ from fedssl.errors import InputError
 
 
 class MLP(nn.Sequential):
-    """Linear layers with ReLU, and by default batch normalization, between them.
+    """Linear layers with ReLU and, by default, batch normalization between them.
 
-    The papers' heads are settings of this one: the linear head of L-DAWA is ``layers=1``, the projectors of SimCLR and
-    BYOL are ``layers=2``, those of SimSiam and MoCo v3 ``layers=3, last_norm=True``.
+    The papers' heads are special cases: ``layers=1`` is the linear head of L-DAWA, ``layers=2`` are the projectors of
+    SimCLR and BYOL, ``layers=3, last_norm=True`` those of SimSiam and MoCo v3.
 
     Parameters
     ----------
     in_features : int
-        Length of the incoming vectors.
+        Length of the input vectors.
     hidden : int
-        Length of the vectors between the layers; means nothing with one layer.
+        Length of the hidden vectors; unused with one layer.
     out : int
-        Length of the outgoing vectors.
+        Length of the output vectors.
     layers : int
         Number of linear layers.
     norm : bool
-        Whether a batch normalization follows every layer but the last; FedX's heads have none.
+        Whether batch normalization follows every layer but the last; FedX's heads have none.
     last_norm : bool
-        Whether a batch normalization without scale and shift follows the last layer.
+        Whether batch normalization without scale and shift follows the last layer.
 
     Attributes
     ----------
     out_features : int
-        ``out``, under the name that torch's own layers have.
+        ``out``, under the name that torch's own layers use.
 
     Raises
     ------
@@ -50,7 +50,7 @@ class MLP(nn.Sequential):
         super().__init__()
         widths = [in_features, *[hidden] * (layers - 1), out]
         for before, after in pairwise(widths[:-1]):
-            # No bias before a normalization, which would take it out again.
+            # No bias before a normalization, which would remove it.
             normalization = [nn.BatchNorm1d(after)] if norm else []
             self.extend([nn.Linear(before, after, bias=not norm), *normalization, nn.ReLU(inplace=True)])
         self.append(nn.Linear(widths[-2], out, bias=not last_norm))

@@ -1,7 +1,7 @@
-"""MoCo v3 (Chen et al., arXiv 2104.02057): tell, from one view, which image of the batch the other view is of.
+"""MoCo v3 (Chen et al., arXiv 2104.02057): contrastive learning against the projections of a target network.
 
 LW-FedSSL trains with it. The code of MoCo v3 multiplies the loss by 2 temperature, which makes losses of different
-temperatures comparable; Eq. 2 of LW-FedSSL does not. This matters where another loss is added: ``loss_scale``.
+temperatures comparable; Eq. 2 of LW-FedSSL does not. The factor, ``loss_scale``, matters if another loss is added.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class MoCoV3(EMAPredictorMethod):
     Parameters
     ----------
     temperature : float
-        Of the loss; positive.
+        Temperature of the loss; positive.
     loss_scale : float or None
         Factor of the loss; positive. None: 2 ``temperature``.
     train_patches : bool
-        Whether the patch embedding of a vision transformer is trained; MoCo v3 leaves it at its random start for
-        stability. Means nothing for other encoders.
+        Whether the patch embedding of a vision transformer is trained. MoCo v3 keeps its random initialization for
+        stability. No effect on other encoders.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""What BYOL, MoCo v3 and Orchestra share: an online network, and a target network that follows it slowly.
+"""Base classes of BYOL, MoCo v3 and Orchestra: an online network, and a target network that is its moving average.
 
 As in the code of FedU and FedEMA the decay of the target is constant, and by default the target stays with the client
-between rounds. Unlike FedU's code, in which a client's first target *is* the online network, so that it does not lag
-behind at all, it starts as a copy. In the code of FedU2 targets travel and are averaged (``target="average"``), in
-LW-FedSSL's Algorithm 2 they are made anew in every round (``target="copy"``).
+between rounds. It starts as a copy of the online network. In FedU's code a client's first target *is* the online
+network and therefore identical to it at every step. In the code of FedU2 targets are exchanged and averaged
+(``target="average"``); in LW-FedSSL's Algorithm 2 they are copied in every round (``target="copy"``).
 """
 
 import copy
@@ -22,33 +22,34 @@ TARGETS = ("keep", "copy", "average")
 
 
 class EMATargetMethod(SSLMethod):
-    """Online encoder and projector, and a target encoder and projector that follow them.
+    """Online encoder and projector, and a target encoder and projector that are their moving average.
 
-    The target is in train mode like the online network: its batch normalization uses the statistics of the batch, and
-    its running statistics come from its own passes; the moving average concerns parameters only. It is taken after each
-    step, which is before the next targets are computed.
+    The target is in train mode like the online network: its batch normalization uses batch statistics, and its running
+    statistics come from its own forward passes. The moving average covers parameters only and is updated after each
+    step.
 
-    A batch has three images at least: batch normalization makes 1 and -1 of two images, whatever they are.
+    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
 
     Parameters
     ----------
     encoder : Encoder
         The online encoder, trained in place.
     projector : callable
-        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
     ema_decay : float
-        Share of its old self that the target keeps at each step, in [0, 1]: 0 makes it the online network of the step
-        before, 1 never moves it.
+        Weight of the previous target in each update, in [0, 1]. 0 copies the online network at every step, 1 never
+        changes the target.
     target : {"keep", "copy", "average"}
-        Target at the start of a round. "keep": as this client left it, and a copy of the online network in the
-        client's first round. "copy": a copy of the online network in every round. "average": as it was received; it
-        travels and is aggregated like all other layers, and begins as a copy of the untrained online network. Where the
-        encoder grows by stages, "keep" and "average" begin with a copy of the online network in every stage.
+        Target at the start of a round. "keep": the target of this client's last participation, and a copy of the online
+        network in its first round. "copy": a copy of the online network in every round. "average": the downloaded
+        target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained online
+        network. If the encoder grows by stages, "keep" and "average" start with a copy of the online network in every
+        stage.
 
     Raises
     ------
     InputError
-        If ``ema_decay`` is outside [0, 1] or ``target`` is another word.
+        If ``ema_decay`` is outside [0, 1] or ``target`` is not a valid choice.
     """
 
     local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
@@ -78,13 +79,13 @@ class EMATargetMethod(SSLMethod):
             self.target_projector.load_state_dict(self.projector.state_dict())
 
     def train(self, mode: bool = True) -> "EMATargetMethod":
-        """Set training mode; what is trained may have changed since the last time."""
+        """Set training mode, and update the list of averaged parameters, because the trained ones may have changed."""
         super().train(mode)
         self._ema_pairs = self._pairs()
         return self
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights that are trained, and those that follow them."""
+        """Return the trained online parameters and the corresponding target parameters."""
         pairs = [
             pair
             for network, follower in ((self.encoder, self.target_encoder), (self.projector, self.target_projector))
@@ -100,19 +101,19 @@ class EMATargetMethod(SSLMethod):
 
 
 class EMAPredictorMethod(EMATargetMethod):
-    """Adds a predictor behind the online projector; every view has a forward pass of its own through each network.
+    """Adds a predictor after the online projector. Each view has a separate forward pass through each network.
 
     Parameters
     ----------
     predictor : callable
-        Makes the predictor from the length of a projection, which must be the length of its own output too.
+        Builds the predictor from the length of a projection, which must equal the length of its output.
     encoder, projector, ema_decay, target
         As in `EMATargetMethod`.
 
     Raises
     ------
     InputError
-        As `EMATargetMethod`, or if the predictor's output does not fit.
+        As in `EMATargetMethod`, or if the predictor's output has the wrong length.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class EMAPredictorMethod(EMATargetMethod):
         self.predictor = predictor_for(self.projector, predictor)
 
     def forward_views(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Predictions p1, p2 of the online network and projections z1, z2 of the target, each ``(batch, dim)``."""
+        """Return the online network's predictions p1, p2 and the target's projections z1, z2, each ``(batch, dim)``."""
         p1, p2 = (self.predictor(self.projector(self.encoder(view))) for view in (view1, view2))
         with torch.no_grad():
             z1, z2 = (self.target_projector(self.target_encoder(view)) for view in (view1, view2))
@@ -136,11 +137,11 @@ class EMAPredictorMethod(EMATargetMethod):
 
 
 def predictor_for(projector: MLP, predictor: Callable[[int], MLP]) -> MLP:
-    """The predictor of a projector's vectors; raises `InputError` if its own have another length."""
+    """Build the predictor of a projector; raise `InputError` if its output has another length than its input."""
     made = predictor(projector.out_features)
     if made.out_features != projector.out_features:
         raise InputError(
             f"method.predictor.out={made.out_features} must equal "
-            f"method.projector.out={projector.out_features}, whose vectors it predicts"
+            f"method.projector.out={projector.out_features}, because it predicts projections"
         )
     return made

@@ -1,30 +1,29 @@
-"""Orchestra (Lubana et al., ICML 2022, arXiv 2205.11506): the federation agrees on clusters of all its images.
+"""Orchestra (Lubana et al., ICML 2022, arXiv 2205.11506): clients learn from one global clustering of all images.
 
-Clusters are directions C in the space of projections. A client learns to assign one view of an image as its target
-network assigns the other, and, against collapse, to tell by how much an image was turned. At the end of a round it
-clusters the newest projections of its target network; its L local centroids go up, the server clusters those of all
-clients (`Orchestra.aggregate_parts`), and the G centroids found there come down as the clusters of the next round. Clusters of
-equal size keep all images from ending in one. Everything else is aggregated, by whatever strategy; the authors' is
-FedAvg.
+Clusters are directions C in the space of projections. A client learns to assign one view of an image to the same
+clusters as its target network assigns the other view. To avoid collapse it also predicts the rotation of an image. At
+the end of a round it clusters the newest projections of its target network and uploads its L local centroids. The
+server clusters the local centroids of all clients (`Orchestra.aggregate_parts`) and broadcasts the G global centroids,
+which are the clusters of the next round. Clusters of equal size prevent a collapse into a single cluster. All other
+parts are aggregated by any strategy; the authors use FedAvg.
 
-Where this differs from the authors' code:
+Differences from the authors' code:
 
-- they begin with a round without training, in which clients only cluster. Here the first centroids are zero: all
-  clusters are alike, the consistency term is constant and has no gradient, and round 1 learns from turned images
-  alone;
-- their target networks travel and are averaged (``target="average"``); here they stay with the client by default, like
-  the memory, which begins anew with them;
-- their memory begins with random numbers and ends in the client's object, which every round makes anew; here it begins
-  empty and stays with the client;
-- what is turned is view 1, theirs is a third view; to regularizers it is the first of the two views;
-- an image of a batch is turned by as many quarters as its position, modulo 4, instead of at random: positions are
-  random already, and all four angles come equally often;
-- the target network moves after a step, not before the next one, which is the same but for a round's first step;
-- local clustering begins with projections far from each other instead of random ones;
-- they fit the global centroids by 500 steps of gradient descent to the assignment of Sinkhorn-Knopp, from those of the
-  round before; here they come from the same k-means with Sinkhorn-Knopp as the local ones, which has no random numbers
-  and takes milliseconds;
-- they weigh clients by numbers of batches, FedAvg here by images.
+- The authors start with a round in which clients only cluster. Here the first centroids are zero: all clusters are
+  equal, the consistency term is constant without gradient, and round 1 learns from rotations alone.
+- The authors exchange and average the target networks (``target="average"``). Here they stay with the client by
+  default, like the memory, which is reset together with them.
+- The authors' memory starts with random numbers and is recreated in every round. Here it starts empty and stays with
+  the client.
+- Here view 1 is rotated; the authors rotate a third view. Regularizers use the rotated view as the first of the two.
+- The number of quarter turns of an image is its position in the batch modulo 4 instead of random. Positions are random
+  already, and all four angles are equally frequent.
+- The target network is updated after a step instead of before the next one, which differs in a round's first step only.
+- Local clustering starts with projections far from each other instead of random ones.
+- The authors fit the global centroids by 500 steps of gradient descent to the Sinkhorn-Knopp assignment, starting from
+  the previous ones. Here the same k-means with Sinkhorn-Knopp computes local and global centroids; it needs no random
+  numbers and takes milliseconds.
+- The authors weight clients by numbers of batches, FedAvg here by images.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,17 +44,17 @@ LOCAL, GLOBAL = "local_centroids", "centroids"
 
 
 def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: float) -> Tensor:
-    """Cross entropy of one view's assignment to clusters with the target's assignment of the other view.
+    """Return the cross entropy of one view's cluster assignments with the target's assignments of the other view.
 
-    With p(z) the softmax over the centroids c of ``cos(z, c) / temperature``, the mean over images of
+    With p(z) the softmax over the centroids c of ``cos(z, c) / temperature``, the loss is the mean over images of
     ``-sum_c p(target)_c log p(z)_c``.
 
     Parameters
     ----------
     z : Tensor
-        Projections of the online network, ``(batch, dim)``; need not be normalized. The gradient flows into them only.
+        Projections of the online network, ``(batch, dim)``; normalized here. The gradient flows into them only.
     target : Tensor
-        Projections of the target network from the other view, ``(batch, dim)``; need not be normalized.
+        Projections of the target network from the other view, ``(batch, dim)``; normalized here.
     centroids : Tensor
         Unit vectors, or all zeros, ``(clusters, dim)``.
     temperature : float
@@ -72,7 +71,7 @@ def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: fl
 
 
 def rotate_quarters(images: Tensor) -> Tensor:
-    """Image i turned counter-clockwise by i modulo 4 quarters.
+    """Rotate image i counter-clockwise by i modulo 4 quarter turns.
 
     Parameters
     ----------
@@ -82,7 +81,7 @@ def rotate_quarters(images: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Like ``images``.
+        Images with the shape of ``images``.
     """
     turned = images.clone()
     for quarters in (1, 2, 3):
@@ -91,26 +90,26 @@ def rotate_quarters(images: Tensor) -> Tensor:
 
 
 class Orchestra(EMATargetMethod):
-    """Orchestra's client: online and target networks, a layer that tells turns, a memory and the centroids.
+    """Orchestra's client: online and target networks, a rotation classifier, a memory and the centroids.
 
-    Beside the networks' its parts are ``rotation``, ``memory`` ``(memory_size, dim)`` (newest first; a row of zeros is
+    Besides the networks its parts are ``rotation``, ``memory`` ``(memory_size, dim)`` (newest first; rows of zeros are
     empty), ``local_centroids`` ``(local_clusters, dim)`` and ``centroids`` ``(global_clusters, dim)``.
 
     Parameters
     ----------
     local_clusters, global_clusters : int
-        L of every client, and G of the federation; at least 1 and 2.
+        L of each client, and G of the federation; at least 1 and 2.
     memory_size : int
-        How many of the newest projections of its target network a client clusters; at least ``local_clusters``.
+        Number of the newest target projections that a client clusters; at least ``local_clusters``.
     temperature : float
-        Of the assignments to clusters; positive.
+        Temperature of the cluster assignments; positive.
     encoder, projector, ema_decay, target
         As in `EMATargetMethod`.
 
     Raises
     ------
     InputError
-        A number is out of range.
+        If a number is out of range.
     """
 
     local_parts = (*EMATargetMethod.local_parts, "memory")
@@ -145,7 +144,7 @@ class Orchestra(EMATargetMethod):
         return view1, view2, rotate_quarters(view1)
 
     def loss(self, view1: Tensor, view2: Tensor, turned: Tensor | None = None) -> Tensor:
-        """The loss; ``turned`` is what `rotate_quarters` made of view 1, None: it is made here."""
+        """Return the loss; ``turned`` is `rotate_quarters` of view 1 and is computed here if it is None."""
         turned = rotate_quarters(view1) if turned is None else turned
         quarters = torch.arange(len(turned), device=turned.device) % 4
         rotation = F.cross_entropy(self.rotation(self.projector(self.encoder(turned))).float(), quarters)
@@ -157,7 +156,7 @@ class Orchestra(EMATargetMethod):
 
     @torch.no_grad()
     def enqueue(self, projections: Tensor) -> None:
-        """Put projections ``(batch, dim)``, normalized, in front of the memory, from whose end the oldest fall off."""
+        """Insert normalized projections ``(batch, dim)`` at the front of the memory and drop the oldest."""
         newest = F.normalize(projections.to(self.memory.dtype), dim=1)
         self.memory.copy_(torch.cat((newest, self.memory))[: len(self.memory)])
 
@@ -168,9 +167,9 @@ class Orchestra(EMATargetMethod):
 
     @torch.no_grad()
     def end_round(self) -> None:
-        memory = self.memory.cpu()  # where many small operations are fastest
+        memory = self.memory.cpu()  # many small operations are faster there
         projections = memory[memory.any(dim=1)]
-        if len(projections):  # none without a local epoch
+        if len(projections):  # empty if there was no local epoch
             self.local_centroids.copy_(equal_clusters(projections, clusters=len(self.local_centroids)))
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:

@@ -1,8 +1,8 @@
-"""SimCLR (Chen et al., arXiv 2002.05709): views of one image attract, all other images of the batch repel.
+"""SimCLR (Chen et al., arXiv 2002.05709): two views of an image attract, all other images of the batch repel.
 
-L-DAWA trains with it. Its code has one linear layer as head, a temperature of 0.07 and a loss that is not Eq. 1 of
-SimCLR (one direction, self-similarity kept in the denominator). Here all three are settings, and the loss is Eq. 1 by
-default.
+L-DAWA trains with it. Its code uses one linear layer as head, a temperature of 0.07, and a loss that differs from Eq. 1
+of SimCLR (one direction, self-similarity in the denominator). Here all three are settings, and the default loss is Eq.
+1.
 """
 
 from collections.abc import Callable
@@ -20,27 +20,27 @@ LOSSES = {"standard": nt_xent, "l_dawa": nt_xent_one_sided}
 
 
 class SimCLR(SSLMethod):
-    """An encoder and a projector, trained by NT-Xent.
+    """SimCLR: an encoder and a projector, trained by NT-Xent.
 
     Parameters
     ----------
     encoder : Encoder
         Trained in place.
     projector : callable
-        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
     temperature : float
-        Of the loss; positive.
+        Temperature of the loss; positive.
     one_forward : bool
-        Whether both views go through the network concatenated, as in SimCLR itself: batch normalization then
-        uses the statistics of both views together and updates the running ones once a step. False: one after
-        the other, each view with its own statistics.
+        Whether both views are concatenated into one forward pass, as in SimCLR itself. Batch normalization then uses
+        the statistics of both views together and updates its running statistics once per step. False: each view has a
+        separate forward pass with its own statistics.
     loss : {"standard", "l_dawa"}
         `fedssl.losses.nt_xent`, or `fedssl.losses.nt_xent_one_sided`.
 
     Raises
     ------
     InputError
-        If ``temperature`` is not positive or ``loss`` is another word.
+        If ``temperature`` is not positive or ``loss`` is not a valid choice.
     """
 
     def __init__(

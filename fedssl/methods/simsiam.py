@@ -1,6 +1,6 @@
-"""SimSiam (Chen and He, arXiv 2011.10566): predict, from one view, the projection of the other; there is no target.
+"""SimSiam (Chen and He, arXiv 2011.10566): predict the projection of one view from the other, without a target network.
 
-What keeps it from collapsing is that no gradient flows into the projections that are predicted.
+A stop-gradient on the predicted projections prevents collapse.
 """
 
 from collections.abc import Callable
@@ -15,23 +15,23 @@ from fedssl.methods.momentum import predictor_for
 
 
 class SimSiam(SSLMethod):
-    """An encoder, a projector and a predictor; every view has a forward pass of its own.
+    """SimSiam with an encoder, a projector and a predictor. Each view has a separate forward pass.
 
-    A batch has three images at least: batch normalization makes 1 and -1 of two images, whatever they are.
+    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
 
     Parameters
     ----------
     encoder : Encoder
         Trained in place.
     projector : callable
-        Makes the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=512, layers=3)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=512, layers=3)``.
     predictor : callable
-        Makes the predictor from the length of a projection, which must be the length of its own output too.
+        Builds the predictor from the length of a projection, which must equal the length of its output.
 
     Raises
     ------
     InputError
-        If the predictor's output does not fit.
+        If the predictor's output has the wrong length.
     """
 
     min_batch_size = 3
