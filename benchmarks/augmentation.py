@@ -66,7 +66,7 @@ class PilViews(Dataset):
 
 def fedssl_epoch(images: Tensor, batch: int) -> Callable[[], None]:
     dataset = {"size": images.shape[-1], "mean": MEAN, "std": STD}
-    config = OmegaConf.create({"gpu_views": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPE)})
+    config = OmegaConf.create({"gpu_augmentation": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPE)})
     augmentation, generator = instantiate(config.augmentation), torch.Generator().manual_seed(0)
 
     def epoch() -> None:

@@ -126,7 +126,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         nodes=dict(enumerate(grid.get_node_ids())),
         seed=settings.seed,
         clients_per_round=1,
-        timeout=settings.client_timeout,
+        timeout=settings.reply_timeout,
         client_config=settings.client_text,
         code_fingerprint="0123456789abcdef",
         metrics=settings.algorithm.metrics,

@@ -48,7 +48,7 @@ class Federation:
     """Rounds of one federation on the local engine, one at a time."""
 
     def __init__(self, *overrides: str, store: Any = None) -> None:
-        quiet = ["health_pictures=0", "measure_resources=false", f"output_dir={tempfile.mkdtemp()}"]
+        quiet = ["collapse_images=0", "measure_resources=false", f"output_dir={tempfile.mkdtemp()}"]
         self.settings = compose([*COMMON, *quiet, *overrides])
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients, store=store)
         self.federation = build_run(self.grid, self.settings).context  # sets threads and allocator as well

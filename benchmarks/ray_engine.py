@@ -86,7 +86,7 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
         "partition=iid",
         "evaluation=none",
         "final_evaluation=none",
-        "health_pictures=0",
+        "collapse_images=0",
         f"checkpoint_every={rounds}",
     ]
     overrides += [f"num_clients={CLIENTS}", f"output_dir={folder}"]
@@ -97,7 +97,7 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
             concurrency=2,
             folder=folder,
             engine=EngineSettings(name="ray", address=address, client_cpus=1, client_gpus=None),
-            machine=MachineSettings(device="cpu", threads=1, allocator=True, compile_encoder=False),
+            machine=MachineSettings(device="cpu", threads=1, keep_freed_memory=True, compile_encoder=False),
         )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["clients"] == CLIENTS for line in lines)

@@ -58,9 +58,9 @@ FUSED = ["optimizer.fused=true"]
 GPU_SETTINGS = {
     "as it is": [],
     "fused": FUSED,
-    "triton": ["gpu_views=triton"],
+    "triton": ["gpu_augmentation=triton"],
     "graphs": [*FUSED, "cuda_graphs=true"],
-    "graphs, triton": [*FUSED, "cuda_graphs=true", "gpu_views=triton"],
+    "graphs, triton": [*FUSED, "cuda_graphs=true", "gpu_augmentation=triton"],
 }
 
 Epoch = Callable[[], float]

@@ -76,7 +76,9 @@ def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
     cut = int(np.count_nonzero(np.abs(delta) > max_abs))
     if cut:
         log.warning(
-            "%d numbers of the update went further than secure.clipping_range=%g and are cut to it", cut, max_abs
+            "%d numbers of the update went further than secure_aggregation.clipping_range=%g and are cut to it",
+            cut,
+            max_abs,
         )
 
 

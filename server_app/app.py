@@ -50,7 +50,7 @@ def main(grid: Grid, context: Context) -> None:
     overrides = overrides_of(context.run_config)
     settings = load_run(overrides)
     if not SETS_NUM_CLIENTS & {word.key_or_group for word in parse(overrides)}:
-        size = federation_size(grid, timeout=settings.client_timeout)
+        size = federation_size(grid, timeout=settings.reply_timeout)
         if size not in (None, settings.num_clients):
             overrides = [f"num_clients={size}", *overrides]
             settings = load_run(overrides)
@@ -119,12 +119,12 @@ def run(
     problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    exchange = MessageExchange(grid, keep_contents=settings.updates.buffered)
+    exchange = MessageExchange(grid, keep_contents=settings.aggregation.buffered)
     background = can_evaluate_in_background(components, client_cores)
     state = run_training(exchange, components, state, recorder, last=settings.rounds, background=background)
     results_by_model = finish(components, state, settings, recorder)
-    if settings.evaluation.clients:
-        trained, epochs = recorder.trained_clients(), settings.evaluation.adapt_epochs
+    if settings.evaluation.personalized:
+        trained, epochs = recorder.trained_clients(), settings.evaluation.adaptation_epochs
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
             recorder.personalized(evaluate_personalized(exchange, components, state, trained=trained, epochs=epochs))
     return (*results_by_model, problem)

@@ -39,29 +39,29 @@ def run_round(
     attempt = 0
     while True:
         context = current_context()
-        updates = context.updates
+        aggregation = context.aggregation
         exchange.expire(older_than=context.timeout)
         one = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(exchange, context))
-        min_replies = updates.min_updates if updates.buffered else None
-        if updates.extra_clients:
+        min_replies = aggregation.min_updates if aggregation.buffered else None
+        if aggregation.over_selection:
             min_replies = context.clients_per_round
         replies = exchange.send_and_receive(
-            one.messages, timeout=context.timeout, deadline=updates.deadline, min_replies=min_replies
+            one.messages, timeout=context.timeout, deadline=aggregation.round_deadline, min_replies=min_replies
         )
         try:
-            if context.secure:
-                return one.finish_secure(exchange, context.secure)
+            if context.secure_aggregation:
+                return one.finish_secure(exchange, context.secure_aggregation)
             return one.finish(replies, late_replies=exchange.late_replies, observe=observe)
         except TooFewUpdatesError as reason:
-            if attempt == updates.repeats:
+            if attempt == aggregation.max_retries:
                 raise
             attempt += 1
-            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, updates.repeats)
+            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, aggregation.max_retries)
 
 
 def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
     """Clients whose late updates will be used."""
-    if not context.updates.buffered:
+    if not context.aggregation.buffered:
         return set()
     owing = {message.metadata.dst_node_id for message in exchange.pending.values()}
     return {client for client, node in context.nodes.items() if node in owing}

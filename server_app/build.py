@@ -96,7 +96,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     """
     device = configure_process(settings.machine)
     clients = discover_clients(
-        grid, settings.num_clients, timeout=settings.client_timeout, known_client_ids=known_client_ids
+        grid, settings.num_clients, timeout=settings.reply_timeout, known_client_ids=known_client_ids
     )
     task = task_of(settings).text() if clients.client_ids else None
     if task:
@@ -133,25 +133,25 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         nodes=clients.nodes,
         seed=settings.seed,
         clients_per_round=settings.clients_per_round,
-        timeout=settings.client_timeout,
+        timeout=settings.reply_timeout,
         client_config=task or settings.client_text,
         code_fingerprint=code_fingerprint(),
         metrics=settings.algorithm.metrics,
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
-        updates=settings.updates,
-        secure=settings.secure,
+        aggregation=settings.aggregation,
+        secure_aggregation=settings.secure_aggregation,
         privacy=make_privacy(settings, method, is_deployment=bool(task)),
         wire_dtype=settings.wire_dtype,
-        unseen_clients=frozenset(range(settings.num_clients - settings.newcomers, settings.num_clients)),
+        unseen_clients=frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients)),
         extract_features=make_feature_extractor(settings, method, strategy.server.num_comparison_images, device),
     )
     return RunComponents(
         settings=settings,
         context=context,
         lr_schedule=lr_schedule,
-        client_manager=ClientManager(grid, clients, timeout=settings.client_timeout),
+        client_manager=ClientManager(grid, clients, timeout=settings.reply_timeout),
         client_data=client_data,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
@@ -192,33 +192,37 @@ def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
 
 def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
     """Refuse, by an `InputError`, to wait for what cannot come."""
-    updates, asked, clients = settings.updates, settings.clients_per_round, settings.num_clients
-    if updates.min_updates > asked:
+    aggregation, asked, clients = settings.aggregation, settings.clients_per_round, settings.num_clients
+    if aggregation.min_updates > asked:
         raise InputError(
-            f"updates.min_updates={updates.min_updates} but clients_per_round={asked}; lower the one or raise the other"
+            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={asked}; lower the one or raise the other"
         )
-    if not is_deployment and asked + updates.extra_clients > clients:
+    if not is_deployment and asked + aggregation.over_selection > clients:
         raise InputError(
-            f"updates.extra_clients={updates.extra_clients} but clients_per_round={asked} leaves {clients - asked} of "
+            f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={asked} leaves {clients - asked} of "
             f"num_clients={clients}; lower one of them"
         )
-    if updates.buffered and not is_deployment:
+    if aggregation.buffered and not is_deployment:
         raise InputError(
-            "updates.buffered=true is for devices: the clients of a simulation are never late; set it false"
+            "aggregation.buffered=true is for devices: the clients of a simulation are never late; set it false"
         )
-    if settings.secure and (settings.privacy or updates.buffered or updates.norm_factor is not None):
+    if settings.secure_aggregation and (
+        settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
+    ):
         raise InputError(
-            "secure=secagg_plus shows the server nothing but a sum; set privacy=none updates.buffered=false "
-            "updates.norm_factor=null, which need single updates"
+            "secure_aggregation=secagg_plus shows the server nothing but a sum; set privacy=none aggregation.buffered=false "
+            "aggregation.max_norm_ratio=null, which need single updates"
         )
-    if settings.secure and settings.recording.keep_models:
-        raise InputError("secure=secagg_plus shows the server no client's model; set keep_models=0")
-    if settings.privacy and settings.recording.keep_models:
+    if settings.secure_aggregation and settings.recording.snapshot_every:
+        raise InputError("secure_aggregation=secagg_plus shows the server no client's model; set snapshot_every=0")
+    if settings.privacy and settings.recording.snapshot_every:
         raise InputError(
-            "privacy=central hides what a client adds, which kept models of clients show; set keep_models=0"
+            "privacy=central hides what a client adds, which kept models of clients show; set snapshot_every=0"
         )
-    if updates.buffered and updates.extra_clients:
-        raise InputError("updates.buffered=true waits for updates.min_updates; set updates.extra_clients=0")
+    if aggregation.buffered and aggregation.over_selection:
+        raise InputError(
+            "aggregation.buffered=true waits for aggregation.min_updates; set aggregation.over_selection=0"
+        )
 
 
 def validate_edge_method(method: SSLMethod) -> None:
@@ -229,18 +233,18 @@ def validate_edge_method(method: SSLMethod) -> None:
 
 def forbid_personalized_evaluation(settings: Settings) -> None:
     """Refuse, by an `InputError`, to look at what only clients of a simulation show."""
-    if settings.evaluation.clients or settings.newcomers:
+    if settings.evaluation.personalized or settings.unseen_clients:
         raise InputError(
-            "evaluate_clients and newcomers are for simulations: what a device uses itself stays on it; set "
-            "evaluate_clients=false newcomers=0"
+            "evaluate_personalized and unseen_clients are for simulations: what a device uses itself stays on it; set "
+            "evaluate_personalized=false unseen_clients=0"
         )
 
 
 def validate_personalized_evaluation(settings: Settings, image_data: ImageData) -> None:
     """Refuse, by an `InputError`, to judge clients' encoders without labels."""
     problem = why_not_evaluable(settings.data)
-    if settings.evaluation.clients and (problem or image_data.labels is None):
-        raise InputError(f"evaluate_clients=true needs labels; {problem or 'the images of the clients have none'}")
+    if settings.evaluation.personalized and (problem or image_data.labels is None):
+        raise InputError(f"evaluate_personalized=true needs labels; {problem or 'the images of the clients have none'}")
 
 
 def make_algorithm(
@@ -254,7 +258,7 @@ def make_algorithm(
             method=method,
             clients_per_round=settings.clients_per_round,
             num_clients=settings.num_clients,
-            num_unseen_clients=settings.newcomers,
+            num_unseen_clients=settings.unseen_clients,
             rounds=settings.rounds,
             seed=settings.seed,
             is_deployment=is_deployment,
@@ -302,7 +306,7 @@ def make_costs(
     trainings_per_round: int,
 ) -> TrainingCostMeter | None:
     """What measures the costs; None: it is turned off, or nobody knows the clients' images."""
-    if client_data is None or not settings.evaluation.resources:
+    if client_data is None or not settings.evaluation.measure_resources:
         return None
     return TrainingCostMeter(
         method,
@@ -319,10 +323,10 @@ def make_privacy(settings: Settings, method: SSLMethod, *, is_deployment: bool) 
     if settings.privacy is None:
         return None
     check_model(method)
-    if settings.updates.norm_factor is not None:
+    if settings.aggregation.max_norm_ratio is not None:
         raise InputError(
-            "updates.norm_factor lets clients decide on each other, which privacy=central does not count; set "
-            "updates.norm_factor=null"
+            "aggregation.max_norm_ratio lets clients decide on each other, which privacy=central does not count; set "
+            "aggregation.max_norm_ratio=null"
         )
 
     def generator(round: int) -> np.random.Generator:
@@ -335,7 +339,7 @@ def make_monitor(
     settings: Settings, method: SSLMethod, training: LocalTrainer, device: torch.device
 ) -> CollapseMonitor | None:
     """The monitor of health; None: it is turned off."""
-    num_images = settings.evaluation.health_pictures
+    num_images = settings.evaluation.collapse_images
     if not num_images:
         return None
     return CollapseMonitor(

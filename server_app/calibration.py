@@ -49,7 +49,7 @@ class Calibration:
     Raises
     ------
     InputError
-        The method needs labels, ``calibration.at`` is another word, or the auxiliary images have another form.
+        The method needs labels, ``calibration.when`` is another word, or the auxiliary images have another form.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Calibration:
     ) -> None:
         if settings.when not in ("start", "end"):
             raise InputError(
-                f"calibration.at={settings.when} is unknown; set calibration.at=end or calibration.at=start"
+                f"calibration.when={settings.when} is unknown; set calibration.when=end or calibration.when=start"
             )
         if method.uses_labels:
             raise InputError(

@@ -37,17 +37,17 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
             f"clients_per_round={per_round} but {number} devices are there; lower clients_per_round, or set "
             f"num_clients={per_round} to wait for so many"
         )
-    if settings.calibration is not None and not settings.calibration.own:
+    if settings.calibration is not None and not settings.calibration.has_own_dataset:
         raise InputError(
-            f"calibration.at={settings.calibration.when} takes a share of the clients' images, which are on the "
+            f"calibration.when={settings.calibration.when} takes a share of the clients' images, which are on the "
             "devices; name a data set of the server's with +dataset@calibration.dataset=NAME"
         )
     data = server_data(settings)
-    measured = settings.evaluation.health_pictures if data.train else 0
+    measured = settings.evaluation.collapse_images if data.train else 0
     return replace(
         with_clients(settings, number, per_round=per_round),
         data=data,
-        evaluation=replace(settings.evaluation, health_pictures=measured, resources=False),
+        evaluation=replace(settings.evaluation, collapse_images=measured, measure_resources=False),
     )
 
 

@@ -150,7 +150,7 @@ class ClientManager:
                     return replace(self.clients, nodes=nodes)
                 if time.monotonic() > last:
                     raise RunError(
-                        f"{len(nodes)} devices are there and {min_clients} are needed (updates.min_updates); start their "
+                        f"{len(nodes)} devices are there and {min_clients} are needed (aggregation.min_updates); start their "
                         "SuperNodes, then resume the run"
                     )
                 time.sleep(0.2)
@@ -189,7 +189,7 @@ def _partition_directory(
     if replies.missing:
         raise InputError(
             f"{len(replies.missing)} of {num_clients} SuperNodes, such as {min(replies.missing)}, did not say within "
-            f"{timeout:.0f} s which partition they hold; see to their processes, or set a longer client_timeout"
+            f"{timeout:.0f} s which partition they hold; see to their processes, or set a longer reply_timeout"
         )
     held = {int(info.partition or 0): node for node, info in replies.info.items()}
     if sorted(held) != list(range(num_clients)):

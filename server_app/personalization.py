@@ -69,9 +69,9 @@ def evaluate_personalized(
     state : ServerState
         After the last round.
     trained : collection of int
-        Clients that took part in training; the others are newcomers.
+        Clients that took part in training; the others are unseen clients.
     epochs : int
-        For how long newcomers train.
+        For how long unseen clients train.
     """
     context, evaluator = components.context, PersonalizedEvaluator(components)
     unseen = sorted(context.nodes.keys() - set(trained))

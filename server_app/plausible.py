@@ -26,6 +26,6 @@ def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float)
                 outliers.setdefault(
                     client,
                     f"its {what} moved {norm / median:.3g} times as far as the median of the round, of which "
-                    f"{factor:g} times are plausible (updates.norm_factor)",
+                    f"{factor:g} times are plausible (aggregation.max_norm_ratio)",
                 )
     return outliers

@@ -283,11 +283,11 @@ class Recorder:
         """Keep the state with which the run ends before its last round, and tell why."""
         self.checkpoint(state, ends=True)
         self._stop_reason = reason
-        log.info("stop_when: %s; the run ends after round %d of %d", reason, state.round, self._rounds)
+        log.info("early_stopping: %s; the run ends after round %d of %d", reason, state.round, self._rounds)
 
     def snapshot_writer(self, round: int) -> SnapshotWriter | None:
         """What keeps the models of this round; None: they are not to be kept."""
-        every = self._settings.keep_models
+        every = self._settings.snapshot_every
         return SnapshotWriter(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> None:

@@ -159,7 +159,9 @@ def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, m
     if update.num_examples is not None and update.num_examples <= 0:
         raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
     if max_examples is not None and (update.num_examples or 0) > max_examples:
-        raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is more than updates.max_examples={max_examples}")
+        raise InvalidUpdate(
+            f"{NUM_EXAMPLES}={update.num_examples} is more than aggregation.max_examples={max_examples}"
+        )
     for name, value in ((TRAIN_LOSS, update.train_loss), (SECONDS, update.seconds)):
         low, high = METRIC_RANGES[name]
         if value is not None and math.isfinite(value) and not low <= value <= high:

@@ -15,7 +15,7 @@ from flwr.app import Message
 from torch import Tensor
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers
-from fedssl.config.aggregation_settings import SecureSettings
+from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import InputError, RunError
 from fedssl.waiting import sanitize_line
 from fedssl.wire.messages import ARRAYS, ClientUpdate
@@ -105,7 +105,7 @@ class Round:
         self._candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
         self._start_models = {client: names[0] for client, names in self._candidates.items()}
         self._destinations: dict[int, tuple[str, ...]] = {}
-        targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.updates.buffered)
+        targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.aggregation.buffered)
         for client, names in self._candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
         plans = PlanBuilder(context, state, candidates=self._candidates, extra_models=targets, keep_from=keep_from)
@@ -115,12 +115,12 @@ class Round:
         self._client_features: dict[int, Tensor] = {}
         self._required_metrics = server.aggregator(self.number).required_metrics
         self._result = RoundResult(self.number)
-        if context.updates.buffered:
-            self._require_full_exchange("updates.buffered=true")
+        if context.aggregation.buffered:
+            self._require_full_exchange("aggregation.buffered=true")
         if context.privacy:
             self._require_uniform_sum("privacy=central")
-        if context.secure:
-            self._require_uniform_sum("secure=secagg_plus")
+        if context.secure_aggregation:
+            self._require_uniform_sum("secure_aggregation=secagg_plus")
 
     def finish(
         self,
@@ -150,8 +150,8 @@ class Round:
         clients = {self._context.nodes[client]: client for client in self._start_models}
         own = self._valid_updates(ordered_by_client(replies, sent=self.messages, clients=clients, drop=self._drop))
         usable: Iterable[_ValidUpdate] = chain(own, self._stale_updates(late_replies))
-        if self._context.updates.norm_factor is not None:
-            usable = self._drop_outliers(list(usable), factor=self._context.updates.norm_factor)
+        if self._context.aggregation.max_norm_ratio is not None:
+            usable = self._drop_outliers(list(usable), factor=self._context.aggregation.max_norm_ratio)
         if self._cluster_models:
             usable = self._assign_clusters(list(usable))
         for one in usable:
@@ -159,14 +159,16 @@ class Round:
             del one  # a streamed update is a whole model: let it go before the next one is made
         return self._finalize()
 
-    def finish_secure(self, exchange: MessageExchange, secure: SecureSettings) -> tuple[ServerState, RoundResult]:
+    def finish_secure(
+        self, exchange: MessageExchange, secure: SecureAggregationSettings
+    ) -> tuple[ServerState, RoundResult]:
         """Let the clients train so that nobody sees more than the sum of their updates; raises `TooFewUpdatesError`."""
         context, clients = self._context, {node: client for client, node in self._context.nodes.items()}
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
-        updates, start = context.updates, self._starts[GLOBAL]
+        settings, start = context.aggregation, self._starts[GLOBAL]
         try:
             found = secure_mean_delta(
-                exchange, contents, secure, round=self.number, timeout=context.timeout, deadline=updates.deadline
+                exchange, contents, secure, round=self.number, timeout=context.timeout, deadline=settings.round_deadline
             )
             mean = ClientUpdate(
                 layers=apply_delta(start.expected_upload.layers, found.delta), partition_id=clients[found.nodes[0]]
@@ -190,7 +192,7 @@ class Round:
 
     def _finalize(self) -> tuple[ServerState, RoundResult]:
         """The new state, if enough updates were used; raises `TooFewUpdatesError`."""
-        if len(self._result.clients) < self._context.updates.min_updates:
+        if len(self._result.clients) < self._context.aggregation.min_updates:
             raise TooFewUpdatesError(self._too_few())
         server = self._context.strategy.server
         fed = {
@@ -286,7 +288,7 @@ class Round:
                 gathered=context.gathered,
                 required_metrics=self._required_metrics,
                 plan=(number, context.code_fingerprint),
-                max_examples=context.updates.max_examples,
+                max_examples=context.aggregation.max_examples,
             )
         except InvalidUpdate as reason:
             self._drop(client, str(reason))
@@ -298,7 +300,7 @@ class Round:
         context, nodes = self._context, {node: client for client, node in self._context.nodes.items()}
         for plan, reply in sorted(late_replies, key=_by_staleness):
             client = nodes.get(plan.metadata.dst_node_id)
-            if client is None or reply.has_error() or not context.updates.buffered:
+            if client is None or reply.has_error() or not context.aggregation.buffered:
                 self._result.late.append(plan.metadata.dst_node_id if client is None else client)
                 continue
             start, number = self._starts[GLOBAL], int(plan.metadata.group_id)
@@ -380,9 +382,9 @@ class Round:
         for client, reason in self._result.dropped.items():
             clients.setdefault(reason, []).append(str(client))
         reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
-        used, needed = len(self._result.clients), self._context.updates.min_updates
+        used, needed = len(self._result.clients), self._context.aggregation.min_updates
         sent = f"{used or 'none'} of {len(self._start_models)} clients sent a usable update"
-        needed_text = f" and updates.min_updates={needed} are needed" if used else ""
+        needed_text = f" and aggregation.min_updates={needed} are needed" if used else ""
         return f"round {self.number}: {sent}{needed_text} ({reasons})"
 
     # --- the new state ---

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fedssl.arrays import Layers, ReferenceLayers
-from fedssl.config.aggregation_settings import SecureSettings, UpdateSettings
+from fedssl.config.aggregation_settings import AggregationSettings, SecureAggregationSettings
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -64,11 +64,11 @@ class RoundContext:
     lr_factor : callable
         Maps a round to the factor of the clients' learning rate.
     calibration : Calibrator or None
-    updates : UpdateSettings
+    aggregation : AggregationSettings
         What is taken from clients, and how long it is waited for.
     privacy : Privacy or None
         None: the model is released as the rule made it.
-    secure : SecureSettings or None
+    secure_aggregation : SecureAggregationSettings or None
         None: the server sees every update.
     wire_dtype : str
         How layers travel, see `fedssl.wire.wire_format`.
@@ -95,9 +95,9 @@ class RoundContext:
     server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
     lr_factor: Callable[[int], float] = lambda round: 1.0
     calibration: Calibrator | None = None
-    updates: UpdateSettings = field(default_factory=UpdateSettings)
+    aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     privacy: Privacy | None = None
-    secure: SecureSettings | None = None
+    secure_aggregation: SecureAggregationSettings | None = None
     wire_dtype: str = LOSSLESS
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
     unseen_clients: frozenset[int] = frozenset()
@@ -144,11 +144,11 @@ class RoundContext:
     def sample(self, round: int, *, attempt: int = 0, in_flight: Collection[int] = ()) -> list[int]:
         """Numbers of the clients that are asked in a round, ascending.
 
-        Of those that are there as many as are to train in a round, and ``updates.extra_clients`` more; those that are
+        Of those that are there as many as are to train in a round, and ``aggregation.over_selection`` more; those that are
         ``in_flight`` with an older plan count, and are not asked. Another attempt asks others.
         """
         client_ids = sorted(self.nodes.keys() - in_flight - self.unseen_clients)
-        num_wanted = self.clients_per_round + self.updates.extra_clients - len(in_flight)
+        num_wanted = self.clients_per_round + self.aggregation.over_selection - len(in_flight)
         indices = sample_clients(
             self.seed,
             round,

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from client_app.secure import MIN_CLIENTS, SECAGG_PARAMETERS, summed_names
 from fedssl.arrays import Layers
-from fedssl.config.aggregation_settings import SecureSettings
+from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
 from fedssl.wire.records import content_bytes
 from server_app.messaging import MessageExchange
@@ -48,7 +48,7 @@ class SecureMean:
 def secure_mean_delta(
     exchange: MessageExchange,
     contents: Mapping[int, RecordDict],
-    settings: SecureSettings,
+    settings: SecureAggregationSettings,
     *,
     round: int,
     timeout: float,

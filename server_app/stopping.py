@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from fedssl.config.settings import Settings
-from fedssl.early_stopping import check_metric, check_size
+from fedssl.early_stopping import check_monitor, check_threshold_unit
 from fedssl.errors import InputError
 from fedssl.evaluation.evaluation_input import why_not_evaluable
 from fedssl.evaluation.scores import ACCURACY
@@ -18,18 +18,18 @@ def validate_early_stopping(
     ``result_units`` are names and units of what rounds are judged by, and None where only an evaluation tells them: then the
     first one does.
     """
-    rule = settings.evaluation.stop
-    if rule.metric is None:
+    rule = settings.evaluation.early_stopping
+    if rule.monitor is None:
         return
     if phases > 1:
         raise InputError(
-            f"stop_when.metric={rule.metric} would end a schedule of {phases} stages before its last; set "
-            "stop_when.metric=null or schedule=end_to_end"
+            f"early_stopping.monitor={rule.monitor} would end a schedule of {phases} stages before its last; set "
+            "early_stopping.monitor=null or schedule=end_to_end"
         )
     problem = why_not_evaluable(settings.data)
     if problem:
-        raise InputError(f"stop_when.metric={rule.metric} needs evaluations; {problem}")
+        raise InputError(f"early_stopping.monitor={rule.monitor} needs evaluations; {problem}")
     if result_units is not None:
         found = {**result_units, **({"classifier": ACCURACY} if method.uses_labels else {})}
-        check_metric(rule, found)
-        check_size(rule, found[rule.metric])
+        check_monitor(rule, found)
+        check_threshold_unit(rule, found[rule.monitor])

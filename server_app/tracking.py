@@ -35,7 +35,7 @@ class SafeTracker:
     def begin(self, settings: RecordingSettings, *, done: int) -> None:
         """Tell all settings; ``done`` are the rounds that a resumed run has done."""
         assert settings.folder is not None
-        config = OmegaConf.create(settings.text)
+        config = OmegaConf.create(settings.resolved_yaml)
         assert isinstance(config, DictConfig)
         self._works = True
         run = TrackedRun(folder=settings.folder, run_id=settings.run_id, done=done, settings=dict(flatten(config)))

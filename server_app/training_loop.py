@@ -15,7 +15,7 @@ import torch
 
 from fedssl.arrays import Layers
 from fedssl.atomic_files import saved_rounds
-from fedssl.early_stopping import reason_to_stop
+from fedssl.early_stopping import stop_reason
 from fedssl.machine.threads import available_cores
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
@@ -52,7 +52,8 @@ def can_evaluate_in_background(components: RunComponents, client_cores: int | No
     return (
         client_cores is not None
         and available_cores() - client_cores >= settings.machine.threads
-        and settings.evaluation.stop.metric is None  # whether there is a next round depends on the evaluation
+        and settings.evaluation.early_stopping.monitor
+        is None  # whether there is a next round depends on the evaluation
         # What else trains or draws here shares a random generator, and the GPU's memory, with nobody.
         and components.evaluation_is_training_free
         and settings.calibration is None
@@ -73,17 +74,17 @@ def run_training(
     Whatever ends them early, the rounds that are done and evaluated are in a checkpoint.
     """
     recording = BackgroundRecorder(components, recorder, state, background=background)
-    rule = components.settings.evaluation.stop
+    rule = components.settings.evaluation.early_stopping
     try:
         with recording:
-            while state.round < last and not reason_to_stop(recorder.evaluations, rule):
+            while state.round < last and not stop_reason(recorder.evaluations, rule):
                 state = run_next_round(exchange, components, state, recorder, recording)
     except BaseException:
         with suppress(OSError):  # the disk may be full
             recorder.checkpoint(recording.state, ends=True)
         raise
     if state.round < last:
-        recorder.record_early_stop(state, reason_to_stop(recorder.evaluations, rule) or "")
+        recorder.record_early_stop(state, stop_reason(recorder.evaluations, rule) or "")
     return state
 
 
@@ -190,7 +191,7 @@ def run_next_round(
     """The state after one round more, which is handed to the recording."""
 
     def current_context() -> RoundContext:
-        clients = components.client_manager.wait_for(components.context.updates.min_updates)
+        clients = components.client_manager.wait_for(components.context.aggregation.min_updates)
         recorder.register(clients.client_ids)
         return replace(components.context, nodes=clients.nodes)
 

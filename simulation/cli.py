@@ -128,7 +128,7 @@ def _run_here(settings: Settings, folder: Path) -> None:
     """One run into this folder, by processes of this machine or a cluster."""
     overrides = [*settings.recording.overrides, f"output_dir={quote(str(folder))}"]
     data = {"dataset": settings.data}
-    if settings.calibration is not None and settings.calibration.own:
+    if settings.calibration is not None and settings.calibration.has_own_dataset:
         data["calibration.dataset"] = settings.calibration.data
     for key, one in data.items():
         path = one.reader.values.get("path")

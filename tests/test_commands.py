@@ -28,17 +28,17 @@ PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in GUIDE))
 RUN = "runs/2026-11-21_14-03-07"  # the run folder that the pages take as an example
 PROGRAMS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 OTHERS = ("flwr", "flower-", "pip", "uv", "python", "mkdocs", "printf", "export")
-TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=400", "final_evaluation=knn", "health_pictures=0")
+TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=400", "final_evaluation=knn", "collapse_images=0")
 # A command with the first of these words needs the others to be small.
 SMALLER = {
     "engine=ray": ("partition=iid",),
     "engine.client_gpus=0.25": ("engine.client_gpus=0", "dataset.path=data/cifar10"),
     "schedule=layer_wise": ("rounds=4", "dataset.limit=60"),
-    "secure=secagg_plus": ("num_clients=3",),
+    "secure_aggregation=secagg_plus": ("num_clients=3",),
     "encoder=resnet18": ("num_clients=2", "measure_resources=false"),
     "dataset=image_folder": ("num_clients=2",),
     "seed=0,1,2": ("dataset.limit=100",),
-    "keep_models=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
+    "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
     "rounds=200": ("rounds=20", "dataset.limit=60"),
 }
 

@@ -23,7 +23,7 @@ from simulation.cli import run
 RECORDS = Path(__file__).parent / "digests.json"
 
 BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1", "device=cpu"]
-BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "health_pictures=0", "measure_resources=false"]
+BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 STAGES = ["schedule=layer_wise", "rounds=5"]
 THRESHOLD = ["strategy.predictor_threshold=0.1"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
@@ -61,7 +61,12 @@ RUNS = {
     "trimmed_mean-progressive": ["strategy=trimmed_mean", "strategy.beta=0.4", "schedule=progressive", "rounds=4"],
     "krum-simclr": ["strategy=krum", "num_clients=5"],
     "lw_fedssl": ["regularizer=alignment", "calibration=auxiliary", "method=moco_v3", *STAGES],
-    "fedema-layer-wise-calibrated-start": ["strategy=fedema", "calibration=auxiliary", "calibration.at=start", *STAGES],
+    "fedema-layer-wise-calibrated-start": [
+        "strategy=fedema",
+        "calibration=auxiliary",
+        "calibration.when=start",
+        *STAGES,
+    ],
     "eua-layer-wise-fedadam-byol": ["strategy=eua", "method=byol", "server_optimizer=fedadam", *STAGES],
     "orchestra": ["method=orchestra", "strategy=fedavg", "rounds=3"],
     "orchestra-layer-wise": ["method=orchestra", "strategy=fedavg", "clients_per_round=2", *STAGES],

@@ -61,7 +61,7 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
 def test_a_collapse_is_told_while_it_happens(tmp_path):
     """Without normalisation behind its projector SimSiam lets images vary along one line only."""
     overrides = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]
-    overrides += ["rounds=8", "evaluate_every=8", "health_pictures=256", "measure_resources=false"]
+    overrides += ["rounds=8", "evaluate_every=8", "collapse_images=256", "measure_resources=false"]
     run([*overrides, "method.projector.last_norm=false", "method.projector.layers=2", f"output_dir={tmp_path / 'run'}"])
     assert "the representation has collapsed in the global model" in (tmp_path / "run" / "run.log").read_text()
 

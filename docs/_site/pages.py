@@ -29,7 +29,7 @@ GROUPS = {  # titles of the groups, in the order of the site
     "server_optimizer": "Server optimizers",
     "calibration": "Calibration",
     "privacy": "Differential privacy",
-    "secure": "Secure aggregation",
+    "secure_aggregation": "Secure aggregation",
     "engine": "Engines",
     "tracker": "Trackers",
     "experiment": "Experiments",

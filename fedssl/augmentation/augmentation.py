@@ -33,7 +33,7 @@ class Augmentation:
         One number per channel, of images with values in [0, 1]; a view is ``(image - mean) / std``.
     views : sequence of mapping
         Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
-    gpu_views : {"torch", "triton"}
+    gpu_augmentation : {"torch", "triton"}
         How a GPU makes them: by torch's operations, or by `fedssl.augmentation.kernel`.
 
     Raises
@@ -49,7 +49,7 @@ class Augmentation:
         mean: Sequence[float],
         std: Sequence[float],
         views: Sequence[Mapping[str, Any]],
-        gpu_views: str = "torch",
+        gpu_augmentation: str = "torch",
     ) -> None:
         if len(views) != 2:
             raise InputError(f"augmentation.views has {len(views)} recipes; give exactly two")
@@ -58,15 +58,17 @@ class Augmentation:
                 f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit; give one mean and one std above 0 "
                 "for every channel"
             )
-        if gpu_views not in ("torch", "triton"):
-            raise InputError(f"gpu_views={gpu_views} is unknown; set gpu_views=torch or gpu_views=triton")
-        if gpu_views == "triton" and (size > KERNEL_SIZE or len(mean) not in KERNEL_CHANNELS):
+        if gpu_augmentation not in ("torch", "triton"):
             raise InputError(
-                f"gpu_views=triton makes views of at most {KERNEL_SIZE} pixels with 1 or 3 channels, and "
-                f"dataset.size={size} with {len(mean)} channels; set gpu_views=torch"
+                f"gpu_augmentation={gpu_augmentation} is unknown; set gpu_augmentation=torch or gpu_augmentation=triton"
+            )
+        if gpu_augmentation == "triton" and (size > KERNEL_SIZE or len(mean) not in KERNEL_CHANNELS):
+            raise InputError(
+                f"gpu_augmentation=triton makes views of at most {KERNEL_SIZE} pixels with 1 or 3 channels, and "
+                f"dataset.size={size} with {len(mean)} channels; set gpu_augmentation=torch"
             )
         self.size = size
-        self.by_kernel = gpu_views == "triton"
+        self.by_kernel = gpu_augmentation == "triton"
         self.views = [read_view(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
         self._mean = torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1, 1)
         self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
@@ -203,11 +205,13 @@ class Augmentation:
         if self.by_kernel and is_gpu(device):
             if max(height, width) > KERNEL_SIZE:
                 raise InputError(
-                    f"gpu_views=triton takes images of at most {KERNEL_SIZE} pixels and these have {height}x{width}; "
-                    "set gpu_views=torch"
+                    f"gpu_augmentation=triton takes images of at most {KERNEL_SIZE} pixels and these have {height}x{width}; "
+                    "set gpu_augmentation=torch"
                 )
             if find_spec("triton") is None:
-                raise InputError("gpu_views=triton but Triton is not installed; install it, or set gpu_views=torch")
+                raise InputError(
+                    "gpu_augmentation=triton but Triton is not installed; install it, or set gpu_augmentation=torch"
+                )
         if channels != len(self._mean):
             raise InputError(
                 f"the images have {channels} channels but dataset.mean has {len(self._mean)} numbers; "

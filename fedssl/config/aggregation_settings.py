@@ -8,22 +8,22 @@ from fedssl.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateSettings:
+class AggregationSettings:
     """What a server takes from clients, and how long it waits for it.
 
     Attributes
     ----------
     min_updates : int
         How many a round needs.
-    repeats : int
+    max_retries : int
         How often a round with fewer is repeated, with other clients, before the run stops.
-    extra_clients : int
+    over_selection : int
         How many more clients than ``clients_per_round`` are asked; the first ``clients_per_round`` to reply count.
-    deadline : float or None
+    round_deadline : float or None
         Seconds after which a round goes on without those that are missing; None: as long as replies come.
     buffered : bool
         Whether a round ends with ``min_updates``, and late ones count in the next, the less the older they are.
-    norm_factor : float or None
+    max_norm_ratio : float or None
         How many times as far as the median of a round an update may move, at least 1; None: any. With a number all
         updates of a round are kept in memory until the last is there.
     max_examples : int or None
@@ -36,26 +36,26 @@ class UpdateSettings:
     """
 
     min_updates: int = 1
-    repeats: int = 0
-    extra_clients: int = 0
-    deadline: float | None = None
+    max_retries: int = 0
+    over_selection: int = 0
+    round_deadline: float | None = None
     buffered: bool = False
-    norm_factor: float | None = None
+    max_norm_ratio: float | None = None
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
-        for name, minimum in {"min_updates": 1, "repeats": 0, "extra_clients": 0, "max_examples": 1}.items():
+        for name, minimum in {"min_updates": 1, "max_retries": 0, "over_selection": 0, "max_examples": 1}.items():
             value = getattr(self, name)
             if (name, value) != ("max_examples", None) and (type(value) is not int or value < minimum):
-                raise InputError(f"updates.{name}={value} must be a whole number of at least {minimum}")
-        if self.deadline is not None:
-            _check_number("updates.deadline", self.deadline, also=", or null")
-        if self.norm_factor is not None:
-            _check_number("updates.norm_factor", self.norm_factor, minimum=1, also=", or null")
+                raise InputError(f"aggregation.{name}={value} must be a whole number of at least {minimum}")
+        if self.round_deadline is not None:
+            _check_number("aggregation.round_deadline", self.round_deadline, also=", or null")
+        if self.max_norm_ratio is not None:
+            _check_number("aggregation.max_norm_ratio", self.max_norm_ratio, minimum=1, also=", or null")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecureSettings:
+class SecureAggregationSettings:
     """Secure aggregation, see `server_app.secure_aggregation`.
 
     Attributes
@@ -75,8 +75,8 @@ class SecureSettings:
     threshold: float
 
     def __post_init__(self) -> None:
-        _check_number("secure.clipping_range", self.clipping_range)
-        _check_number("secure.threshold", self.threshold, above=0.5, maximum=1)
+        _check_number("secure_aggregation.clipping_range", self.clipping_range)
+        _check_number("secure_aggregation.threshold", self.threshold, above=0.5, maximum=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,30 +31,30 @@ MINIMUM = {
     "rounds": 1,
     "local_epochs": 0,
     "batch_size": 2,
-    "client_timeout": 1,
+    "reply_timeout": 1,
     "evaluate_every": 0,
-    "health_pictures": 0,
-    "newcomers": 0,
-    "adapt_epochs": 0,
+    "collapse_images": 0,
+    "unseen_clients": 0,
+    "adaptation_epochs": 0,
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
-    "keep_models": 0,
+    "snapshot_every": 0,
 }
 MAX_THREADS = 1024  # more of them end the process
 # Groups that are off by default: a setting that ``none`` has too, the choice that it belongs to, and another of it.
 _SWITCHED_ON = {
-    "calibration": ("at", "auxiliary", "share"),
+    "calibration": ("when", "auxiliary", "share"),
     "privacy": ("clip_norm", "central", "noise_multiplier"),
-    "secure": ("clipping_range", "secagg_plus", "threshold"),
+    "secure_aggregation": ("clipping_range", "secagg_plus", "threshold"),
 }
 CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "wire_dtype": WIRE_DTYPES}
 
 # Settings, or groups of them, that do not change the numbers of a run, and its length.
 MAY_CHANGE = {
-    *("rounds", "engine", "tracker", "device", "threads", "allocator", "client_timeout"),
-    *("evaluate_every", "stop_when", "final_evaluation", "health_pictures", "measure_resources"),
-    *("evaluate_clients", "adapt_epochs"),
-    *("checkpoint_every", "keep_checkpoints", "keep_models", "dataset.cache", "calibration.dataset.cache"),
+    *("rounds", "engine", "tracker", "device", "threads", "keep_freed_memory", "reply_timeout"),
+    *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
+    *("evaluate_personalized", "adaptation_epochs"),
+    *("checkpoint_every", "keep_checkpoints", "snapshot_every", "dataset.cache", "calibration.dataset.cache"),
 }
 
 
@@ -138,12 +138,12 @@ def check(config: DictConfig) -> None:
     for key, choices in CHOICES.items():
         if config[key] not in choices:
             raise InputError(f"{key}={config[key]} is not valid; choose one of {', '.join(choices)}")
-    if config.health_pictures == 1:
-        raise InputError("health_pictures=1 but an image alone has no spread; set 2 or more, or 0 to turn it off")
+    if config.collapse_images == 1:
+        raise InputError("collapse_images=1 but an image alone has no spread; set 2 or more, or 0 to turn it off")
     _check_clients(config)
-    if config.stop_when and config.stop_when.metric is not None and config.evaluate_every == 0:
+    if config.early_stopping and config.early_stopping.monitor is not None and config.evaluate_every == 0:
         raise InputError(
-            f"stop_when.metric={config.stop_when.metric} is looked at in rounds of evaluation, and evaluate_every=0 "
+            f"early_stopping.monitor={config.early_stopping.monitor} is looked at in rounds of evaluation, and evaluate_every=0 "
             "has none; set evaluate_every=1 or more"
         )
     _check_groups(config)
@@ -164,18 +164,18 @@ def _check_groups(config: DictConfig) -> None:
 
 
 def _check_clients(config: DictConfig) -> None:
-    clients, asked, newcomers = config.num_clients, config.clients_per_round, config.newcomers
+    clients, asked, unseen_clients = config.num_clients, config.clients_per_round, config.unseen_clients
     if asked > clients:
         raise InputError(
             f"clients_per_round={asked} is more than num_clients={clients}; "
             "lower clients_per_round or raise num_clients"
         )
-    if newcomers >= clients:
-        raise InputError(f"newcomers={newcomers} of num_clients={clients} never train; lower newcomers")
-    if asked > clients - newcomers:
+    if unseen_clients >= clients:
+        raise InputError(f"unseen_clients={unseen_clients} of num_clients={clients} never train; lower unseen_clients")
+    if asked > clients - unseen_clients:
         raise InputError(
-            f"clients_per_round={asked} but newcomers={newcomers} of num_clients={clients} never train; "
-            f"set clients_per_round={clients - newcomers} or fewer"
+            f"clients_per_round={asked} but unseen_clients={unseen_clients} of num_clients={clients} never train; "
+            f"set clients_per_round={clients - unseen_clients} or fewer"
         )
 
 

@@ -61,7 +61,7 @@ def task_of(settings: Settings) -> Task:
     InputError
         The run has what no task can say, such as a setting that is in no file of ``conf/``.
     """
-    config = OmegaConf.create(settings.recording.text)
+    config = OmegaConf.create(settings.recording.resolved_yaml)
     assert isinstance(config, DictConfig)
     values = {key: value for key, value in flatten(config) if _says(key)}
     task = Task({group: settings.recording.choices[group] for group in GROUPS}, values)

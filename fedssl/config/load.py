@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import write_text
-from fedssl.config.aggregation_settings import PrivacySettings, SecureSettings, UpdateSettings
+from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.config.compose import MAY_CHANGE, check, differences, resolve
 from fedssl.config.overrides import check_run_id, parse, quote
 from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
@@ -33,7 +33,7 @@ from fedssl.config.settings import (
     TrainingSettings,
 )
 from fedssl.config.targets import choice_targets, search_folders, with_folders
-from fedssl.early_stopping import StopSettings
+from fedssl.early_stopping import EarlyStopping
 from fedssl.errors import InputError
 from fedssl.untrusted import corrupt_file_error
 
@@ -46,8 +46,8 @@ _LISTED = 8  # settings that an error names
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
     *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
-    *("precision", "channels_last", "gpu_views", "cuda_graphs", "compile"),
-    *("device", "threads", "allocator", "output_dir", "run_id"),
+    *("precision", "channels_last", "gpu_augmentation", "cuda_graphs", "compile"),
+    *("device", "threads", "keep_freed_memory", "output_dir", "run_id"),
 ]
 
 
@@ -136,10 +136,10 @@ def partition_without_labels(settings: Settings) -> Settings:
 
 def with_clients(settings: Settings, number: int, *, per_round: int) -> Settings:
     """The settings of a run with so many clients, in what is recorded of it as well."""
-    text = OmegaConf.create(settings.recording.text)
+    text = OmegaConf.create(settings.recording.resolved_yaml)
     assert isinstance(text, DictConfig)
     text.num_clients, text.clients_per_round = number, per_round
-    recording = replace(settings.recording, text=OmegaConf.to_yaml(text))
+    recording = replace(settings.recording, resolved_yaml=OmegaConf.to_yaml(text))
     return replace(settings, num_clients=number, clients_per_round=per_round, recording=recording)
 
 
@@ -192,7 +192,7 @@ def save_run(recording: RecordingSettings, folder: Path) -> None:
     """Write what `load_run` reads: the words, the choice in every group, and all settings, resolved."""
     write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.overrides))))
     write_text(folder / "choices.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(recording.choices))))
-    write_text(folder / "config.yaml", recording.text)
+    write_text(folder / "config.yaml", recording.resolved_yaml)
 
 
 @functools.lru_cache(maxsize=4)
@@ -257,8 +257,8 @@ def _settings(
         num_clients=config.num_clients,
         clients_per_round=config.clients_per_round,
         rounds=config.rounds,
-        newcomers=config.newcomers,
-        client_timeout=config.client_timeout,
+        unseen_clients=config.unseen_clients,
+        reply_timeout=config.reply_timeout,
         wire_dtype=config.wire_dtype,
         lr_schedule=_component(config.lr_schedule),
         data=read_data(config.dataset),
@@ -272,18 +272,20 @@ def _settings(
         ),
         calibration=_calibration(config),
         teacher=None if config.teacher is None else Path(config.teacher),
-        updates=UpdateSettings(**config.updates),
-        secure=None if config.secure.clipping_range is None else SecureSettings(**config.secure),
+        aggregation=AggregationSettings(**config.aggregation),
+        secure_aggregation=None
+        if config.secure_aggregation.clipping_range is None
+        else SecureAggregationSettings(**config.secure_aggregation),
         privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
-            stop=StopSettings(**(config.stop_when or {})),
+            early_stopping=EarlyStopping(**(config.early_stopping or {})),
             protocol=_component(config.evaluation),
             final_protocol=_component(config.final_evaluation),
-            health_pictures=config.health_pictures,
-            resources=config.measure_resources,
-            clients=config.evaluate_clients,
-            adapt_epochs=config.adapt_epochs,
+            collapse_images=config.collapse_images,
+            measure_resources=config.measure_resources,
+            personalized=config.evaluate_personalized,
+            adaptation_epochs=config.adaptation_epochs,
         ),
         machine=_machine(config),
         engine=EngineSettings(
@@ -299,11 +301,11 @@ def _settings(
             resumed=resumed,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
-            keep_models=config.keep_models,
+            snapshot_every=config.snapshot_every,
             tracker=_component(config.tracker),
             overrides=tuple(overrides),
             choices=choices,
-            text=OmegaConf.to_yaml(config),
+            resolved_yaml=OmegaConf.to_yaml(config),
         ),
         client_text=OmegaConf.to_yaml(OmegaConf.masked_copy(config, CLIENT_SETTINGS)),
     )
@@ -315,7 +317,7 @@ def _partition(config: DictConfig) -> PartitionSettings:
         rule=_component(config.partition),
         num_clients=config.num_clients,
         seed=config.seed,
-        set_aside=node.share if node.at and node.dataset is None else None,
+        server_fraction=node.share if node.when and node.dataset is None else None,
         cache=config.dataset.get("cache"),
     )
 
@@ -345,17 +347,20 @@ def _training(config: DictConfig) -> TrainingSettings:
 
 def _machine(config: DictConfig) -> MachineSettings:
     return MachineSettings(
-        device=config.device, threads=config.threads, allocator=config.allocator, compile_encoder=config.compile
+        device=config.device,
+        threads=config.threads,
+        keep_freed_memory=config.keep_freed_memory,
+        compile_encoder=config.compile,
     )
 
 
 def _calibration(config: DictConfig) -> CalibrationSettings | None:
     node = config.calibration
-    if not node.at:
+    if not node.when:
         return None
     own = node.dataset is not None
     data = read_data(node.dataset if own else config.dataset)
-    return CalibrationSettings(when=node.at, data=data, own=own, share=node.share, epochs=node.epochs)
+    return CalibrationSettings(when=node.when, data=data, has_own_dataset=own, share=node.share, epochs=node.epochs)
 
 
 def _component(node: DictConfig, *, without: Sequence[str] = ()) -> Component:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedssl.config.aggregation_settings import PrivacySettings, SecureSettings, UpdateSettings
-from fedssl.early_stopping import StopSettings
+from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
+from fedssl.early_stopping import EarlyStopping
 from fedssl.errors import InputError
 
 LOSSLESS = "fp32"
@@ -110,7 +110,7 @@ class PartitionSettings:
     rule : Component
         A function of `fedssl.partition`.
     num_clients, seed : int
-    set_aside : float or None
+    server_fraction : float or None
         Share of the images that the server keeps for its calibration and that are no client's; None: nothing.
     cache : str or None
         The folder for what a rule computes of the images, that of decoded ones; None: nothing is kept.
@@ -119,7 +119,7 @@ class PartitionSettings:
     rule: Component
     num_clients: int
     seed: int
-    set_aside: float | None
+    server_fraction: float | None
     cache: str | None
 
 
@@ -172,14 +172,14 @@ class MachineSettings:
     ----------
     device : {"auto", "cpu", "cuda"}
     threads : int
-    allocator : bool
+    keep_freed_memory : bool
         Whether freed memory is kept.
     compile_encoder : bool
     """
 
     device: str
     threads: int
-    allocator: bool
+    keep_freed_memory: bool
     compile_encoder: bool
 
 
@@ -209,7 +209,7 @@ class CalibrationSettings:
         Of every round.
     data : DataSettings
         Whose images.
-    own : bool
+    has_own_dataset : bool
         Whether they are a data set of their own; False: a share of those that clients would have.
     share : float
         Of the images.
@@ -219,7 +219,7 @@ class CalibrationSettings:
 
     when: str
     data: DataSettings
-    own: bool
+    has_own_dataset: bool
     share: float
     epochs: int
 
@@ -232,28 +232,28 @@ class EvaluationSettings:
     ----------
     every : int
         Rounds between two evaluations; 0: only at the end.
-    stop : StopSettings
+    early_stopping : EarlyStopping
         By which of their results the run ends early.
     protocol, final_protocol : Component
         In the rounds, and at the end of the run.
-    health_pictures : int
+    collapse_images : int
         On how many images collapse is looked for; 0: not at all.
-    resources : bool
+    measure_resources : bool
         Whether FLOPs and memory of a training step are counted.
-    clients : bool
+    personalized : bool
         Whether what every client would use is judged at the end.
-    adapt_epochs : int
+    adaptation_epochs : int
         For how long clients train for that which never did.
     """
 
     every: int
-    stop: StopSettings
+    early_stopping: EarlyStopping
     protocol: Component
     final_protocol: Component
-    health_pictures: int
-    resources: bool
-    clients: bool
-    adapt_epochs: int
+    collapse_images: int
+    measure_resources: bool
+    personalized: bool
+    adaptation_epochs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,14 +268,14 @@ class RecordingSettings:
         Keeps apart what clients keep of different runs.
     resumed : int or None
         How many rounds the run in the folder was to have; None: it is a new run.
-    checkpoint_every, keep_checkpoints, keep_models : int
+    checkpoint_every, keep_checkpoints, snapshot_every : int
     tracker : Component
         What is told of the run beside its folder, see ``conf/tracker``.
-    words : tuple of str
+    overrides : tuple of str
         The complete words of the command line.
     choices : mapping of str to str
         The choice in every group of the configuration.
-    text : str
+    resolved_yaml : str
         All settings, resolved, as YAML.
     """
 
@@ -284,11 +284,11 @@ class RecordingSettings:
     resumed: int | None
     checkpoint_every: int
     keep_checkpoints: int
-    keep_models: int
+    snapshot_every: int
     tracker: Component
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
-    text: str
+    resolved_yaml: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,9 +332,9 @@ class Settings:
     Attributes
     ----------
     seed, num_clients, clients_per_round, rounds : int
-    newcomers : int
+    unseen_clients : int
         How many clients never train.
-    client_timeout : float
+    reply_timeout : float
         Seconds that a round waits for the next reply.
     wire_dtype : str
         How layers travel, see `fedssl.wire.wire_format`.
@@ -350,8 +350,8 @@ class Settings:
     num_clients: int
     clients_per_round: int
     rounds: int
-    newcomers: int
-    client_timeout: float
+    unseen_clients: int
+    reply_timeout: float
     wire_dtype: str
     lr_schedule: Component
     data: DataSettings
@@ -361,9 +361,9 @@ class Settings:
     algorithm: AlgorithmSettings
     calibration: CalibrationSettings | None
     teacher: Path | None
-    updates: UpdateSettings
+    aggregation: AggregationSettings
     privacy: PrivacySettings | None
-    secure: SecureSettings | None
+    secure_aggregation: SecureAggregationSettings | None
     evaluation: EvaluationSettings
     machine: MachineSettings
     engine: EngineSettings

@@ -74,7 +74,7 @@ def _training(source: ExportSource) -> dict[str, str]:
         return {sanitize(key): sanitize(value) for key, value in source.content["metadata"].items()}
     rows = {name: source.run.value(key) for name, key in _ROWS.items()}
     if source.run.ended_early:
-        rows["rounds"] = f"{source.run.progress}, ended by stop_when"
+        rows["rounds"] = f"{source.run.progress}, ended by early_stopping"
     held = read_partition_table(source.run.folder / "partition.csv")
     if held is not None:
         rows["images of all clients"] = str(int(held[0].sum()))

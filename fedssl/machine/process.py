@@ -11,7 +11,7 @@ from fedssl.machine.threads import tune_allocator
 def configure_process(machine: MachineSettings) -> torch.device:
     """Set threads and allocator, and return the device; raises `InputError` if there is no such device."""
     torch.set_num_threads(machine.threads)
-    if machine.allocator:
+    if machine.keep_freed_memory:
         tune_allocator()
     disable_dynamo_import()
     return select_device(machine.device)

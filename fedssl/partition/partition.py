@@ -39,8 +39,8 @@ def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partit
     """
     number = len(image_data.images)
     rows = np.arange(number)
-    if settings.set_aside is not None:
-        rows = np.delete(rows, server_indices(number, share=settings.set_aside, seed=settings.seed))
+    if settings.server_fraction is not None:
+        rows = np.delete(rows, server_indices(number, share=settings.server_fraction, seed=settings.seed))
     shared = torch.from_numpy(rows)
     labels, owners = (None if column is None else column[shared] for column in (image_data.labels, image_data.owners))
     made: list[np.ndarray] | Partition = settings.rule.make(

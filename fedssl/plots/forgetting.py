@@ -140,7 +140,9 @@ def plot_forgetting(run: LoadedRun) -> PlotData:
     """Plot what `measure_forgetting` returns."""
     found = measure_forgetting(run)
     if not found:
-        raise InputError(f"{run.folder} keeps no client's model that could be judged; run it again with keep_models=1")
+        raise InputError(
+            f"{run.folder} keeps no client's model that could be judged; run it again with snapshot_every=1"
+        )
     header = ["round", "client", "local_matched", "global_matched", "local_all", "global_all", "forgetting"]
     rows = [
         [one.round, one.client, one.local_matched, one.global_matched, one.local_all, one.global_all, one.forgetting]

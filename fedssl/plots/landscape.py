@@ -194,7 +194,7 @@ def compute_landscape(run: LoadedRun) -> Landscape:
     if len(kept) + first < 3:
         raise InputError(
             f"{run.folder} keeps the models of {len(kept)} round(s) in which the same stages are trained, and a plane "
-            f"needs {3 - first}; run it again with a smaller keep_models, e.g. keep_models=1"
+            f"needs {3 - first}; run it again with a smaller snapshot_every, e.g. snapshot_every=1"
         )
     with set_active_stages(method, depth=phase.depth, frozen=phase.frozen):
         last = run.layers(run.only_model(kept[-1], figure="the landscape"))

@@ -12,7 +12,7 @@ from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, grou
 from fedssl.runs.run import Run, read_run
 
 # Settings, and groups of them, that say what is to be learned and how it is spread: across these nothing is best.
-COMPARISON_KEYS = ("dataset", "partition", "num_clients", "newcomers", "experiment")
+COMPARISON_KEYS = ("dataset", "partition", "num_clients", "unseen_clients", "experiment")
 MARK_CAPTION = (
     "the best accuracy of all rows with the same data and clients, where its mean leads the second best by more than "
     "the larger of their standard deviations over seeds; with one seed of either nothing is marked"
@@ -152,7 +152,7 @@ class Table(TextTable):
         notes = {
             "runs that go on:": self.running,
             "runs that did not finish:": self.failures,
-            "runs that stop_when ended:": self.early,
+            "runs that early_stopping ended:": self.early,
             "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
         }
         notes = {title: lines for title, lines in notes.items() if lines}

@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         help="draw into the figures/ of every run what it has numbers for (takes some seconds each), or these figures: "
         "partition, metrics, cosines, spectrum, tsne, sphere, cka; landscape, cka_layers, forgetting of runs with "
-        "keep_models; accuracy, divergence, sensitivity of all runs together",
+        "snapshot_every; accuracy, divergence, sensitivity of all runs together",
     )
     parser.add_argument(
         "--into", metavar="FOLDER", type=Path, help="where figures of all runs together go, into its figures/"

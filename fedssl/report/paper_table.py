@@ -26,7 +26,7 @@ from fedssl.untrusted import read_yaml, sanitize
 
 PAPERS_FOLDER = Path(__file__).parent / "papers"
 # What may differ between runs of one number of a paper: nothing, or nothing that the paper speaks of.
-IGNORED_KEYS = {*IGNORED, "evaluation", "experiment", "stop_when"}
+IGNORED_KEYS = {*IGNORED, "evaluation", "experiment", "early_stopping"}
 MAX_LISTED = 4  # differences that a line names
 NOT_RUN, NOT_EVALUATED = "not run", "not evaluated"
 

@@ -11,7 +11,7 @@ from fedssl.runs.run import Run, iter_settings
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id"}  # of every run another value
 # Settings, and groups of them, in which runs of one group may differ: they change no final number.
-IGNORED = {"seed", *OWN_KEYS, *MAY_CHANGE} - {"rounds", "stop_when"}
+IGNORED = {"seed", *OWN_KEYS, *MAY_CHANGE} - {"rounds", "early_stopping"}
 
 
 @dataclass(frozen=True)

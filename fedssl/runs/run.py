@@ -102,7 +102,7 @@ class Run:
 
     @property
     def ended_early(self) -> bool:
-        """Whether it finished before its last round, by ``stop_when``, which is the only reason that it can have."""
+        """Whether it finished before its last round, by ``early_stopping``, which is the only reason that it can have."""
         return self.summary is not None and self.finished and bool(self.summary["reason"])
 
     @property

@@ -1,4 +1,4 @@
-"""Snapshots: models of single rounds, which a run saves if it is asked to (``keep_models``), for plots of them.
+"""Snapshots: models of single rounds, which a run saves if it is asked to (``snapshot_every``), for plots of them.
 
 ``models/round-000010/`` has what the server held after round 10, ``model-<name>.pt``, and what every client sent that
 was used, ``client-<number>.pt``. Models of the server come last: without them the round was not finished.
@@ -74,7 +74,7 @@ def kept_rounds(folder: Path) -> list[KeptRound]:
     found = [one for one in found if one.models]
     if not found:
         raise InputError(
-            f"{folder} keeps no models of its rounds, which this figure looks into; run it again with keep_models=1 "
+            f"{folder} keeps no models of its rounds, which this figure looks into; run it again with snapshot_every=1 "
             "(or every how many rounds they are to be kept)"
         )
     return found

@@ -19,7 +19,7 @@ from tests.fleet import PATIENCE, fleet, until
 
 FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 SMALL = [*FORM, "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu", "evaluation=none"]
-SMALL += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "seed=3"]
+SMALL += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "seed=3"]
 
 
 def layers(folder):
@@ -129,8 +129,8 @@ def took_part(run, client, *, after):
 @pytest.mark.heavy
 def test_a_run_outlives_what_its_devices_do(places, tmp_path):
     run = tmp_path / "run"
-    words = [*SMALL, "num_clients=3", "rounds=1000", f"output_dir={run}", "updates.min_updates=1"]
-    words += ["updates.deadline=60", "updates.repeats=50"]
+    words = [*SMALL, "num_clients=3", "rounds=1000", f"output_dir={run}", "aggregation.min_updates=1"]
+    words += ["aggregation.round_deadline=60", "aggregation.max_retries=50"]
     places["c"] = tmp_path / "nowhere"  # its ClientApp raises
     with fleet(*places) as one:
         start = {name: {"data_path": place, "client_name": name} for name, place in places.items()}

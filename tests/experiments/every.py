@@ -127,7 +127,7 @@ for _group in GROUPS.keys() - {"experiment"}:
 def small(config: DictConfig, *, data: Path) -> list[str]:
     """Words that make an experiment of any size a run of a second on the images in ``data``."""
     overrides = ["rounds=1", "local_epochs=1", "batch_size=8", "threads=1", "device=cpu", "engine=local"]
-    overrides += ["evaluate_every=0", "health_pictures=0", "measure_resources=false"]
+    overrides += ["evaluate_every=0", "collapse_images=0", "measure_resources=false"]
     if config.num_clients > 10:
         overrides += ["num_clients=10", "clients_per_round=2"]
     if "vit" in config.encoder._target_:

@@ -20,7 +20,7 @@ DEFAULT = ("fedmoco", "fll", "lw_fedssl")
 @pytest.mark.parametrize("name", some(LW_FEDSSL, default=DEFAULT))
 def test_the_numbers_of_lw_fedssl(name):
     """Section 5.1 and Tables 7 and 8 of arXiv 2401.11647."""
-    config = OmegaConf.create(compose([f"experiment=lw_fedssl/{name}"]).recording.text)
+    config = OmegaConf.create(compose([f"experiment=lw_fedssl/{name}"]).recording.resolved_yaml)
     simclr = name in ("fedsimclr", "fll")
     assert (config.num_clients, config.clients_per_round, config.rounds, config.local_epochs) == (10, 10, 180, 3)
     assert config.batch_size == (512 if simclr else 1024)
@@ -70,7 +70,12 @@ def test_the_calibration_of_lw_fedssl_is_of_cifar10(tmp_path):
     data = [f"dataset.path={tmp_path}", f"calibration.dataset.path={tmp_path}"]
     settings = compose(["experiment=lw_fedssl/lw_fedssl", "num_clients=2", *data])
     calibration = settings.calibration
-    assert (calibration.own, calibration.share, calibration.epochs, calibration.when) == (True, 0.1, 3, "end")
+    assert (calibration.has_own_dataset, calibration.share, calibration.epochs, calibration.when) == (
+        True,
+        0.1,
+        3,
+        "end",
+    )
     assert calibration.data.federated == "train"
     assert load_federated(calibration.data).images.shape == (40, 3, 32, 32)
     clients = load_federated(settings.data)

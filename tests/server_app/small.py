@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedssl.config.aggregation_settings import UpdateSettings
+from fedssl.config.aggregation_settings import AggregationSettings
 from fedssl.encoders.base import Encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers
@@ -30,7 +30,7 @@ class Small(SSLMethod):
 
 
 def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metrics=(), **updates):
-    """All nodes of the grid as clients of a `Small`; ``updates`` are `UpdateSettings`."""
+    """All nodes of the grid as clients of a `Small`; ``updates`` are `AggregationSettings`."""
     method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
     return RoundContext(
         strategy=strategy,
@@ -44,5 +44,5 @@ def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metr
         client_config="{}",
         code_fingerprint="x",
         metrics=tuple(metrics),
-        updates=UpdateSettings(**updates),
+        aggregation=AggregationSettings(**updates),
     )

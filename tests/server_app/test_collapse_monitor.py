@@ -29,7 +29,7 @@ def monitor(*overrides):
     watch = CollapseMonitor(
         method,
         data=settings.data,
-        num_images=settings.evaluation.health_pictures,
+        num_images=settings.evaluation.collapse_images,
         augment=settings.training.augmentation.make(),
         device=torch.device("cpu"),
         seed=settings.seed,
@@ -42,7 +42,7 @@ def collapsed(layers):
 
 
 def test_models_are_measured_on_the_same_images():
-    watch, layers = monitor("health_pictures=40")
+    watch, layers = monitor("collapse_images=40")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
     rows = watch.finish({GLOBAL: layers}).rows
@@ -55,7 +55,7 @@ def test_models_are_measured_on_the_same_images():
 
 
 def test_representations_of_test_images_are_kept():
-    watch, layers = monitor("health_pictures=40", "method.projector.out=5")
+    watch, layers = monitor("collapse_images=40", "method.projector.out=5")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
     kept = watch.finish({GLOBAL: layers}).representations
@@ -78,7 +78,7 @@ def test_representations_of_test_images_are_kept():
 
 
 def test_a_spectrum_takes_two_test_images_for_every_dimension():
-    watch, layers = monitor("health_pictures=10")  # 16 dimensions, 359 test images
+    watch, layers = monitor("collapse_images=10")  # 16 dimensions, 359 test images
     [row] = watch.finish({GLOBAL: layers}).rows
     found = row["spectrum"]
     assert (found["split"], found["images"], found["dim"]) == ("test", 32, 16)
@@ -89,12 +89,12 @@ def test_a_spectrum_takes_two_test_images_for_every_dimension():
         h = build_method(settings.model).encoder.eval()((test / 255 - data.mean[0]) / data.std[0]).double()
     expected = torch.linalg.svdvals(torch.cov((h / h.norm(dim=1, keepdim=True)).T, correction=0))
     torch.testing.assert_close(torch.tensor(found["singular_values"]).double(), expected, rtol=1e-4, atol=1e-7)
-    watch, layers = monitor("health_pictures=10", "dataset.test_limit=20")
+    watch, layers = monitor("collapse_images=10", "dataset.test_limit=20")
     assert watch.finish({GLOBAL: layers}).rows[0]["spectrum"]["images"] == 20
 
 
 def test_projections_are_kept_where_they_have_three_dimensions():
-    watch, layers = monitor("health_pictures=40", "method.projector.out=3")
+    watch, layers = monitor("collapse_images=40", "method.projector.out=3")
     watch.observe(1, {name: array for name, array in layers.items() if name.startswith("encoder.")})  # no projector
     watch.observe(2, layers)
     kept = watch.finish({GLOBAL: layers}).representations
@@ -104,7 +104,7 @@ def test_projections_are_kept_where_they_have_three_dimensions():
 
 
 def test_stages_that_do_not_run_are_not_needed():
-    watch, layers = monitor("health_pictures=40")
+    watch, layers = monitor("collapse_images=40")
     first = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.0.")}
     watch.observe(0, first)
     assert len(watch.finish({GLOBAL: layers}).rows) == 1
@@ -165,7 +165,7 @@ def test_an_encoder_of_which_parts_are_missing_is_left_out():
 
 
 def test_several_global_models_are_measured_one_by_one(caplog):
-    watch, layers = monitor("health_pictures=40")
+    watch, layers = monitor("collapse_images=40")
     huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
     watch.observe(3, layers)
     with caplog.at_level(logging.WARNING, logger="fedssl"):
@@ -180,8 +180,8 @@ def test_several_global_models_are_measured_one_by_one(caplog):
 
 
 def test_it_can_be_turned_off(tmp_path):
-    assert Federation(tmp_path, "health_pictures=0").components.monitor is None
-    assert Federation(tmp_path, "health_pictures=2").components.monitor is not None
+    assert Federation(tmp_path, "collapse_images=0").components.monitor is None
+    assert Federation(tmp_path, "collapse_images=2").components.monitor is not None
 
 
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():

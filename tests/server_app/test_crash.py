@@ -18,7 +18,7 @@ from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
-WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "health_pictures=6"]
+WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]
 WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "keep_checkpoints=1"]
 OLD = {".pt", ".sha256"}
 VARY = {"seconds", "client_seconds", "bytes_up", "bytes_down"}  # bytes: the name of the folder travels

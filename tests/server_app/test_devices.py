@@ -30,7 +30,7 @@ SMALL = [
     "device=cpu",
     "measure_resources=false",
 ]
-SMALL += ["evaluation=none", "final_evaluation=none", "health_pictures=0"]
+SMALL += ["evaluation=none", "final_evaluation=none", "collapse_images=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsy
         "rounds=1",
         "evaluate_every=1",
     ]
-    overrides += ["final_evaluation=knn", "health_pictures=20"]
+    overrides += ["final_evaluation=knn", "collapse_images=20"]
     run_server_app(Devices(*devices(places, tmp_path)), [*overrides, f"output_dir={tmp_path / 'run'}"])
     said = capsys.readouterr().out
     assert "costs are not measured" in said

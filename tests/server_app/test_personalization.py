@@ -24,9 +24,9 @@ from tests.devices import ask as asked_of
 from tests.devices import context, write_images
 from tests.federation import Federation
 
-JUDGED = ["evaluate_clients=true", "final_evaluation=knn", "dataset.limit=200"]
+JUDGED = ["evaluate_personalized=true", "final_evaluation=knn", "dataset.limit=200"]
 THREE = ["num_clients=3", "partition=iid", *JUDGED]
-NEW = ["num_clients=4", "clients_per_round=2", "newcomers=1", *JUDGED]
+NEW = ["num_clients=4", "clients_per_round=2", "unseen_clients=1", *JUDGED]
 
 
 def encoders(federation, clients, ask=None):
@@ -136,7 +136,7 @@ def test_who_was_never_drawn_is_a_newcomer(tmp_path):
 
 
 def test_in_the_run_folder(tmp_path):
-    overrides = ["num_clients=3", "clients_per_round=2", "newcomers=1", *JUDGED, "rounds=2", "local_epochs=1"]
+    overrides = ["num_clients=3", "clients_per_round=2", "unseen_clients=1", *JUDGED, "rounds=2", "local_epochs=1"]
     overrides += ["encoder.width=4", "threads=1", "engine=local", "evaluate_every=0", "partition.alpha=0.5"]
     run([*overrides, f"output_dir={tmp_path / 'run'}"])
     found = json.loads((tmp_path / "run" / "personalized.json").read_text())
@@ -168,10 +168,16 @@ def test_a_device_shows_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["newcomers=5"], "newcomers=5 of num_clients=5 never train; lower newcomers"),
-        (["newcomers=2"], "clients_per_round=5 but newcomers=2 of num_clients=5 never train; set clients_per_round=3"),
-        (["newcomers=-1"], "newcomers=-1 but it must be at least 0"),
-        (["evaluate_clients=true", "dataset.splits.test=null"], "evaluate_clients=true needs labels; the data set has"),
+        (["unseen_clients=5"], "unseen_clients=5 of num_clients=5 never train; lower unseen_clients"),
+        (
+            ["unseen_clients=2"],
+            "clients_per_round=5 but unseen_clients=2 of num_clients=5 never train; set clients_per_round=3",
+        ),
+        (["unseen_clients=-1"], "unseen_clients=-1 but it must be at least 0"),
+        (
+            ["evaluate_personalized=true", "dataset.splits.test=null"],
+            "evaluate_personalized=true needs labels; the data set has",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(tmp_path, overrides, sentence):

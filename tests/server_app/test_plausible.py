@@ -11,7 +11,7 @@ def test_more_than_so_many_times_the_median():
     assert list(found) == [9]
     assert found[9] == (
         "its weights moved 12.4 times as far as the median of the round, of which 12 times are plausible "
-        "(updates.norm_factor)"
+        "(aggregation.max_norm_ratio)"
     )
 
 

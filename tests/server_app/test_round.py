@@ -341,7 +341,7 @@ def test_more_images_than_a_client_may_have():
     behaviours = [good, good]  # with 10 and 11 images
     assert not run_round(FedAvg(), behaviours, max_examples=11)[1].dropped
     _, report = run_round(FedAvg(), behaviours, max_examples=10)
-    assert report.dropped == {1: "num-examples=11 is more than updates.max_examples=10"}
+    assert report.dropped == {1: "num-examples=11 is more than aggregation.max_examples=10"}
 
 
 def near(layers, partition):
@@ -377,7 +377,7 @@ def huge_statistics(layers, partition):
     ],
 )
 def test_an_update_that_is_not_plausible_is_dropped(strategy, attack, reason):
-    result, report = run_round(strategy(), [near, near, attack, near], norm_factor=10)
+    result, report = run_round(strategy(), [near, near, attack, near], max_norm_ratio=10)
     assert list(report.dropped) == [2]
     assert pytest.raises(AssertionError, match=reason).matches(AssertionError(report.dropped[2]))
     # What is left is what the honest clients make of it, to the bit.
@@ -389,8 +389,8 @@ def test_an_update_that_is_not_plausible_is_dropped(strategy, attack, reason):
 
 
 def test_clients_that_move_alike_or_not_at_all_are_plausible():
-    assert not run_round(LDAWA(), [near, near, near], norm_factor=1.5)[1].dropped
-    assert not run_round(LDAWA(), [lambda layers, partition: layers] * 3, norm_factor=1)[1].dropped
+    assert not run_round(LDAWA(), [near, near, near], max_norm_ratio=1.5)[1].dropped
+    assert not run_round(LDAWA(), [lambda layers, partition: layers] * 3, max_norm_ratio=1)[1].dropped
 
 
 def test_how_far_layers_moved():

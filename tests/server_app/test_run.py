@@ -242,7 +242,12 @@ def test_ctrl_c_is_noted(tmp_path):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["partition.alpha=0"], ["num_clients=31"], ["dataset.limit=many"], ["method=orchestra", "secure=secagg_plus"]],
+    [
+        ["partition.alpha=0"],
+        ["num_clients=31"],
+        ["dataset.limit=many"],
+        ["method=orchestra", "secure_aggregation=secagg_plus"],
+    ],
 )
 def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, overrides, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ from tests.federation import Federation
 SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "partition=iid"]
 SMALL += ["encoder.width=4", "method.projector.hidden=8", "method.projector.out=4"]
 UNIFORM = ["strategy=fedavg", "strategy.weighting=uniform"]
-SECURE = ["secure=secagg_plus", *UNIFORM]
+SECURE = ["secure_aggregation=secagg_plus", *UNIFORM]
 
 
 def within(one, other, step):
@@ -47,7 +47,9 @@ def test_the_sum_is_that_of_the_plain_round_within_the_step_of_the_integers(tmp_
 def test_l_dawa_with_the_cosines_taken_by_the_clients(tmp_path):
     overrides = ["strategy=l_dawa", "strategy.scale_at=client"]
     plain = Federation(tmp_path / "a", *SMALL, *overrides).run(1)
-    within(Federation(tmp_path / "b", *SMALL, *overrides, "secure=secagg_plus").run(1), plain, 2 * 8 / 2**22)
+    within(
+        Federation(tmp_path / "b", *SMALL, *overrides, "secure_aggregation=secagg_plus").run(1), plain, 2 * 8 / 2**22
+    )
 
 
 class Watched(MessageExchange):
@@ -67,7 +69,7 @@ class Watched(MessageExchange):
 
 def one_round(federation, exchange):
     one = Round(federation.components.context, federation.state)
-    return one.finish_secure(exchange, federation.components.context.secure)
+    return one.finish_secure(exchange, federation.components.context.secure_aggregation)
 
 
 def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
@@ -132,12 +134,18 @@ def test_a_whole_run(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["strategy=l_dawa"], "secure=secagg_plus needs a rule that adds the clients up"),
-        (["strategy=fedavg"], "secure=secagg_plus needs a rule that adds the clients up"),
-        (["privacy=central", "encoder.norm=group"], "secure=secagg_plus shows the server nothing but a sum"),
-        (["updates.norm_factor=5"], "secure=secagg_plus shows the server nothing but a sum"),
-        (["secure.threshold=0.5"], "secure.threshold=0.5 must be a number above 0.5 and at most 1"),
-        (["secure.clipping_range=0"], "secure.clipping_range=0 must be a number above 0"),
+        (["strategy=l_dawa"], "secure_aggregation=secagg_plus needs a rule that adds the clients up"),
+        (["strategy=fedavg"], "secure_aggregation=secagg_plus needs a rule that adds the clients up"),
+        (
+            ["privacy=central", "encoder.norm=group"],
+            "secure_aggregation=secagg_plus shows the server nothing but a sum",
+        ),
+        (["aggregation.max_norm_ratio=5"], "secure_aggregation=secagg_plus shows the server nothing but a sum"),
+        (
+            ["secure_aggregation.threshold=0.5"],
+            "secure_aggregation.threshold=0.5 must be a number above 0.5 and at most 1",
+        ),
+        (["secure_aggregation.clipping_range=0"], "secure_aggregation.clipping_range=0 must be a number above 0"),
         (["clients_per_round=2"], "2 clients are there, and secure aggregation needs 3"),
     ],
 )
@@ -181,7 +189,7 @@ def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
     message = Message(RecordDict({client_side.SECAGG_CONFIG_KEY: ConfigRecord(configs)}), 2, "train")
     state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises((RequestRefused, ValueError), match=reason):
-        client_side.answer(message, state, lambda message, context: pytest.fail("it trained"))
+        client_side.secagg_reply(message, state, lambda message, context: pytest.fail("it trained"))
 
 
 def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path, monkeypatch, caplog):
@@ -196,7 +204,9 @@ def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path
 
     monkeypatch.setattr(client_side, "delta_of", far)
     federation.run(1)
-    assert "1 numbers of the update went further than secure.clipping_range=8 and are cut to it" in caplog.text
+    assert (
+        "1 numbers of the update went further than secure_aggregation.clipping_range=8 and are cut to it" in caplog.text
+    )
     monkeypatch.setattr(client_side, "delta_of", lambda *layers: original(*layers) * np.nan)
     with pytest.raises(RunError, match="training diverged: the update has values that are not finite"):
         federation.run(1)

@@ -17,7 +17,7 @@ from simulation.cli import run
 from tests.federation import Federation
 
 SMALL = ["dataset=image_folder", "dataset.size=16", "num_clients=3", "rounds=1", "local_epochs=1", "encoder.width=4"]
-SMALL += ["threads=1", "measure_resources=false", "health_pictures=0", "final_evaluation=knn"]
+SMALL += ["threads=1", "measure_resources=false", "collapse_images=0", "final_evaluation=knn"]
 
 
 def write_images(folder, number=12):

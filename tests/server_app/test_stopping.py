@@ -12,10 +12,10 @@ from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 
 WORDS = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
-WORDS += ["threads=1", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "health_pictures=0"]
+WORDS += ["threads=1", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=0"]
 WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "checkpoint_every=3"]
 # Nothing is more than 100 points better: the second evaluation ends the run.
-STOP = ["stop_when.metric=knn", "stop_when.patience=1", "stop_when.least=1"]
+STOP = ["early_stopping.monitor=knn", "early_stopping.patience=1", "early_stopping.min_delta=1"]
 
 
 def told(folder):
@@ -48,16 +48,18 @@ def test_a_run_ends_early_and_goes_on(folders):
     early, reason = folders / "early", "knn did not improve by more than 1 in 1 evaluation after round 1"
     assert told(early) == ("finished", 2, reason)
     assert last(early)[0] == 2  # although a checkpoint was due in round 3
-    assert f"stop_when: {reason}; the run ends after round 2 of 3" in (early / "run.log").read_text()
+    assert f"early_stopping: {reason}; the run ends after round 2 of 3" in (early / "run.log").read_text()
     assert read_content(early / "encoder.pt")["metadata"]["rounds"] == 2  # that the encoder has seen
-    assert f"runs that stop_when ended:\n\n  {early}: after 2 of 3 rounds" in run_table(find_runs([folders])).text()
+    assert (
+        f"runs that early_stopping ended:\n\n  {early}: after 2 of 3 rounds" in run_table(find_runs([folders])).text()
+    )
     final = json.loads((early / "summary.json").read_text())["final"]["federated"]
     rounds = [json.loads(line) for line in (early / "metrics.jsonl").read_text().splitlines()]
     assert final == rounds[1]["evaluation"]  # of the last round, whichever was the best
     before = last(early)
     run([f"resume={early}"])  # the rule holds still
     assert (told(early), last(early)) == (("finished", 2, reason), before)
-    run([f"resume={early}", "stop_when.metric=null", "stop_when.patience=null"])
+    run([f"resume={early}", "early_stopping.monitor=null", "early_stopping.patience=null"])
     assert told(early) == ("finished", 3, None)
     assert last(early) == last(folders / "whole")
 
@@ -71,15 +73,18 @@ def test_the_rule_may_come_with_the_resumption(folders):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["evaluation=linear"], "stop_when.metric=knn is no result of evaluation, which gives linear; choose"),
+        (["evaluation=linear"], "early_stopping.monitor=knn is no result of evaluation, which gives linear; choose"),
         (["evaluation=none"], "which gives none; choose another evaluation"),
         (
-            ["stop_when.reach=92", "stop_when.least=0"],
-            r"stop_when.reach=92 but knn is a share in \[0, 1\]; for 92% set stop_when.reach=0.92",
+            ["early_stopping.threshold=92", "early_stopping.min_delta=0"],
+            r"early_stopping.threshold=92 but knn is a share in \[0, 1\]; for 92% set early_stopping.threshold=0.92",
         ),
-        (["stop_when.least=1.5"], r"stop_when.least=1.5 but knn is a share in \[0, 1\]"),
+        (["early_stopping.min_delta=1.5"], r"early_stopping.min_delta=1.5 but knn is a share in \[0, 1\]"),
         (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
-        (["dataset.splits.test=null"], "stop_when.metric=knn needs evaluations; the data set has no labelled test"),
+        (
+            ["dataset.splits.test=null"],
+            "early_stopping.monitor=knn needs evaluations; the data set has no labelled test",
+        ),
     ],
 )
 def test_what_no_round_will_have_is_refused_before_the_first(tmp_path, overrides, sentence):

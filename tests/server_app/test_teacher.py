@@ -88,7 +88,9 @@ def test_a_file_that_is_no_encoder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides", [["privacy=central", "encoder.norm=group"], ["secure=secagg_plus"]], ids=lambda overrides: overrides[0]
+    "overrides",
+    [["privacy=central", "encoder.norm=group"], ["secure_aggregation=secagg_plus"]],
+    ids=lambda overrides: overrides[0],
 )
 def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, overrides):
     overrides = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *overrides]

@@ -113,7 +113,7 @@ def test_a_round_is_evaluated_with_the_stages_that_ran_in_it(tmp_path, monkeypat
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["stop_when.metric=knn", "stop_when.patience=5"],  # decides whether there is a next round
+        ["early_stopping.monitor=knn", "early_stopping.patience=5"],  # decides whether there is a next round
         ["evaluation=fedu/linear", "evaluation.epochs=1"],  # trains a classifier with torch's own chance
         ["calibration=auxiliary"],  # the server trains
     ],

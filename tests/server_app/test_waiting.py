@@ -94,7 +94,7 @@ class Run:
     def __init__(self, num_clients, behave, **options):
         self.grid = Scripted(num_clients, behave)
         self.federation = federation(self.grid, **options)
-        self.exchange = MessageExchange(self.grid, keep_contents=self.federation.updates.buffered)
+        self.exchange = MessageExchange(self.grid, keep_contents=self.federation.aggregation.buffered)
         self.state, self.reports = ServerState(), []
 
     def round(self):
@@ -121,7 +121,7 @@ def clients(report):
 def test_the_first_to_reply_count_if_more_are_asked():
     """5 of 6 are asked, 3 are needed: those that reply after 1, 2 and 3 looks; client 0 never replies."""
     run = Run(
-        6, lambda client, round: (NEVER if client == 0 else 7 - client, "good"), clients_per_round=3, extra_clients=3
+        6, lambda client, round: (NEVER if client == 0 else 7 - client, "good"), clients_per_round=3, over_selection=3
     )
     report = run.round()
     assert clients(report) == [3, 4, 5]
@@ -131,7 +131,7 @@ def test_the_first_to_reply_count_if_more_are_asked():
 
 def test_an_error_is_not_one_of_the_first():
     run = Run(
-        4, lambda client, round: (1 + client, "error" if client == 0 else "good"), clients_per_round=2, extra_clients=2
+        4, lambda client, round: (1 + client, "error" if client == 0 else "good"), clients_per_round=2, over_selection=2
     )
     report = run.round()
     assert clients(report) == [1, 2]
@@ -139,12 +139,12 @@ def test_an_error_is_not_one_of_the_first():
 
 
 def test_a_round_goes_on_without_who_is_missing_at_the_deadline():
-    run = Run(3, lambda client, round: (NEVER if client == 1 else 1, "good"), deadline=1.0)
+    run = Run(3, lambda client, round: (NEVER if client == 1 else 1, "good"), round_deadline=1.0)
     assert clients(run.round()) == [0, 2]
 
 
 def test_a_reply_that_comes_a_round_later_is_counted_and_not_used():
-    run = Run(3, lambda client, round: (NEVER if (client, round) == (1, 1) else 1, "good"), deadline=1.0)
+    run = Run(3, lambda client, round: (NEVER if (client, round) == (1, 1) else 1, "good"), round_deadline=1.0)
     assert clients(run.round()) == [0, 2]
     run.grid.deliver()
     before = run.weight.copy()
@@ -167,7 +167,7 @@ def test_a_round_with_too_few_updates_is_repeated_with_others_and_changes_nothin
         attempts.append(client)
         return 1, "error" if attempt == 0 or (attempt == 1 and len(attempts) in (5, 6)) else "good"
 
-    run = Run(8, behave, clients_per_round=4, min_updates=3, repeats=2)
+    run = Run(8, behave, clients_per_round=4, min_updates=3, max_retries=2)
     report = run.round()
     assert len(report.clients) == 4
     assert report.round == run.state.round == 1
@@ -177,9 +177,9 @@ def test_a_round_with_too_few_updates_is_repeated_with_others_and_changes_nothin
 
 
 def test_the_run_stops_with_the_reason_when_no_attempt_has_enough():
-    run = Run(3, lambda client, round: (1, "good" if client == 1 else "error"), min_updates=2, repeats=1)
+    run = Run(3, lambda client, round: (1, "good" if client == 1 else "error"), min_updates=2, max_retries=1)
     with pytest.raises(
-        TooFewUpdatesError, match=r"round 1: 1 of 3 clients .* updates.min_updates=2 .*battery is empty"
+        TooFewUpdatesError, match=r"round 1: 1 of 3 clients .* aggregation.min_updates=2 .*battery is empty"
     ):
         run.round()
     assert run.grid.asked == [(1, 0), (1, 1), (1, 2)] * 2
@@ -214,7 +214,7 @@ def test_only_who_is_there_is_asked_and_who_comes_back_takes_part():
     assert client_manager.wait_for(1).nodes == {0: 2, 1: 3, 2: 4}
     grid.there = [2, 4]
     assert client_manager.wait_for(2).nodes == {0: 2, 2: 4}
-    with pytest.raises(RunError, match=r"2 devices are there and 3 are needed \(updates.min_updates\)"):
+    with pytest.raises(RunError, match=r"2 devices are there and 3 are needed \(aggregation.min_updates\)"):
         client_manager.wait_for(3)
     grid.there = [4, 3]
     assert client_manager.wait_for(2).nodes == {1: 3, 2: 4}
@@ -275,7 +275,7 @@ def test_buffered_needs_clients_that_exchange_the_whole_model():
             return ("encoder.weight",)
 
     run = Run(3, prompt, strategy=FedSSLStrategy(Half(WeightedSum)), buffered=True)
-    with pytest.raises(InputError, match="updates.buffered=true needs clients that all send and receive the whole"):
+    with pytest.raises(InputError, match="aggregation.buffered=true needs clients that all send and receive the whole"):
         run.round()
 
 
@@ -292,8 +292,8 @@ def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_use
         delay = int(random.choice([1, 2, 4, 9, NEVER], p=[0.5, 0.2, 0.1, 0.1, 0.1]))
         return delay, str(random.choice(["good", "error", "twice", "other", "nan", "cut"], p=[0.5, *5 * [0.1]]))
 
-    options = {"buffered": buffered, "min_updates": 2, "repeats": 100, "deadline": 0.03, "timeout": 0.2}
-    run = Run(5, behave, clients_per_round=5 if buffered else 3, extra_clients=0 if buffered else 2, **options)
+    options = {"buffered": buffered, "min_updates": 2, "max_retries": 100, "round_deadline": 0.03, "timeout": 0.2}
+    run = Run(5, behave, clients_per_round=5 if buffered else 3, over_selection=0 if buffered else 2, **options)
     weight = LAYERS["encoder.weight"].astype(np.float64)
     while run.state.round < 6:
         asked = len(run.grid.asked)
@@ -322,11 +322,14 @@ def test_bytes_that_are_cut_are_no_array():
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["updates.min_updates=4"], "updates.min_updates=4 but clients_per_round=3"),
-        (["updates.extra_clients=2"], "updates.extra_clients=2 but clients_per_round=3 leaves 1 of num_clients=4"),
-        (["updates.buffered=true"], "updates.buffered=true is for devices"),
-        (["updates.deadline=0"], "updates.deadline=0 must be a number above 0, or null"),
-        (["updates.repeats=-1"], "updates.repeats=-1 must be a whole number of at least 0"),
+        (["aggregation.min_updates=4"], "aggregation.min_updates=4 but clients_per_round=3"),
+        (
+            ["aggregation.over_selection=2"],
+            "aggregation.over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4",
+        ),
+        (["aggregation.buffered=true"], "aggregation.buffered=true is for devices"),
+        (["aggregation.round_deadline=0"], "aggregation.round_deadline=0 must be a number above 0, or null"),
+        (["aggregation.max_retries=-1"], "aggregation.max_retries=-1 must be a whole number of at least 0"),
     ],
 )
 def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):

@@ -6,7 +6,7 @@ from fedssl.errors import InputError
 from simulation.cli import run
 
 QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
-QUICK += ["evaluate_every=0", "final_evaluation=none", "health_pictures=0", "measure_resources=false"]
+QUICK += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 
 
 def test_a_run_in_phases_keeps_its_length_and_another_does_not(tmp_path):

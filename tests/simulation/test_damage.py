@@ -23,7 +23,7 @@ from server_app.screen import PlainConsole
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
-WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "health_pictures=6"]
+WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]
 WORDS += ["measure_resources=false", "augmentation=none"]
 
 SETTINGS = ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"]

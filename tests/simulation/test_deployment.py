@@ -11,9 +11,13 @@ from tests.flower import free_port
 def test_the_engine_brings_what_devices_need_and_words_win():
     settings = compose(["engine=deployment"])
     assert settings.data.name == "image_folder"
-    assert (settings.updates.min_updates, settings.updates.repeats, settings.updates.norm_factor) == (2, 3, 10)
-    settings = compose(["engine=deployment", "updates.min_updates=1", "dataset=cifar10", "engine.address=one:9000"])
-    assert (settings.updates.min_updates, settings.data.name) == (1, "uoft-cs/cifar10")
+    assert (
+        settings.aggregation.min_updates,
+        settings.aggregation.max_retries,
+        settings.aggregation.max_norm_ratio,
+    ) == (2, 3, 10)
+    settings = compose(["engine=deployment", "aggregation.min_updates=1", "dataset=cifar10", "engine.address=one:9000"])
+    assert (settings.aggregation.min_updates, settings.data.name) == (1, "uoft-cs/cifar10")
     assert (settings.engine.address, settings.engine.root_certificates) == ("one:9000", None)
 
 

@@ -25,7 +25,7 @@ def lines(file):
     [
         (STAGES, nullcontext),
         *(
-            pytest.param([f"strategy={name}", "evaluate_clients=true"], busy_machine, marks=pytest.mark.heavy)
+            pytest.param([f"strategy={name}", "evaluate_personalized=true"], busy_machine, marks=pytest.mark.heavy)
             for name in ("featarc", "clustered", "gossip", "per_ssl")
         ),
     ],
@@ -48,7 +48,7 @@ def test_local_and_ray_agree_to_the_last_bit(tmp_path, overrides, beside):
             assert one | rest == other | rest
     finals = [json.loads((tmp_path / engine / "summary.json").read_text())["final"] for engine in ("local", "ray")]
     assert finals[0] == finals[1]
-    if "evaluate_clients=true" in overrides:
+    if "evaluate_personalized=true" in overrides:
         own = [json.loads((tmp_path / engine / "personalized.json").read_text()) for engine in ("local", "ray")]
         assert own[0] == own[1]
     assert (tmp_path / "local" / "partition.csv").read_text() == (tmp_path / "ray" / "partition.csv").read_text()

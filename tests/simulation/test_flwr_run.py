@@ -11,7 +11,7 @@ from tests.devices import write_images
 from tests.flower import flwr_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WORDS = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none health_pictures=0"
+WORDS = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none collapse_images=0"
 WORDS += " measure_resources=false"
 
 

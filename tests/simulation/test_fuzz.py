@@ -24,7 +24,7 @@ from server_app.checkpoint import _digest
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
-WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "health_pictures=6"]
+WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]
 WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8"]
 SECRET = "a5f1d29c77"  # of the environment: nothing may print it
 CASES = 300

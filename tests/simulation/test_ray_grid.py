@@ -257,7 +257,7 @@ def _burn():
 # --- whole runs ---
 
 TINY = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1", "evaluation=none"]
-TINY += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "engine=ray"]
+TINY += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "engine=ray"]
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def test_a_run_joins_the_cluster_and_leaves_it_as_it_was(cluster, tmp_path):
         "encoder.width=4",
         "evaluation=none",
         "final_evaluation=none",
-        "health_pictures=0",
+        "collapse_images=0",
     ]
     command = [sys.executable, "-c", "from simulation.cli import main; main()", *overrides, "output_dir=run"]
     outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)

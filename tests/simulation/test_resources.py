@@ -105,7 +105,7 @@ def test_a_step_is_measured():
 
 def test_the_choice_changes_no_number(tmp_path):
     overrides = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
-    overrides += ["final_evaluation=none", "health_pictures=0", "measure_resources=false", "method=byol"]
+    overrides += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "method=byol"]
     for engine in ("auto", "local"):
         run([*overrides, f"engine={engine}", f"output_dir={tmp_path / engine}"])
     auto, local = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("auto", "local"))
@@ -178,7 +178,7 @@ def test_what_a_machine_has_not_is_refused(wishes, sentence):
 def settings(*, device="auto", threads=1, client_gpus=None):
     return {
         "engine": EngineSettings(name="ray", address=None, client_cpus=None, client_gpus=client_gpus),
-        "machine": MachineSettings(device=device, threads=threads, allocator=True, compile_encoder=False),
+        "machine": MachineSettings(device=device, threads=threads, keep_freed_memory=True, compile_encoder=False),
         "max_clients": 100,
     }
 

@@ -365,7 +365,7 @@ def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
 
 
 def test_newcomers_are_not_sorted(tmp_path):
-    federation = Federation(tmp_path, *SORTED, "newcomers=1", "clients_per_round=4")
+    federation = Federation(tmp_path, *SORTED, "unseen_clients=1", "clients_per_round=4")
     federation.run(1)
     assert federation.state.strategy_state[ASSIGNMENTS].keys() == {0, 1, 2, 3}
 
@@ -426,7 +426,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
         ([*SORTED, "strategy.after=0"], "strategy.after=0 must be the number of a round"),
         ([*SORTED, "strategy.after=30"], "strategy.after=30 is the round in which clients are sorted, and there are"),
         ([*SORTED, "clients_per_round=3"], "sorts all clients in round 1, but clients_per_round=3 of num_clients=5"),
-        (["strategy=featarc", "secure=secagg_plus"], "secure=secagg_plus needs clients that all send and receive"),
+        (
+            ["strategy=featarc", "secure_aggregation=secagg_plus"],
+            "secure_aggregation=secagg_plus needs clients that all send and receive",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, overrides, sentence):

@@ -179,7 +179,7 @@ def test_clients_of_a_transformer_see_their_divergence_in_every_stage(tmp_path):
     overrides = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "threads=1", "evaluate_every=0"]
     overrides += [
         "final_evaluation=none",
-        "health_pictures=0",
+        "collapse_images=0",
         "measure_resources=false",
         "strategy=fedu",
         "method=byol",

@@ -254,7 +254,7 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
 
     watch(FedEMAClient)
     watch(FedUClient)
-    staged = ["method=byol", "schedule=layer_wise", "rounds=8", "calibration=auxiliary", f"calibration.at={at}"]
+    staged = ["method=byol", "schedule=layer_wise", "rounds=8", "calibration=auxiliary", f"calibration.when={at}"]
     federation = Federation(tmp_path, *overrides, *staged, "num_clients=2", "batch_size=16")
     federation.run(8)
     assert len(begun) == 2 * 8

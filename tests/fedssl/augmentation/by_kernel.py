@@ -23,7 +23,7 @@ def largest_difference(
     """Of pixels from 0 to 1."""
     statistics = {"mean": [0.4, 0.5, 0.6][:channels], "std": [0.2, 0.25, 0.3][:channels]}
     usual, by_kernel = (
-        Augmentation(size=size, views=views, gpu_views=way, **statistics) for way in ("torch", "triton")
+        Augmentation(size=size, views=views, gpu_augmentation=way, **statistics) for way in ("torch", "triton")
     )
     images, source, ahead = random_images(sum(SIZES), channels, *form).split(SIZES), generator(), generator()
     expected = [usual(batch, source) for batch in images]

@@ -207,7 +207,7 @@ def test_a_border_is_narrower_than_the_image():
 def test_recipes_make_views(recipe, channels):
     dataset = {"size": 8, "mean": [0.5] * channels, "std": [0.25] * channels}
     config = OmegaConf.create(
-        {"gpu_views": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")}
+        {"gpu_augmentation": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")}
     )
     images = random_images(4, channels, 8, 8)
     first, second = instantiate(config.augmentation)(images, generator())

@@ -34,14 +34,18 @@ def test_views_of_the_kernel_are_those_of_a_cpu(forms):
 
 
 def made(*, size=8, channels=3, way="triton"):
-    return Augmentation(size=size, mean=[0.5] * channels, std=[0.5] * channels, views=[{}, {}], gpu_views=way)
+    return Augmentation(size=size, mean=[0.5] * channels, std=[0.5] * channels, views=[{}, {}], gpu_augmentation=way)
 
 
 def test_what_the_kernel_does_not_make_is_refused():
-    with pytest.raises(InputError, match="gpu_views=cuda is unknown; set gpu_views=torch or gpu_views=triton"):
+    with pytest.raises(
+        InputError, match="gpu_augmentation=cuda is unknown; set gpu_augmentation=torch or gpu_augmentation=triton"
+    ):
         made(way="cuda")
     for wrong, found in (({"size": 65}, "dataset.size=65 with 3"), ({"channels": 2}, "dataset.size=8 with 2 channels")):
-        with pytest.raises(InputError, match=f"at most 64 pixels with 1 or 3 channels, and {found}.*; set gpu_views="):
+        with pytest.raises(
+            InputError, match=f"at most 64 pixels with 1 or 3 channels, and {found}.*; set gpu_augmentation="
+        ):
             made(**wrong)
 
 
@@ -49,13 +53,17 @@ def test_a_gpu_without_triton_and_images_that_are_too_large_are_refused_and_a_cp
     images, generator = torch.zeros(2, 3, 8, 70, dtype=torch.uint8), torch.Generator()
     assert made()(images, generator)[0].shape == (2, 3, 8, 8)
     monkeypatch.setattr(devices, "GPU", "cpu")
-    with pytest.raises(InputError, match="takes images of at most 64 pixels and these have 8x70; set gpu_views=torch"):
+    with pytest.raises(
+        InputError, match="takes images of at most 64 pixels and these have 8x70; set gpu_augmentation=torch"
+    ):
         made()(images, generator)
     monkeypatch.setattr("fedssl.augmentation.augmentation.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="gpu_views=triton but Triton is not installed; install it, or set gpu_views="):
+    with pytest.raises(
+        InputError, match="gpu_augmentation=triton but Triton is not installed; install it, or set gpu_augmentation="
+    ):
         made()(images[..., :8], generator)
 
 
 def test_the_setting_reaches_the_views():
     for way in ("torch", "triton"):
-        assert compose([f"gpu_views={way}"]).training.augmentation.make().by_kernel == (way == "triton")
+        assert compose([f"gpu_augmentation={way}"]).training.augmentation.make().by_kernel == (way == "triton")

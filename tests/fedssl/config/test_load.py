@@ -36,7 +36,7 @@ def choices():
 def test_every_file_composes(overrides):
     extra = ["dataset.path=/images"] if "dataset=image_folder" in overrides else []
     recording = compose([*overrides, *extra]).recording
-    config = OmegaConf.create(recording.text)
+    config = OmegaConf.create(recording.resolved_yaml)
     assert not OmegaConf.missing_keys(config)
     for group, name in (word.split("=") for word in overrides):
         assert recording.choices[group] == name
@@ -68,14 +68,17 @@ def test_the_embedded_default():
         (["clients_per_round=11"], r"clients_per_round=11 is more than num_clients=10"),
         (["precision=fp8"], r"precision=fp8 is not valid; choose one of fp32, bf16"),
         (["threads=0"], r"threads=0 but it must be"),
-        (["calibration.at=end"], r"calibration.at=end needs calibration=auxiliary"),
+        (["calibration.when=end"], r"calibration.when=end needs calibration=auxiliary"),
         (["privacy.clip_norm=1"], r"privacy.clip_norm=1 needs privacy=central; add it"),
-        (["secure.clipping_range=8"], r"secure.clipping_range=8 needs secure=secagg_plus; add it"),
+        (
+            ["secure_aggregation.clipping_range=8"],
+            r"secure_aggregation.clipping_range=8 needs secure_aggregation=secagg_plus; add it",
+        ),
         (["clip_norm=0"], r"clip_norm=0 must be a positive number"),
         (["clip_norm=long"], r"clip_norm=long must be a positive number"),
-        (["updates.norm_factor=0.5"], r"updates.norm_factor=0.5 must be a number of at least 1, or null"),
-        (["updates.norm_factor=nan"], r"updates.norm_factor=nan must be a number of at least 1, or null"),
-        (["updates.max_examples=0"], r"updates.max_examples=0 must be a whole number of at least 1"),
+        (["aggregation.max_norm_ratio=0.5"], r"aggregation.max_norm_ratio=0.5 must be a number of at least 1, or null"),
+        (["aggregation.max_norm_ratio=nan"], r"aggregation.max_norm_ratio=nan must be a number of at least 1, or null"),
+        (["aggregation.max_examples=0"], r"aggregation.max_examples=0 must be a whole number of at least 1"),
         (["seed=-1"], r"seed=-1 but it must be at least 0"),
         (["~strategy"], r"~strategy takes away a setting that is needed"),
         (["strategy=["], r"cannot read the command line"),
@@ -142,7 +145,7 @@ def test_the_name_of_a_run_is_a_word_whatever_is_drawn(monkeypatch, drawn):
     """YAML would quote 1234567e8901, and messages of runs with equal settings would differ in length."""
     monkeypatch.setattr("fedssl.config.load.uuid.uuid4", lambda: UUID(drawn))
     recording = compose([]).recording
-    assert f"\nrun_id: {recording.run_id}\n" in recording.text
+    assert f"\nrun_id: {recording.run_id}\n" in recording.resolved_yaml
     assert len(recording.run_id) == 12
 
 

@@ -6,7 +6,7 @@ from fedssl.config.load import compose
 from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
 from fedssl.errors import InputError
 
-GOOD = compose(["seed=3"]).recording.text
+GOOD = compose(["seed=3"]).recording.resolved_yaml
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_settings_of_the_wrong_kind_are_refused(file, old, new, reason):
 
 @pytest.mark.parametrize("run_id", ["../x", "/x", "", "a/b", ".hidden", "x" * 100])
 def test_a_run_id_is_no_path(file, run_id):
-    text = compose(["seed=3", "run_id=abc"]).recording.text
+    text = compose(["seed=3", "run_id=abc"]).recording.resolved_yaml
     file.write_text(text.replace("run_id: abc", f"run_id: '{run_id}'"))
     with pytest.raises(InputError, match="is no name of a run"):
         read_settings(file)

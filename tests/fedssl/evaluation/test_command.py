@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def finished_run(tmp_path: Path) -> Path:
     """A run folder as far as the command needs it: settings and encoder of a run on the digits."""
     settings = compose(["seed=7", "dataset=digits", "dataset.limit=300", "encoder=conv_small", "encoder.width=4"])
-    (tmp_path / "config.yaml").write_text(settings.recording.text)
+    (tmp_path / "config.yaml").write_text(settings.recording.resolved_yaml)
     write_encoder(tmp_path / "encoder.pt")
     return tmp_path
 

@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     write_encoder(folder / "encoder.pt", SMALL)
     overrides = ["seed=7", "dataset=digits", "dataset.channels=3", "encoder=conv_small", "strategy=eua", "rounds=7"]
-    (folder / "config.yaml").write_text(compose(overrides).recording.text)
+    (folder / "config.yaml").write_text(compose(overrides).recording.resolved_yaml)
     (folder / "choices.yaml").write_text("dataset: digits\nstrategy: eua\nmethod: simclr\n")
     results = {"untrained": {"knn": 0.5}, "federated": {"knn": 0.625}, "pixels": {"knn": 0.25}}
     summary = {
@@ -274,7 +274,7 @@ def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run:
     (tmp_path / "partition.csv").write_text("client,examples,0,1\n0,30,10,20\n1,12,12,0\n")
     assert command(monkeypatch, f"run={tmp_path}", "format=huggingface") == 0
     card = (tmp_path / "encoder-huggingface" / "README.md").read_text()
-    assert "| rounds | 3 of 7 rounds, ended by stop_when |" in card
+    assert "| rounds | 3 of 7 rounds, ended by early_stopping |" in card
     assert "| images of all clients | 42 |" in card
     damaged = f"{tmp_path / 'summary.json'} is missing or damaged: nothing tells of the run's results"
     assert damaged not in capsys.readouterr().out

@@ -352,7 +352,7 @@ def test_other_federations(tmp_path, teacher, overrides):
 
 
 RUN = [*WORDS, *ALIGNED, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
-RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "health_pictures=0", "rounds=3"]
+RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "rounds=3"]
 RUN += ["measure_resources=false"]
 
 

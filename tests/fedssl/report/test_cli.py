@@ -187,7 +187,7 @@ def test_a_word_that_is_no_option_is_refused(command):
 
 def test_a_real_run(tmp_path: Path, command):
     tiny = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1", "rounds=1"]
-    run([*tiny, "strategy=fedavg", "final_evaluation=knn", "health_pictures=20", f"output_dir={tmp_path / 'out'}"])
+    run([*tiny, "strategy=fedavg", "final_evaluation=knn", "collapse_images=20", f"output_dir={tmp_path / 'out'}"])
     status, out, _ = command(tmp_path / "out", "--figures")
     assert status == 0
     drawn, _, header, row, _, costs, cost = out.splitlines()[-7:]

@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
         (["strategy=fedavg"], 4),
         (["strategy=fedavg,eua", "status=finished"], 3),
         (["partition.alpha=0.10"], 1),
-        (["allocator=true", "rounds=20.0"], 5),
+        (["keep_freed_memory=true", "rounds=20.0"], 5),
         (["seed=7"], 0),
     ],
 )

@@ -34,7 +34,7 @@ DRAWN = ("partition", "cka", "landscape", "cka_layers", "forgetting")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two clients and two rounds, with its figures."""
     folder = tmp_path_factory.mktemp("kept") / "out"
-    more = ["strategy=fedavg", "keep_models=1", "evaluate_every=1", "final_evaluation=knn", "health_pictures=20"]
+    more = ["strategy=fedavg", "snapshot_every=1", "evaluate_every=1", "final_evaluation=knn", "collapse_images=20"]
     run([*TINY, *more, "engine=local", f"output_dir={folder}"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(landscape, "GRID_POINTS", 3)
@@ -189,10 +189,12 @@ def test_few_rounds_give_no_plane(opened: LoadedRun):
 
 
 def test_a_sum_has_no_models_of_clients():
-    with pytest.raises(InputError, match="secure=secagg_plus shows the server no client's model; set keep_models=0"):
-        validate_aggregation(compose(["secure=secagg_plus", "keep_models=1"]), is_deployment=False)
+    with pytest.raises(
+        InputError, match="secure_aggregation=secagg_plus shows the server no client's model; set snapshot_every=0"
+    ):
+        validate_aggregation(compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]), is_deployment=False)
 
 
 def test_what_noise_hides_is_not_kept():
-    with pytest.raises(InputError, match="which kept models of clients show; set keep_models=0"):
-        validate_aggregation(compose(["privacy=central", "keep_models=1"]), is_deployment=False)
+    with pytest.raises(InputError, match="which kept models of clients show; set snapshot_every=0"):
+        validate_aggregation(compose(["privacy=central", "snapshot_every=1"]), is_deployment=False)

@@ -297,7 +297,7 @@ def test_what_travels_progressively(tmp_path):
 def test_what_travels_with_calibration(tmp_path, at):
     """Table 2 of LW-FedSSL: down stages 1 to s, which the server trains, up stage s; and nothing is held."""
     overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=3", "num_clients=2"]
-    overrides += ["calibration=auxiliary", f"calibration.at={at}"]
+    overrides += ["calibration=auxiliary", f"calibration.when={at}"]
     federation = Federation(tmp_path, *overrides)
     federation.run(3)
     heads = {"projector", "ln"}
@@ -398,7 +398,7 @@ def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
     assert not np.array_equal(federation.run(1)["encoder.blocks.0.0.weight"], before)
     with pytest.raises(InputError, match="Supervised cannot"):
         Federation(tmp_path / "b", *overrides, "method=supervised")
-    for word in ("calibration.at=middle", "calibration.share=0"):
+    for word in ("calibration.when=middle", "calibration.share=0"):
         with pytest.raises(InputError, match=word):
             Federation(tmp_path / "c", *overrides, word)
 
