@@ -141,7 +141,7 @@ def model_digests(folder: Path) -> dict[str, str]:
     newest = max((folder / "checkpoints").glob("round-*.pt"))
     saved = torch.load(newest, weights_only=True)
     model = saved["models"].get("global")
-    found = {"layers": digest(arrays_in({**model["layers"], **model["shared"]}))} if model else {}
+    found = {"layers": digest(arrays_in({**model["layers"], **model["broadcast"]}))} if model else {}
     for file in sorted(folder.glob("encoder*.pt")):
         state = load_encoder(file).state_dict()
         found[file.name] = digest((name, value.numpy()) for name, value in state.items())
