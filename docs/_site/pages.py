@@ -34,6 +34,18 @@ GROUPS = {  # titles of the groups, in the order of the site
     "tracker": "Trackers",
     "experiment": "Experiments",
 }
+FIRST_PAGES = (
+    "train.md",
+    "data.md",
+    "evaluate.md",
+    "sweep.md",
+    "devices.md",
+    "extend.md",
+    "strategies.md",
+    "papers.md",
+    "paper_index.md",
+    "learning.md",
+)
 _SETTING = re.compile(r"^( *)([a-z]\w*):(?: +(.*?))?(?: +# (.*))?$")
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", flags=re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
@@ -65,9 +77,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the navigation."""
     names = sorted(file.name for file in (ROOT / "docs").glob("*.md"))
-    first = [
-        name for name in ("guide.md", "strategies.md", "papers.md", "paper_index.md", "learning.md") if name in names
-    ]
+    first = [name for name in FIRST_PAGES if name in names]
     config.nav = [
         {"fedssl": "index.md"},
         {"Pages": [*first, *(name for name in names if name not in first)]},
