@@ -1,4 +1,4 @@
-"""Encoders map images to representations h. Settings and saved encoders name them as ``fedssl.encoders.<name>``."""
+"""Encoders map images to representations h. Settings and saved encoders name them ``fedssl.encoders.<name>``."""
 
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.factory import conv_small, resnet18, resnet34, resnet50, vit_tiny

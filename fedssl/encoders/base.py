@@ -1,4 +1,4 @@
-"""An encoder in stages, of which layer-wise training runs and trains some."""
+"""Base class of encoders: a sequence of stages, of which layer-wise training runs and trains a part."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,9 @@ from fedssl.errors import InputError
 
 
 class StageRange(NamedTuple):
-    """When a layer of an encoder runs and when it is trained.
+    """Depths at which a layer of an encoder runs and is trained.
 
-    It runs if the encoder's depth is from ``first`` to ``last``, and is trained unless ``frozen_from`` or more stages are
-    frozen.
+    It runs at depths from ``first`` to ``last`` and is trained unless ``frozen_from`` or more stages are frozen.
     """
 
     first: float
@@ -25,16 +24,16 @@ class StageRange(NamedTuple):
 
 @dataclass
 class ActiveStages:
-    """The stages that run: one object for an encoder and all copies of it (online, target, received).
+    """Stages that run; shared by an encoder and all copies of it (online, target, downloaded).
 
     Attributes
     ----------
     depth : int
-        Stages that run, from the first on.
+        Number of stages that run, counted from the first.
     frozen : int
-        Of these the first ones, which are not trained, and with them the stem; 0: all are trained.
+        Number of running stages that are frozen, counted from the first, together with the stem; 0: all are trained.
     depth_dropout : float
-        Depth dropout: share of steps for which a frozen stage is left out, drawn for each stage.
+        Probability that a frozen stage is skipped in a step, drawn for each stage.
     """
 
     depth: int
@@ -42,39 +41,40 @@ class ActiveStages:
     depth_dropout: float = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ActiveStages":
-        """Return the same object, for a copy of an encoder to share."""
+        """Return the same object, so that a copy of an encoder shares it."""
         return self
 
 
 class Encoder(nn.Module):
     """Maps images ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
 
-    It is a stem, a sequence of stages and a readout. Layer-wise training (`fedssl.schedule`) runs the first stages
-    only (``active_stages.depth``) and trains the last of these (``active_stages.frozen``). Frozen stages are in eval mode and are run by
-    `forward_frozen`, once for all networks of a method, and `forward` then takes the output of `forward_frozen` in place of images.
+    An encoder is a stem, a sequence of stages and a pooling. Layer-wise training (`fedssl.schedule`) runs the first
+    stages (``active_stages.depth``) and trains the last of these (``active_stages.frozen``). Frozen stages are in eval
+    mode. `forward_frozen` runs them once for all networks of a method, and `forward` then expects its output instead of
+    images.
 
     Attributes
     ----------
     feature_dim : int
         Length of a representation.
     channels : int or None
-        Channels of the images that it takes; None: not known before the stem runs.
+        Channels of valid images; None if any number is valid.
     image_size : int or None
-        Height and width in pixels of the images that it takes; None: any.
+        Height and width of valid images in pixels; None if any size is valid.
     patch_embedding : str or None
-        Name of the submodule that makes a token of every patch of an image; None: there is none.
+        Name of the submodule that maps patches to tokens; None if there is none.
     stage_names : tuple of str
-        The stages' names among the submodules.
+        Names of the stages among the submodules.
     active_stages : ActiveStages
-        The stages that run and those that are trained.
+        Stages that run, and stages that are trained.
     bridges : ModuleDict
-        Linear maps from the output of an earlier stage to representations, for layer-wise training of encoders whose
+        Linear maps from the output of earlier stages to representations, for layer-wise training of encoders whose
         stages differ in width; see `add_bridges`.
     stages_interchangeable : bool
-        Whether every stage takes the output of any other.
+        Whether each stage accepts the output of any other.
     return_feature_map : bool
-        Whether `forward` gives the last stage's output, flattened, and not what `pool` makes of it. Protocols of
-        evaluation set it, on a copy.
+        Whether `forward` returns the flattened output of the last stage instead of the output of `pool`. Evaluation
+        protocols set it, on a copy.
     """
 
     feature_dim: int
@@ -88,14 +88,14 @@ class Encoder(nn.Module):
     return_feature_map = False
 
     def define_stages(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
-        """Divide the submodules into stages.
+        """Declare which submodules are stages.
 
         Parameters
         ----------
         stages : tuple of str
             Names of the submodules that are the stages, in order.
         widths : tuple of int
-            Length of the output of `pool` behind each stage.
+            Length of the output of `pool` after each stage.
         tail : tuple of str
             Names of the submodules that belong to `pool`.
         """
@@ -106,7 +106,7 @@ class Encoder(nn.Module):
         self.bridges = nn.ModuleDict()
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
-        """Refuse images of another form than the encoder was built for.
+        """Reject images whose shape differs from the one that the encoder was built for.
 
         Parameters
         ----------
@@ -116,30 +116,33 @@ class Encoder(nn.Module):
         Raises
         ------
         InputError
-            If the encoder does not take such images.
+            If channels or size differ.
         """
         channels, height, width = shape[-3:]
         if self.channels not in (None, channels):
             raise InputError(
                 f"encoder.channels={self.channels} but the images have {channels} channels; "
-                f"leave encoder.channels to follow dataset.channels, or give images with {self.channels}"
+                f"leave encoder.channels at its default, or use images with {self.channels} channels"
             )
         if self.image_size is not None and (height, width) != (self.image_size, self.image_size):
             raise InputError(
-                f"encoder.size={self.image_size} but the images have {height}x{width} pixels; leave encoder.size to "
-                f"follow dataset.size, or give images of {self.image_size}x{self.image_size}"
+                f"encoder.size={self.image_size} but the images have {height}x{width} pixels; leave encoder.size "
+                f"at its default, or use images of {self.image_size}x{self.image_size}"
             )
 
     def stem(self, images: Tensor) -> Tensor:
-        """Input of the first stage."""
+        """Return the input of the first stage."""
         return images
 
     def pool(self, x: Tensor) -> Tensor:
-        """Representation ``(batch, width)`` made from a stage's output ``x``."""
+        """Return the representation ``(batch, width)`` of a stage's output ``x``."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Representations ``(batch, feature_dim)`` of images, or of the output of `forward_frozen` if stages are frozen."""
+        """Return representations ``(batch, feature_dim)`` of images, or of frozen outputs if stages are frozen.
+
+        Frozen outputs are those of `forward_frozen`.
+        """
         active = self.active_stages
         if not active.frozen:
             self.check_image_shape(x.shape)
@@ -153,9 +156,9 @@ class Encoder(nn.Module):
         return self.bridges[bridge](h) if bridge in self.bridges else h
 
     def forward_frozen(self, images: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-        """Run the stem and the frozen stages on batches of images, each by itself, without gradient.
+        """Run the stem and the frozen stages on each batch of images, without gradient.
 
-        Depth dropout leaves the same stages out for all batches.
+        Depth dropout skips the same stages for all batches.
 
         Parameters
         ----------
@@ -167,7 +170,7 @@ class Encoder(nn.Module):
         Returns
         -------
         list of Tensor
-            Input of the first stage that is trained, for each batch.
+            Input of the first trained stage, for each batch.
         """
         stages = self.stages()[: self.active_stages.frozen]
         if self.active_stages.depth_dropout:
@@ -184,27 +187,27 @@ class Encoder(nn.Module):
         return outputs
 
     def train(self, mode: bool = True) -> "Encoder":
-        """Set training mode; frozen stages are in eval mode whatever ``mode`` says."""
+        """Set training mode; frozen stages stay in eval mode."""
         super().train(mode)
         if self.active_stages.frozen:
             for name, module in self.named_modules():
                 if self.stage_range(name).frozen_from <= self.active_stages.frozen:
-                    module.training = False  # not eval(), which would concern the modules inside as well
+                    module.training = False  # not eval(), which would also change submodules
         return self
 
     def stages(self) -> list[nn.Module]:
-        """Submodules that are the stages, in order."""
+        """Return the stages in order."""
         return [self.get_submodule(name) for name in self.stage_names]
 
     def stage_range(self, name: str) -> StageRange:
-        """Range of stages of the layer or module ``name``; one that belongs to no stage belongs to the stem."""
-        found = (
+        """Return the stage range of the layer or module ``name``; outside of all stages it belongs to the stem."""
+        ranges = (
             stage_range for module, stage_range in self._stage_ranges.items() if f"{name}.".startswith(f"{module}.")
         )
-        return next(found, StageRange(0, math.inf, 1))
+        return next(ranges, StageRange(0, math.inf, 1))
 
     def add_bridges(self) -> None:
-        """Make a bridge behind every stage that is narrower than a representation."""
+        """Add a bridge after each stage that is narrower than a representation."""
         for number, width in enumerate(self._widths, start=1):
             if width != self.feature_dim:
                 self.bridges[str(number)] = nn.Linear(width, self.feature_dim)

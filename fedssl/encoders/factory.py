@@ -1,9 +1,9 @@
-"""Functions that build the encoders, which map images to representations h.
+"""Functions that build the encoders.
 
 One function per encoder, named as in ``conf/encoder/``. ResNets and the vision transformer are torchvision's modules
-with torchvision's names in their ``state_dict``, so weights of one load into the other; only the classifier is gone.
-ResNets have by default a stem for small images: one 3x3 convolution of stride 1 and no pooling, as SimCLR does on
-CIFAR-10 (arXiv 2002.05709, appendix B.9) and the federated papers after it. Nothing is ever downloaded.
+without the classifier. Their ``state_dict`` has torchvision's names, so weights can be exchanged with torchvision. By
+default ResNets have a stem for small images: one 3x3 convolution of stride 1 and no pooling, as SimCLR uses on CIFAR-10
+(arXiv 2002.05709, appendix B.9) and the federated papers after it. Nothing is downloaded.
 """
 
 import math
@@ -14,44 +14,44 @@ from torch import Tensor, nn
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 
-_DEEPEST = 1000  # a file of others says how deep its encoder is, and every block takes time to be made
+_DEEPEST = 1000  # bounds the time to build an encoder from an untrusted file
 
 
 class ConvSmall(Encoder):
-    """Blocks of 3x3 convolution, normalization and ReLU, then the mean over all positions.
+    """Blocks of 3x3 convolution, normalization and ReLU, followed by global average pooling.
 
-    Every block is a stage. ``widths`` are the channels before the first block and after each, ``strides`` one number
-    per block, ``norm`` as in `normalization`.
+    Each block is a stage. ``widths`` are the channels before the first block and after each block, ``strides`` one
+    number per block, ``norm`` as in `normalization`.
     """
 
     def __init__(self, *, widths: tuple[int, ...], strides: tuple[int, ...], norm: str = "batch") -> None:
         super().__init__()
         self.blocks, normalize = nn.Sequential(), normalization(norm)
         for before, after, stride in zip(widths[:-1], widths[1:], strides, strict=True):
-            # No bias: the normalization that follows would take it out again.
+            # No bias before a normalization, which would remove it.
             conv = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
             self.blocks.append(nn.Sequential(conv, normalize(after), nn.ReLU(inplace=True)))
         self.feature_dim, self.channels = widths[-1], widths[0]
         self.define_stages(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
 
     def pool(self, x: Tensor) -> Tensor:
-        """Mean over all positions."""
+        """Average over all positions."""
         return x.mean(dim=(2, 3))
 
 
 def normalization(norm: str) -> Callable[[int], nn.Module]:
-    """Makes the normalization of so many channels.
+    """Return a function that builds the normalization of a number of channels.
 
     Parameters
     ----------
     norm : {"batch", "group"}
-        "group": over groups of an image's channels, 32 if they divide and fewer if not, without running statistics (Wu
-        and He, ECCV 2018, arXiv 1803.08494).
+        "group": group normalization without running statistics (Wu and He, ECCV 2018, arXiv 1803.08494), with gcd(32,
+        channels) groups.
 
     Raises
     ------
     InputError
-        It is another word.
+        If ``norm`` is not a valid choice.
     """
     makers: dict[str, Callable[[int], nn.Module]] = {
         "batch": nn.BatchNorm2d,
@@ -63,22 +63,22 @@ def normalization(norm: str) -> Callable[[int], nn.Module]:
 
 
 def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch") -> Encoder:
-    """Small convolutional encoder that trains fast on a CPU, for images of 8x8 to 96x96.
+    """Build a small convolutional encoder that trains fast on a CPU, for images of 8x8 to 96x96.
 
     Parameters
     ----------
     channels, size : int
         Channels of the images, and their height and width in pixels (at least 4).
     width : int
-        Channels of the first of four blocks; the others have 2, 4 and 4 times as many.
+        Channels of the first of four blocks; the others have 2, 4 and 4 times this number.
     norm : {"batch", "group"}
         As in `normalization`.
 
     Returns
     -------
     Encoder
-        ``feature_dim`` is ``4 * width``. The blocks halve the image twice below 16 pixels, four times from 64 pixels
-        on and three times between, so that the widest ones see 2x2 to 6x6 positions.
+        Encoder with ``feature_dim = 4 * width``. The blocks halve the image twice below 16 pixels, four times from 64
+        pixels and three times in between, so that the widest blocks see 2x2 to 6x6 positions.
 
     Raises
     ------
@@ -93,33 +93,33 @@ def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch"
 
 
 def resnet18(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
-    """ResNet-18 of torchvision without its classifier; ``feature_dim`` is 512.
+    """Build torchvision's ResNet-18 without its classifier; ``feature_dim`` is 512.
 
     Parameters
     ----------
     channels, size : int
         Channels of the images, and their height and width in pixels.
     stem : {"small", "imagenet"}
-        "small": 3x3 convolution of stride 1, no pooling. "imagenet": torchvision's own 7x7 convolution of stride 2 and
-        max pooling, for images of about 100 pixels and more.
+        "small": 3x3 convolution of stride 1, no pooling. "imagenet": torchvision's 7x7 convolution of stride 2 and max
+        pooling, for images of about 100 pixels and more.
     norm : {"batch", "group"}
         As in `normalization`.
 
     Raises
     ------
     InputError
-        If ``stem`` is another word or a number is not positive.
+        If ``stem`` is not a valid choice or a number is not positive.
     """
     return _resnet("resnet18", channels=channels, size=size, stem=stem, norm=norm)
 
 
 def resnet34(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
-    """ResNet-34 of torchvision without its classifier; ``feature_dim`` is 512. Settings as in `resnet18`."""
+    """Build torchvision's ResNet-34 without its classifier; ``feature_dim`` is 512. Parameters as in `resnet18`."""
     return _resnet("resnet34", channels=channels, size=size, stem=stem, norm=norm)
 
 
 def resnet50(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
-    """ResNet-50 of torchvision without its classifier; ``feature_dim`` is 2048. Settings as in `resnet18`."""
+    """Build torchvision's ResNet-50 without its classifier; ``feature_dim`` is 2048. Parameters as in `resnet18`."""
     return _resnet("resnet50", channels=channels, size=size, stem=stem, norm=norm)
 
 
@@ -134,28 +134,28 @@ def vit_tiny(
     pool: str = "token",
     positions: str = "learned",
 ) -> Encoder:
-    """VisionTransformer of torchvision in the "tiny" size of DeiT (arXiv 2012.12877).
+    """Build torchvision's VisionTransformer in the "tiny" size of DeiT (arXiv 2012.12877).
 
     Parameters
     ----------
     channels, size : int
         Channels of the images, and their height and width in pixels.
     patch : int
-        Height and width of a patch; must divide ``size``. LW-FedSSL takes 4 for 32x32; 2 suits 8x8.
+        Height and width of a patch; must divide ``size``. LW-FedSSL uses 4 for 32x32; 2 suits 8x8.
     depth, width, heads : int
-        Transformer blocks, length of a token (``feature_dim``), attention heads. The inner layer of a block is four
+        Transformer blocks, length of a token (``feature_dim``), attention heads. The hidden layer of a block is four
         times as wide as a token.
     pool : {"token", "mean"}
         h is the class token, or the mean over the patches of a transformer without class token.
     positions : {"sincos", "learned"}
-        What is added to the tokens: the fixed numbers of `fedssl.encoders.torchvision_encoders.sincos_position_embedding`, or weights as
-        in torchvision, which are what an encoder file of an earlier version has.
+        Position embedding: the fixed one of `fedssl.encoders.torchvision_encoders.sincos_position_embedding`, or
+        trained weights as in torchvision. Encoder files of earlier versions have trained weights.
 
     Raises
     ------
     InputError
-        If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``,
-        ``pool`` or ``positions`` is another word, or ``width`` is no multiple of 4, which "sincos" needs.
+        If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``, ``pool``
+        or ``positions`` is not a valid choice, or ``width`` is not a multiple of 4, as "sincos" requires.
     """
     _check_transformer(channels, size, patch=patch, depth=depth, width=width, heads=heads, pool=pool)
     if positions not in ("sincos", "learned"):
@@ -164,10 +164,10 @@ def vit_tiny(
         )
     if positions == "sincos" and width % 4:
         raise InputError(
-            f"encoder.positions=sincos makes four equal parts of a token but encoder.width={width}; set encoder.width "
-            "to a multiple of 4, or encoder.positions=learned"
+            f"encoder.positions=sincos but encoder.width={width} is not a multiple of 4; set encoder.width to a "
+            "multiple of 4, or encoder.positions=learned"
         )
-    from fedssl.encoders.torchvision_encoders import ViTEncoder  # here: takes a second, and conv_small does without
+    from fedssl.encoders.torchvision_encoders import ViTEncoder  # here: slow import, not needed by conv_small
 
     encoder = ViTEncoder(
         size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool, fixed_positions=positions == "sincos"
@@ -182,13 +182,12 @@ def vit_tiny(
 
 
 def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Encoder:
-    """ResNet of that name with the stem asked for and without classifier."""
     _check_image_size(name, channels=channels, size=size, smallest=1)
     if stem not in ("small", "imagenet"):
         raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
 
     normalize = normalization(norm)
-    from torchvision.models.resnet import BasicBlock, Bottleneck  # here: takes a second, and conv_small does without
+    from torchvision.models.resnet import BasicBlock, Bottleneck  # here: slow import, not needed by conv_small
 
     from fedssl.encoders.torchvision_encoders import ResNetEncoder
 
@@ -199,7 +198,7 @@ def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Enc
         encoder.maxpool = nn.Identity()
     elif channels != 3:
         encoder.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-    # torchvision's own rule, again for a first convolution that is not its own.
+    # torchvision's initialization, repeated because the first convolution may have been replaced.
     nn.init.kaiming_normal_(encoder.conv1.weight, mode="fan_out", nonlinearity="relu")
     encoder.channels = channels
     return encoder
@@ -207,10 +206,10 @@ def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Enc
 
 def _check_image_size(name: str, *, channels: int, size: int, smallest: int) -> None:
     if channels < 1:
-        raise InputError(f"{name} got images with {channels} channels; dataset.channels must be at least 1")
+        raise InputError(f"{name}: the images have {channels} channels; dataset.channels must be at least 1")
     if size < smallest:
         raise InputError(
-            f"{name} got images of {size}x{size} pixels and needs {smallest}x{smallest}; set a larger dataset.size"
+            f"{name}: the images have {size}x{size} pixels but need at least {smallest}x{smallest}; raise dataset.size"
         )
 
 

@@ -1,6 +1,6 @@
 """Residual networks and vision transformers of torchvision as encoders in stages.
 
-A module of its own, because importing torchvision takes a second and ``conv_small`` does without.
+This is a separate module because importing torchvision takes a second and ``conv_small`` does not need it.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ class ResNetEncoder(Encoder, ResNet):
     Parameters
     ----------
     block : type
-        Kind of residual block.
+        Class of the residual blocks.
     layers : list of int
-        Blocks of each stage.
+        Number of blocks of each stage.
     normalize : callable
-        Makes the normalization of so many channels.
+        Builds the normalization of a number of channels.
     """
 
     conv1: nn.Conv2d
@@ -46,24 +46,24 @@ class ResNetEncoder(Encoder, ResNet):
         )
 
     def stem(self, images: Tensor) -> Tensor:
-        """First convolution, normalization and pooling."""
+        """Apply the first convolution, normalization and pooling."""
         features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         return features
 
     def pool(self, x: Tensor) -> Tensor:
-        """Mean over all positions."""
+        """Average over all positions."""
         return torch.flatten(self.avgpool(x), 1)
 
 
 def sincos_position_embedding(side: int, width: int) -> Tensor:
-    """Fixed positions of MoCo v3 (arXiv 2104.02057) for ``side x side`` patches, row by row: ``(side^2, width)``.
+    """Return MoCo v3's fixed positions (arXiv 2104.02057) of ``side x side`` patches, row by row: ``(side^2, width)``.
 
-    A patch in row r and column c has sin(r w_i), cos(r w_i), sin(c w_i) and cos(c w_i) one after the other, each for
-    i = 0 to n - 1 with n = width / 4, where w_i = 10000^(-i / n).
+    The embedding of a patch in row r and column c concatenates sin(r w_i), cos(r w_i), sin(c w_i) and cos(c w_i), each
+    for i = 0 to n - 1 with n = width / 4 and w_i = 10000^(-i / n).
     """
-    place = torch.arange(side, dtype=torch.float64)
+    position = torch.arange(side, dtype=torch.float64)
     frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
-    angle = torch.outer(place, frequency)
+    angle = torch.outer(position, frequency)
     half = torch.cat((angle.sin(), angle.cos()), dim=1)
     return torch.cat((half.repeat_interleave(side, dim=0), half.repeat(side, 1)), dim=1).float()
 
@@ -78,8 +78,8 @@ class ViTEncoder(Encoder, VisionTransformer):
     pool : {"token", "mean"}
         h is the class token, or the mean over patches, in which case there is no class token.
     fixed_positions : bool
-        Whether positions are `sincos_position_embedding` (and 0 for the class token), which are not trained, do not travel and
-        are not in the ``state_dict``. False: they are weights.
+        Whether positions are `sincos_position_embedding` (and 0 for the class token), which are neither trained,
+        exchanged nor part of the ``state_dict``. False: they are weights.
     """
 
     conv_proj: nn.Conv2d
@@ -116,7 +116,7 @@ class ViTEncoder(Encoder, VisionTransformer):
         )
 
     def stem(self, images: Tensor) -> Tensor:
-        """Tokens of the patches, with their positions and the class token if there is one."""
+        """Return tokens of the patches with their positions, and the class token if there is one."""
         tokens: Tensor = self._process_input(images)
         if self._pooling == "token":
             tokens = torch.cat((self.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
@@ -124,6 +124,6 @@ class ViTEncoder(Encoder, VisionTransformer):
         return placed
 
     def pool(self, x: Tensor) -> Tensor:
-        """Normalized class token, or the mean over the normalized tokens of the patches."""
+        """Return the normalized class token, or the mean over the normalized tokens of the patches."""
         h: Tensor = self.encoder.ln(x[:, 0]) if self._pooling == "token" else self.encoder.ln(x).mean(dim=1)
         return h

@@ -1,8 +1,8 @@
-"""Learning rates over the rounds: pure functions of the round, whose value the server sends with the plan.
+"""Learning rate schedules over rounds: pure functions of the round, whose value the server sends with the plan.
 
-Every function maps a round, counted from 1, the number of rounds of the run and its phase to the factor
-by which the optimizer's learning rate is multiplied in that round. Within a round the rate is constant: a client that
-takes part in few rounds is no further on its way than the others.
+Each function maps a round, counted from 1, the number of rounds of the run and the phase to the factor of the
+optimizer's learning rate. The rate is constant within a round, so that it does not depend on how often a client
+participates.
 """
 
 import math
@@ -15,15 +15,16 @@ from fedssl.schedule.phases import Phase, phase_at
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rates of a run.
+    """Learning rate schedule of a run.
 
     Attributes
     ----------
     factor : callable
-        One of the functions below, with its own arguments given.
+        One of the functions below, with its specific arguments bound.
     phases : sequence of Phase
-        They cover all rounds.
+        Phases that cover all rounds.
     rounds : int
+        Number of rounds of the run.
     """
 
     factor: Callable[..., float]
@@ -31,28 +32,28 @@ class LRSchedule:
     rounds: int
 
     def __call__(self, round: int) -> float:
-        """The factor of a round, counted from 1."""
+        """Return the factor of a round, counted from 1."""
         return self.factor(round, rounds=self.rounds, phase=self.phase(round))
 
     def phase(self, round: int) -> Phase:
-        """The phase that the round belongs to."""
+        """Return the phase of a round."""
         return phase_at(self.phases, round)
 
 
 def constant(round: int, *, rounds: int, phase: Phase) -> float:
-    """1 in every round."""
+    """Return 1 in each round."""
     return 1.0
 
 
 def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, least: float = 0.0) -> float:
-    """From 1 in the first round along half a cosine towards ``least``, which the round after the last would have.
+    """Decay from 1 in the first round to ``least`` along half a cosine; ``least`` would be the factor of round R + 1.
 
     Parameters
     ----------
     per_stage : bool
-        Whether it begins anew with every phase of the schedule (LW-FedSSL's "cyclic").
+        Whether the decay restarts with each phase of the schedule (LW-FedSSL's "cyclic").
     least : float
-        In [0, 1].
+        Final factor, in [0, 1].
 
     Raises
     ------
@@ -60,18 +61,18 @@ def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, le
         If ``least`` is out of range.
     """
     if not 0 <= least <= 1:
-        raise InputError(f"lr_schedule.least={least} must be in [0, 1]; 0 goes down to nothing")
+        raise InputError(f"lr_schedule.least={least} must be in [0, 1]; 0 decays to zero")
     done = (round - phase.first) / phase.rounds if per_stage else (round - 1) / rounds
     return least + (1 - least) * (1 + math.cos(math.pi * done)) / 2
 
 
 def step(round: int, *, rounds: int, phase: Phase, milestones: Sequence[float], factor: float) -> float:
-    """Multiplied by ``factor`` at each milestone.
+    """Multiply the learning rate by ``factor`` at each milestone.
 
     Parameters
     ----------
     milestones : sequence of float
-        Shares of the run in (0, 1): 0.5 is the first round of its second half.
+        Fractions of the run in (0, 1): 0.5 is the first round of its second half.
     factor : float
         In (0, 1].
 
@@ -81,8 +82,8 @@ def step(round: int, *, rounds: int, phase: Phase, milestones: Sequence[float], 
         If a milestone or ``factor`` is out of range.
     """
     if not all(0 < milestone < 1 for milestone in milestones):
-        raise InputError(f"lr_schedule.milestones={list(milestones)} must be shares of the run, above 0 and below 1")
+        raise InputError(f"lr_schedule.milestones={list(milestones)} must be fractions of the run, above 0 and below 1")
     if not 0 < factor <= 1:
         raise InputError(f"lr_schedule.factor={factor} must be above 0 and at most 1")
-    done = round - 1 + 1e-9  # 0.55 * 100 is a little more than 55
+    done = round - 1 + 1e-9  # 0.55 * 100 is slightly more than 55 in floating point
     return float(factor ** sum(done >= milestone * rounds for milestone in milestones))

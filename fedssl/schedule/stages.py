@@ -1,4 +1,4 @@
-"""A method in a phase of its schedule: what of it runs, is trained, travels, and is handed on from stage to stage."""
+"""A method in a phase of its schedule: layers that run, are trained, exchanged, and transferred to new stages."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +14,13 @@ from fedssl.schedule.phases import Phase
 
 log = logging.getLogger("fedssl")
 
-TARGET_ENCODER = "target_encoder."  # how the names of its layers begin
+TARGET_ENCODER = "target_encoder."  # prefix of its layer names
 
 _HEAD = StageRange(0, float("inf"), float("inf"))
 
 
 def stage_range(method: SSLMethod, name: str) -> StageRange:
-    """When a layer of the method runs and is trained: always, unless it is one of an encoder."""
+    """Return the stage range of a layer of the method; layers outside of encoders always run and are trained."""
     network, _, rest = name.partition(".")
     return method.encoder.stage_range(rest) if network in ("encoder", "target_encoder") else _HEAD
 
@@ -29,17 +29,17 @@ def stage_range(method: SSLMethod, name: str) -> StageRange:
 def set_active_stages(
     method: SSLMethod, *, depth: int | None, frozen: int = 0, depth_dropout: float = 0.0
 ) -> Iterator[None]:
-    """Let only some stages of the encoder run, and be trained, inside the block; after it all is as before.
+    """Run and train only some stages of the encoder inside the block, and restore the previous state after it.
 
-    Meanwhile `fedssl.model_arrays` names running layers only. Of target networks it names the trained stages only,
-    because all networks of a method share the frozen ones.
+    Inside the block `fedssl.model_arrays` lists running layers only. Of target networks it lists the trained stages
+    only, because all networks of a method share the frozen ones.
 
     Parameters
     ----------
     depth : int or None
-        How many stages run; None: nothing changes, whatever the other arguments are.
+        Number of stages that run; None: nothing changes, and the other arguments are ignored.
     frozen : int
-        How many of these, from the first on, are not trained.
+        Number of these, counted from the first, that are frozen.
     depth_dropout : float
         Depth dropout, see `fedssl.schedule.phases.Phase`.
     """
@@ -61,19 +61,19 @@ def set_active_stages(
 
 
 def frozen_names(method: SSLMethod) -> list[str]:
-    """Names of the layers that a client receives and uses without training them."""
+    """Return the names of the layers that a client downloads and uses without training them."""
     if not method.frozen:
         return []
     return [name for name in exchanged_names(method) if stage_range(method, name).frozen_from <= method.frozen]
 
 
 class Stages:
-    """The stages of a method's encoder by the names of their layers.
+    """The encoder stages of a method as sets of layer names.
 
     Parameters
     ----------
     method : SSLMethod
-        Tells which layer belongs to which stage of the encoder.
+        Method that defines the stage of each layer.
     """
 
     def __init__(self, method: SSLMethod) -> None:
@@ -82,13 +82,13 @@ class Stages:
         self._averages_target = method.target_mode == "average"
 
     def trained(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the layers that clients train."""
+        """Return those of the layers that clients train."""
         return tuple(
             name for name in self._running(phase, names) if phase.frozen < self._stage_ranges[name].frozen_from
         )
 
     def frozen(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the layers that clients use without training them."""
+        """Return those of the layers that clients use without training them."""
         return tuple(
             name
             for name in self._running(phase, names)
@@ -96,10 +96,10 @@ class Stages:
         )
 
     def transfer_weights(self, layers: Layers, phase: Phase) -> Layers:
-        """The layers with which a phase begins: its newest stage takes over the weights of the stage before.
+        """Return the layers with which a phase starts; its newest stage copies the weights of the previous stage.
 
-        Only a stage whose layers have the shapes of those before takes them over; the stages of a ResNet do not. Target
-        networks that travel begin as copies of the online ones.
+        Weights are copied only if the layers of both stages have equal shapes, which is not the case in a ResNet.
+        Exchanged target networks start as copies of the online ones.
         """
         if phase.number == 1:
             return layers
@@ -114,7 +114,7 @@ class Stages:
         found = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
         shapes = {name: array.shape for name, array in layers.items() if name.startswith(new)}
         if {name: array.shape for name, array in found.items()} != shapes:
-            log.info("stage %d does not begin with the weights of the one before: shapes differ", phase.depth)
+            log.info("stage %d does not start with the weights of the previous stage: shapes differ", phase.depth)
             return layers
         return {**layers, **{name: array.copy() for name, array in found.items()}}
 
@@ -123,22 +123,22 @@ class Stages:
 
 
 def check(method: SSLMethod, phases: Sequence[Phase]) -> None:
-    """Refuse what the method or its encoder cannot do.
+    """Reject phases that the method or its encoder does not support.
 
     Raises
     ------
     InputError
-        Depth dropout where leaving out a stage changes what the next one takes; a teacher, which is a whole encoder,
-        where the encoder grows.
+        If depth dropout would skip stages that are not interchangeable, or a teacher, which is a whole encoder, is
+        combined with a growing encoder.
     """
     if TEACHER in method.static_parts and len(phases) > 1:
         raise InputError(
-            "a teacher knows what the whole encoder makes of images, and the schedule trains parts of it; set "
-            "schedule=end_to_end, or leave the teacher out with method.alignment_weight=0"
+            "the schedule trains parts of the encoder but the teacher is a whole encoder; set schedule=end_to_end, or "
+            "disable the teacher with method.alignment_weight=0"
         )
     if any(phase.depth_dropout for phase in phases) and not method.encoder.stages_interchangeable:
         raise InputError(
-            "schedule.depth_dropout leaves out stages of the encoder, which only a vision transformer allows; "
+            "schedule.depth_dropout skips stages of the encoder, which only a vision transformer supports; "
             "set encoder=vit_tiny or schedule.depth_dropout=0"
         )
 

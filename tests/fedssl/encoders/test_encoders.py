@@ -171,7 +171,7 @@ def test_vit_tiny_draws_the_same_kind_of_patch_weights_for_any_channels() -> Non
         (
             vit_tiny,
             {"channels": 3, "size": 32, "width": 6, "heads": 1, "positions": "sincos"},
-            "four equal parts of a token but encoder.width=6; set encoder.width to a multiple of 4",
+            "encoder.width=6 is not a multiple of 4; set encoder.width to a multiple of 4",
         ),
         (resnet18, {"channels": 3, "size": 32, "stem": "big"}, "encoder.stem=big"),
         (resnet18, {"channels": 0, "size": 32}, "dataset.channels"),

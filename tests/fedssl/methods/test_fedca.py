@@ -235,7 +235,7 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
         ({"dictionary_size": -1}, "method.dictionary_size=-1 must not be negative"),
         ({"entries": 2}, "method.entries=2 must be at least method.dictionary_size=3"),
         ({"dictionary_size": 0, "entries": 0}, "method.entries=0 must be at least"),
-        ({"alignment_weight": -1}, "method.alignment_weight=-1 must be a number from 0 on"),
+        ({"alignment_weight": -1}, "method.alignment_weight=-1 must be finite and at least 0"),
         ({"alignment_weight": math.nan}, "method.alignment_weight=nan"),
     ],
 )
