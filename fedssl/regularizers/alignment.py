@@ -1,9 +1,10 @@
-"""Alignment: the representation of one view stays close to the received encoder's representation of the other.
+"""Alignment: keep representations close to those of the downloaded encoder for the other view.
 
-LW-FedSSL (Tun et al., arXiv 2401.11647, Eq. 3) measures closeness by InfoNCE, FeatARC (Wang et al., ICLR 2023, arXiv
-2210.10947, section 5) by the cosine. LW-FedSSL does not say whether representations are normalized; here they are. The
-code of FeatARC compares the projection of a view with the received encoder's representation of the image itself,
-which needs projections as long as representations; the paper, and this, compare representations with representations.
+LW-FedSSL (Tun et al., arXiv 2401.11647, Eq. 3) measures the distance by InfoNCE, FeatARC (Wang et al., ICLR 2023, arXiv
+2210.10947, section 5) by the cosine. LW-FedSSL does not state whether representations are normalized; here they are.
+The code of FeatARC compares the projection of a view with the downloaded encoder's representation of the original
+image, which requires projections as long as representations. The paper and this implementation compare representations
+with representations.
 """
 
 import copy
@@ -20,19 +21,19 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 def alignment(
     z1: Tensor, z2: Tensor, g1: Tensor, g2: Tensor, *, distance: str = "info_nce", temperature: float = 0.2
 ) -> Tensor:
-    """Distance of local representations from the received encoder's representations of the other view.
+    """Return the distance of local representations from the downloaded encoder's representations of the other view.
 
     Parameters
     ----------
     z1, z2 : Tensor
-        Local representations of the two views, ``(batch, dim)``; need not be normalized.
+        Local representations of the two views, ``(batch, dim)``; normalized here.
     g1, g2 : Tensor
-        Representations of the received encoder, ``(batch, dim)``, without gradient.
+        Representations of the downloaded encoder, ``(batch, dim)``, without gradient.
     distance : {"info_nce", "cosine"}
-        "info_nce": ``l(z1, g2) + l(z2, g1)`` with l as in `fedssl.losses.info_nce`. "cosine": the mean of
-        ``-cos(z1, g2)`` and ``-cos(z2, g1)``.
+        "info_nce": ``l(z1, g2) + l(z2, g1)`` with l as in `fedssl.losses.info_nce`. "cosine": the mean of ``-cos(z1,
+        g2)`` and ``-cos(z2, g1)``.
     temperature : float
-        Positive; of InfoNCE.
+        Temperature of InfoNCE; positive.
 
     Returns
     -------
@@ -45,28 +46,28 @@ def alignment(
 
 
 class Alignment(Regularizer):
-    """Term that aligns the encoder with a frozen copy, in eval mode, of the one that training starts from.
+    """Alignment with a frozen copy of the initial encoder of local training, in eval mode.
 
-    The start is the received global encoder, unless the strategy lets clients keep parts of their own (FedU, FedBN).
+    The initial encoder is the global one, unless the strategy merges it with local layers (FedU, FedBN).
 
     Parameters
     ----------
     weight : float
-        alpha of LW-FedSSL; 0 turns it off.
+        alpha of LW-FedSSL; 0 disables the term.
     distance : {"info_nce", "cosine"}
         As in `alignment`.
     temperature : float
-        Positive; of InfoNCE.
+        Temperature of InfoNCE; positive.
 
     Raises
     ------
     InputError
-        If a number is out of range or ``distance`` is another word.
+        If a number is out of range or ``distance`` is not a valid choice.
     """
 
     def __init__(self, *, weight: float = 0.01, distance: str = "info_nce", temperature: float = 0.2) -> None:
         if weight < 0:
-            raise InputError(f"regularizer.weight={weight} must not be negative; LW-FedSSL uses 0.01, 0 turns it off")
+            raise InputError(f"regularizer.weight={weight} must not be negative; LW-FedSSL uses 0.01, 0 disables it")
         if distance not in ("info_nce", "cosine"):
             raise InputError(
                 f"regularizer.distance={distance} is unknown; "
@@ -81,7 +82,7 @@ class Alignment(Regularizer):
         self.received: nn.Module | None = None
 
     def on_train_start(self, method: SSLMethod) -> None:
-        """Copy the encoder as it is now."""
+        """Copy the current encoder."""
         if not self.weight:
             return
         if self.received is None:
@@ -90,7 +91,7 @@ class Alignment(Regularizer):
             self.received.load_state_dict(method.encoder.state_dict())
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Loss with the distance from the copy's representations added."""
+        """Return the loss plus the weighted alignment term."""
         if self.received is None or step.z1 is None or step.z2 is None:
             return loss
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The interface of a regularizer: a term added to the local loss of any method."""
+"""Base class of regularizers: a term added to the local loss of any method."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ class RegularizerInput:
     Attributes
     ----------
     method : SSLMethod
-        The method that is trained.
+        The trained method.
     view1, view2 : Tensor
-        The two views of the batch as `SSLMethod.loss` gets them.
+        The two views of the batch, as passed to `SSLMethod.loss`.
     z1, z2 : Tensor or None
-        Outputs for the two views of the part that `Regularizer.resolve_part` names, ``(batch, dim)``, with gradient; None
-        if it names none.
+        Outputs of the part `Regularizer.resolve_part` for the two views, ``(batch, dim)``, with gradient; None without
+        a part.
     generator : torch.Generator
-        CPU generator of all random numbers in this training.
+        CPU generator of all random numbers of local training.
     """
 
     method: SSLMethod
@@ -34,29 +34,29 @@ class RegularizerInput:
 
 
 class Regularizer:
-    """Term of the local loss; this one adds nothing.
+    """Term of the local loss; the base class adds nothing.
 
     Attributes
     ----------
     part : str or None
         Part of the method whose outputs the term needs: "encoder" or "projector".
     cuda_graph_safe : bool
-        Whether `apply` does the same to other numbers in every step of as many images, in memory that stays where it
-        is from one `on_train_start` to the next, so that a GPU can record it.
+        Whether `apply` runs the same operations in every step with the same batch size, on memory that does not move
+        until the next `on_train_start`, so that CUDA graphs can capture it.
     """
 
     part: str | None = None
     cuda_graph_safe: bool = True
 
     def on_train_start(self, method: SSLMethod) -> None:
-        """Prepare for one client's local training, which starts from ``method`` as it is now."""
+        """Prepare for one client's local training, which starts from the current ``method``."""
 
     def resolve_part(self, method: SSLMethod) -> str | None:
-        """Part of this method whose outputs the term gets; None: it needs none."""
+        """Return the part of this method whose outputs the term needs; None if it needs none."""
         return self.part
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Loss with the term added, a scalar.
+        """Return the loss with the term added, a scalar.
 
         Parameters
         ----------
@@ -69,9 +69,9 @@ class Regularizer:
 
 
 class CombinedRegularizer(Regularizer):
-    """The term of a regularizer, and one more, which looks at weights alone."""
+    """The term of a regularizer plus a second one that depends on weights alone."""
 
-    cuda_graph_safe = False  # it is made anew for every client
+    cuda_graph_safe = False  # each client builds a new one
 
     def __init__(self, first: Regularizer, second: Regularizer) -> None:
         self._first, self._second = first, second

@@ -1,10 +1,10 @@
-"""FedDecorr (Shi et al., ICLR 2023, arXiv 2210.00226): no two dimensions of a network's output are correlated.
+"""FedDecorr (Shi et al., ICLR 2023, arXiv 2210.00226): decorrelate the dimensions of a network's output.
 
-The paper divides the squared Frobenius norm of the correlation matrix K by dim^2. The authors' code, with which their
-weight 0.1 goes, leaves the diagonal out and the correlations undivided by the batch; so does this:
-``(batch - 1)^2 / batch`` times the mean of K_ij^2 over i != j. It grows with the batch. ``weight * batch / (batch -
-1)^2`` gives, up to the diagonal, the paper's term. Their networks are supervised and the term is on the input of the
-classifier; FedU2's code has it on projections, as here.
+The paper divides the squared Frobenius norm of the correlation matrix K by dim^2. The authors' code, to which their
+weight 0.1 refers, omits the diagonal and does not divide correlations by the batch size; this implementation follows
+it: ``(batch - 1)^2 / batch`` times the mean of K_ij^2 over i != j. The term grows with the batch size. ``weight * batch
+/ (batch - 1)^2`` gives the paper's term up to the diagonal. The authors train supervised networks and decorrelate the
+input of the classifier; FedU2's code decorrelates projections, as here.
 """
 
 import torch
@@ -16,7 +16,7 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 def feature_decorrelation(z: Tensor) -> Tensor:
-    """Mean squared correlation of two different dimensions, times ``(batch - 1)^2 / batch``.
+    """Return the mean squared correlation of two different dimensions, times ``(batch - 1)^2 / batch``.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def feature_decorrelation(z: Tensor) -> Tensor:
     -------
     Tensor
         Scalar from 0 to ``(batch - 1)^2 / batch``; 0 for one image or one dimension, which have no correlations. A
-        dimension that is constant counts as uncorrelated.
+        constant dimension counts as uncorrelated.
     """
     batch, dim = z.shape
     if batch == 1 or dim == 1:
@@ -42,24 +42,24 @@ def feature_decorrelation(z: Tensor) -> Tensor:
 
 
 class Decorrelation(Regularizer):
-    """Term that decorrelates the output of the projector or of the encoder, for either view.
+    """Decorrelation of the output of the projector or the encoder, for each view.
 
     Parameters
     ----------
     weight : float
-        beta; 0 turns it off.
+        beta; 0 disables the term.
     part : {"projector", "encoder"}
-        Part of the method whose outputs are decorrelated; not named ``on``, which YAML reads as true.
+        Part of the method whose outputs are decorrelated; not named ``on``, which YAML parses as true.
 
     Raises
     ------
     InputError
-        If ``weight`` is negative or ``part`` is another word.
+        If ``weight`` is negative or ``part`` is not a valid choice.
     """
 
     def __init__(self, *, weight: float = 0.1, part: str = "projector") -> None:
         if weight < 0:
-            raise InputError(f"regularizer.weight={weight} must not be negative; FedDecorr uses 0.1, 0 turns it off")
+            raise InputError(f"regularizer.weight={weight} must not be negative; FedDecorr uses 0.1, 0 disables it")
         if part not in ("projector", "encoder"):
             raise InputError(
                 f"regularizer.part={part} is unknown; set regularizer.part=projector or regularizer.part=encoder"
@@ -68,7 +68,7 @@ class Decorrelation(Regularizer):
         self.weight = weight
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Loss with the correlations of both views added."""
+        """Return the loss plus the weighted correlations of both views."""
         if step.z1 is None or step.z2 is None:
             return loss
         return loss + self.weight * (feature_decorrelation(step.z1) + feature_decorrelation(step.z2))

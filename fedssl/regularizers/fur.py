@@ -1,18 +1,18 @@
-"""The flexible uniform regularizer of FedU2 (Liao et al., CVPR 2024): projections spread out over the sphere.
+"""The flexible uniform regularizer of FedU2 (Liao et al., CVPR 2024): projections spread uniformly over the sphere.
 
-Eq. 2 adds the divergence of either view's vectors from random points of the sphere to the local loss. The divergence
-is unbalanced optimal transport (Eqs. 4-6), which leaves unmatched points that are far from all others;
+Eq. 2 adds to the local loss the divergence of each view's vectors from random points of the sphere. The divergence is
+unbalanced optimal transport (Eqs. 4-6), which leaves points unmatched that are far from all others;
 `fedssl.regularizers.optimal_transport` solves it.
 
-Four readings are ours. Eq. 2 has one Z in both of its terms; that of the method's own loss is the projection, which
-the authors' code takes too. What an encoder puts out is often a mean of ReLUs, none of whose numbers is below 0, and
-cannot be uniform on a sphere. The paper gives no masses a and b; they are 1 here. Its cost ||z - s||^2 is about 2 for
-vectors of 512 numbers, above tau_a + tau_b = 1.6, from where on nothing is transported: the loss would be constant and
-its gradient 0. The cost here is ``cost_scale`` = 0.5 times that. Eq. 4 is a sum over the batch while losses of methods
-are means, so that its share of the gradient would grow with the batch; ``reduction: mean`` keeps it as it is at the
-paper's batch of 128.
+Four readings are ours. Eq. 2 uses one Z in both of its terms; Z of the method's own loss is the projection, which the
+authors' code uses too. The output of an encoder is often a mean of ReLUs without negative values and cannot be uniform
+on a sphere. The paper does not define the masses a and b; they are 1 here. Its cost ||z - s||^2 is about 2 for vectors
+of 512 dimensions, above tau_a + tau_b = 1.6, where nothing is transported: the loss would be constant and its gradient
+0. The cost here is ``cost_scale`` = 0.5 times that. Eq. 4 is a sum over the batch while losses of methods are means, so
+that its share of the gradient would grow with the batch size; ``reduction: mean`` keeps the share of the paper's batch
+size, 128.
 
-The authors' code does not compute Eq. 4 but a sliced distance in tangent spaces: ``variant: tangent_swd``.
+The authors' code computes a sliced distance in tangent spaces instead of Eq. 4: ``variant: tangent_swd``.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.optimal_transport import coupling, penalties, unmatched
 
-TANGENT_SPACES = 6  # of the authors' code
-LINES = 6  # in each tangent space
-BATCH = 128  # the paper's
+TANGENT_SPACES = 6  # as in the authors' code
+LINES = 6  # projections in each tangent space
+BATCH = 128  # batch size of the paper
 
 
 def uot_uniformity(
@@ -45,11 +45,11 @@ def uot_uniformity(
     max_iter: int = 30,
     tolerance: float = 0.08,
 ) -> Tensor:
-    """Unbalanced optimal transport between representations and random points of the sphere (Eq. 4).
+    """Return the unbalanced optimal transport between representations and random points of the sphere (Eq. 4).
 
-    Over couplings pi >= 0 the smallest ``sum_ij C_ij pi_ij + tau_a/2 sum_i (sum_j pi_ij - 1)^2 + tau_b/2 sum_j (sum_i
-    pi_ij - 1)^2`` with ``C_ij = cost_scale ||z_i - s_j||^2``. By the envelope theorem its derivative is the one at the
-    best pi held fixed: the gradient flows through C only.
+    This is the minimum over couplings pi >= 0 of ``sum_ij C_ij pi_ij + tau_a/2 sum_i (sum_j pi_ij - 1)^2 + tau_b/2
+    sum_j (sum_i pi_ij - 1)^2`` with ``C_ij = cost_scale ||z_i - s_j||^2``. By the envelope theorem its derivative is
+    the one at the optimal pi held fixed: the gradient flows through C only.
 
     Parameters
     ----------
@@ -60,20 +60,19 @@ def uot_uniformity(
     cost_scale : float
         Positive. 1 is the paper's cost.
     tau_a, tau_b : float
-        Positive: price of an unmatched representation, and sample.
+        Penalty of an unmatched representation, and of an unmatched sample; positive.
     max_iter : int
-        Most steps of the solver, which takes about 7.
+        Maximum number of solver steps; about 7 are needed.
     tolerance : float
-        Relative error of the coupling, estimated; see `fedssl.regularizers.optimal_transport.coupling`. With 0.08 the cosine of
-        the gradient with the exact one was at least 0.99, its length within 3% of the right one, for 32 to 256 spread
-        or collapsed vectors of 128 and 512 numbers. In float32 less than 0.03 is often out of reach. 0 takes all steps,
-        and never waits for the device to see how far it is.
+        Estimated relative error of the coupling; see `fedssl.regularizers.optimal_transport.coupling`. With 0.08 the
+        cosine of the gradient with the exact one was at least 0.99 and its length within 3%, for 32 to 256 spread or
+        collapsed vectors of 128 and 512 dimensions. In float32 less than 0.03 is often not reachable. 0 runs all steps
+        without synchronizing with the device.
 
     Returns
     -------
     Tensor
-        One number >= 0 for each batch, ``(...)``; ``(tau_a * batch + tau_b * samples) / 2`` if nothing is worth
-        transporting.
+        One number >= 0 for each batch, ``(...)``; ``(tau_a * batch + tau_b * samples) / 2`` if nothing is transported.
     """
     z = F.normalize(at_least_float32(z), dim=-1)
     with torch.autocast(z.device.type, enabled=False):
@@ -84,11 +83,11 @@ def uot_uniformity(
 
 
 def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tensor) -> Tensor:
-    """Regularizer of FedU2's code: sliced distances in tangent spaces of the sphere.
+    """Return the regularizer of FedU2's code: sliced distances in tangent spaces of the sphere.
 
-    With ``log_b`` the logarithm of the sphere at base b, the sum over the bases of the mean over k and projections p of
-    ``(sort(log_b(z) p)_k - sort(log_b(s) p)_k)^2``, divided by 6. Unlike in the code z is normalized whatever the
-    method; there it is for SimCLR only.
+    With ``log_b`` the logarithm of the sphere at base b, this is the sum over the bases of the mean over k and
+    projections p of ``(sort(log_b(z) p)_k - sort(log_b(s) p)_k)^2``, divided by 6. Here z is normalized for all
+    methods; in the code for SimCLR only.
 
     Parameters
     ----------
@@ -97,8 +96,8 @@ def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tenso
     samples : Tensor
         Points of the sphere, ``(batch, dim)``, each of length 1.
     bases : Tensor
-        Where the tangent spaces touch, ``(bases, dim)``, each of length 1. The code takes as many as there are images
-        but divides by the 6 that were meant.
+        Base points of the tangent spaces, ``(bases, dim)``, each of length 1. The code uses one base per image but
+        divides by the intended 6.
     projections : Tensor
         Lines onto which each tangent space is projected, ``(bases, dim, lines)``, standard normal.
 
@@ -114,32 +113,32 @@ def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tenso
 
 
 class FUR(Regularizer):
-    """Term that spreads what a part of the method makes of either view over the sphere (Eq. 2).
+    """Term that spreads the outputs of a part of the method uniformly over the sphere, for each view (Eq. 2).
 
     Parameters
     ----------
     weight : float
-        lambda_U; 0 turns it off.
+        lambda_U; 0 disables the term.
     variant : {"uot", "tangent_swd"}
-        "uot": Eq. 4. "tangent_swd": the authors' code, which has ``weight=0.01``; parameters of `uot_uniformity` mean
-        nothing.
+        "uot": Eq. 4. "tangent_swd": the authors' code, which uses ``weight=0.01``; the parameters of `uot_uniformity`
+        are then ignored.
     part : {"projector", "encoder"}
-        Part of the method whose outputs are spread; of a method without a projector (supervised) it is the encoder. Its
-        outputs are those of the method's loss, before any predictor; Orchestra projects view 1 turned by quarters only.
+        Part of the method whose outputs are spread; the encoder if the method has no projector (supervised). Outputs
+        are those of the method's loss, before any predictor; Orchestra projects only the rotated view 1.
     reduction : {"mean", "sum"}
-        "sum": the paper's. "mean": 128 / batch times that, 128 being the paper's batch.
+        "sum": as in the paper. "mean": scaled by 128 / batch, 128 being the paper's batch size.
     cost_scale, tau_a, tau_b, tolerance : float
         As in `uot_uniformity`.
     max_iter : int
         As in `uot_uniformity`.
     gpu_iter : int
-        Steps of the solver on a GPU, which takes them all whatever ``tolerance`` says: to see how far it is, the
-        process would have to wait for it after every step. 0: it waits.
+        Number of solver steps on a GPU, independent of ``tolerance``, because checking convergence would synchronize
+        with the GPU after every step. 0 checks convergence.
 
     Raises
     ------
     InputError
-        If a number is out of range or a word is another one.
+        If a number is out of range or another setting is not a valid choice.
     """
 
     def __init__(
@@ -157,22 +156,24 @@ class FUR(Regularizer):
         gpu_iter: int = 9,
     ) -> None:
         if weight < 0:
-            raise InputError(f"regularizer.weight={weight} must not be negative; FedU2 uses 0.1, 0 turns it off")
-        for name, word, allowed in (
+            raise InputError(f"regularizer.weight={weight} must not be negative; FedU2 uses 0.1, 0 disables it")
+        for name, choice, allowed in (
             ("variant", variant, ("uot", "tangent_swd")),
             ("part", part, ("projector", "encoder")),
             ("reduction", reduction, ("mean", "sum")),
         ):
-            if word not in allowed:
-                choices = " or ".join(f"regularizer.{name}={choice}" for choice in allowed)
-                raise InputError(f"regularizer.{name}={word} is unknown; set {choices}")
+            if choice not in allowed:
+                choices = " or ".join(f"regularizer.{name}={valid}" for valid in allowed)
+                raise InputError(f"regularizer.{name}={choice} is unknown; set {choices}")
         for name, number in (("cost_scale", cost_scale), ("tau_a", tau_a), ("tau_b", tau_b), ("max_iter", max_iter)):
             if number <= 0:
                 raise InputError(f"regularizer.{name}={number} must be positive; see conf/regularizer/fur.yaml")
         if tolerance < 0:
-            raise InputError(f"regularizer.tolerance={tolerance} must not be negative; 0 takes all steps")
+            raise InputError(f"regularizer.tolerance={tolerance} must not be negative; 0 runs all steps")
         if gpu_iter < 0:
-            raise InputError(f"regularizer.gpu_iter={gpu_iter} must not be negative; 0 waits for the GPU at every step")
+            raise InputError(
+                f"regularizer.gpu_iter={gpu_iter} must not be negative; 0 checks convergence at every step"
+            )
         self.part = part if weight else None
         self.weight = weight
         self.variant = variant
@@ -183,18 +184,18 @@ class FUR(Regularizer):
         self.cuda_graph_safe = bool(gpu_iter) or variant == "tangent_swd" or not weight
 
     def resolve_part(self, method: SSLMethod) -> str | None:
-        """The part that was chosen, or the encoder where it is a projector and there is none."""
+        """Return the chosen part, or the encoder if the method has no projector."""
         parts = [name for name, _ in method.named_children()]
         return "encoder" if self.part == "projector" and "projector" not in parts else self.part
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Loss with the divergence of both views added."""
+        """Return the loss plus the weighted divergence of both views."""
         if step.z1 is None or step.z2 is None:
             return loss
         views = torch.stack((step.z1, step.z2))
         samples = _sphere(views, step.generator)
         if self.variant == "uot":
-            with one_thread():  # many small operations, after each of which threads would wait for each other
+            with one_thread():  # small operations: synchronizing threads would cost more
                 max_iter, tolerance = self.solver_limits_on_gpu if is_gpu(views.device) else self.solver_limits
                 terms = self._divergence(views, samples=samples, max_iter=max_iter, tolerance=tolerance)
         else:
@@ -207,20 +208,20 @@ class FUR(Regularizer):
 
 
 def _sphere(z: Tensor, generator: torch.Generator) -> Tensor:
-    """Random points of the sphere, as many and of as many numbers as there are vectors in z, float32."""
+    """Return random points of the sphere with the shape of z, float32."""
     return F.normalize(_normal(z.shape, z.device, generator), dim=-1)
 
 
 def _normal(shape: Sequence[int], device: torch.device, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers; a GPU draws them itself, from torch's generator there, which every client seeds."""
+    """Return standard normal numbers; on a GPU from torch's generator there, which is seeded for every client."""
     if is_gpu(device):
         return torch.randn(shape, device=device)
     return torch.randn(shape, generator=generator)
 
 
 def _shadows(x: Tensor, bases: Tensor, projections: Tensor) -> Tensor:
-    """Sorted projections of points x of the sphere in the tangent space of every base, ``(bases, lines, points)``."""
-    cosine = (bases @ x.T).clamp(-1 + 1e-6, 1 - 1e-6)[:, None]  # at the ends the angle has no derivative
+    """Return sorted projections of points x in the tangent space of each base, ``(bases, lines, points)``."""
+    cosine = (bases @ x.T).clamp(-1 + 1e-6, 1 - 1e-6)[:, None]  # arccos has no derivative at -1 and 1
     angle = torch.arccos(cosine)
     along = torch.einsum("bd,bdl->bl", bases, projections)[:, :, None]
     # log_b(x) = angle / sin(angle) * (x - cos(angle) b)

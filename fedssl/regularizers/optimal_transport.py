@@ -1,16 +1,17 @@
-"""Solver of the unbalanced optimal transport of FedU2 (Liao et al., CVPR 2024, Eqs. 4-6): the best coupling.
+"""Solver of the unbalanced optimal transport problem of FedU2 (Liao et al., CVPR 2024, Eqs. 4-6).
 
-Over couplings pi >= 0 of rows and columns with masses 1, Eq. 4 is the smallest value of ``sum_ij C_ij pi_ij + tau_a/2
-sum_i (sum_j pi_ij - 1)^2 + tau_b/2 sum_j (sum_i pi_ij - 1)^2``. With prices ``u_i`` of rows and ``v_j`` of columns and
-slacks ``s_ij = C_ij - u_i - v_j``, pi is the best one if and only if
+Eq. 4 is the minimum, over couplings pi >= 0 of rows and columns with masses 1, of ``sum_ij C_ij pi_ij + tau_a/2 sum_i
+(sum_j pi_ij - 1)^2 + tau_b/2 sum_j (sum_i pi_ij - 1)^2``. With dual prices ``u_i`` of rows and ``v_j`` of columns and
+slacks ``s_ij = C_ij - u_i - v_j``, pi is optimal if and only if
 
     sum_j pi_ij = 1 - u_i / tau_a,    sum_i pi_ij = 1 - v_j / tau_b,    pi_ij >= 0,    s_ij >= 0,    pi_ij s_ij = 0.
 
-Where this differs from the paper: Eq. 6 goes down the gradient and cuts off at 0. The value is soon nearly right that
-way, but not the coupling, from which training gets its gradient: where representations collapse, values of couplings
-hardly differ. Here Mehrotra's predictor-corrector method (SIAM Journal on Optimization, 1992) solves the conditions
-above with ``pi_ij s_ij = mu`` by Newton's steps while mu goes to 0, which takes about 7 steps, collapsed or not. A step
-is a system of rows + columns equations, of which the rows are eliminated by hand.
+Difference from the paper: Eq. 6 is projected gradient descent. It soon approximates the minimum but not the coupling,
+from which training computes its gradient: for collapsed representations, very different couplings have almost equal
+values. Here Mehrotra's predictor-corrector method (SIAM Journal on Optimization, 1992) solves the conditions above with
+``pi_ij s_ij = mu`` by Newton steps while mu decreases to 0, which takes about 7 steps for spread and collapsed
+representations alike. Each step solves a system of rows + columns equations, of which the rows are eliminated
+analytically.
 """
 
 import torch
@@ -19,34 +20,34 @@ from torch import Tensor
 BOTH = (-2, -1)  # rows and columns
 START_SLACK = 0.5  # in units of the spread of the cost
 START_MASS = 2.0  # in units of the mass that would be transported if all rows were equal
-TO_THE_BORDER = 0.99  # share of the way to where the first entry becomes 0
+TO_THE_BORDER = 0.99  # fraction of the step at which the first entry becomes 0
 MIN_SPREAD = 1e-5  # of the cost, in units of tau_a + tau_b
 MIN_START = 0.1  # mass of a row
-MIN_MASS = 1e-3  # of a row; a coupling of less counts as having this
-ROUNDING = 64.0  # the slack of transported mass stays above so many units of rounding; 8 are too few
+MIN_MASS = 1e-3  # lower bound of the mass of a row in relative errors
+ROUNDING = 64.0  # lower bound of the slack of transported mass in units of rounding; 8 is too small
 
 
-@torch.inference_mode()  # cheaper than no_grad, which counts in so many small operations
+@torch.inference_mode()  # cheaper than no_grad, which matters for many small operations
 def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, tolerance: float) -> Tensor:
-    """Find the coupling pi >= 0 of the smallest value in Eq. 4.
+    """Compute the coupling pi >= 0 that minimizes Eq. 4.
 
     Parameters
     ----------
     cost : Tensor
         C, ``(..., rows, columns)``, float32 or float64.
     tau_a, tau_b : float
-        Positive: price of an unmatched row, and column.
+        Penalty of an unmatched row, and of an unmatched column; positive.
     max_iter : int
-        Most steps.
+        Maximum number of steps.
     tolerance : float
-        Relative error of pi (2-norm) at which to stop, estimated by the mean length of the predictors' last two
-        changes of pi, in units of pi. 0 takes all steps, and never waits for the device to see how far it is.
+        Relative error of pi (2-norm) at which to stop, estimated by the mean length of the predictor's last two changes
+        of pi relative to pi. 0 runs all steps without synchronizing with the device.
 
     Returns
     -------
     Tensor
-        pi, ``(..., rows, columns)``; an inference tensor, of which autograd needs a clone. An entry whose cost is at
-        least ``tau_a + tau_b`` is exactly 0: prices never exceed tau_a and tau_b.
+        pi, ``(..., rows, columns)``; an inference tensor, which autograd cannot use without a clone. An entry whose
+        cost is at least ``tau_a + tau_b`` is exactly 0: prices never exceed tau_a and tau_b.
     """
     pi, slack, u, v = _start(cost, tau_a=tau_a, tau_b=tau_b)
     min_slack = ROUNDING * torch.finfo(cost.dtype).eps * (tau_a + tau_b)
@@ -60,7 +61,7 @@ def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, toleran
             break
         ratio = fall / slack
         mu = _next_mu(pi, slack, fall, best, ratio, min_slack=min_slack)
-        # The predictor left out the product of both changes, (best - pi) * -fall = -slack * best * (ratio - 1).
+        # The predictor ignores the product of both changes, (best - pi) * -fall = -slack * best * (ratio - 1).
         du, dv, fall, best = newton.solve(torch.addcmul(mu / slack, best, ratio - 1))  # corrector
         best -= pi
         of_pi, of_slack = _length((best / pi).neg_()), _length(fall / slack)
@@ -70,25 +71,25 @@ def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, toleran
 
 
 def unmatched(pi: Tensor, *, dim: int) -> Tensor:
-    """Mass that ``pi`` leaves unmatched in each row ``(..., rows, 1)`` (``dim=-1``) or column (``dim=-2``)."""
+    """Return the unmatched mass of ``pi`` in each row ``(..., rows, 1)`` (``dim=-1``) or column (``dim=-2``)."""
     return 1 - pi.sum(dim=dim, keepdim=True)
 
 
 def penalties(unmatched_a: Tensor, unmatched_b: Tensor, tau_a: float, tau_b: float) -> Tensor:
-    """Price of the unmatched masses in Eq. 4, ``(..., 1, 1)``."""
+    """Return the penalty of the unmatched masses in Eq. 4, ``(..., 1, 1)``."""
     of_a, of_b = (_sum(masses.square()) for masses in (unmatched_a, unmatched_b))
     return tau_a / 2 * of_a + tau_b / 2 * of_b
 
 
 class _Newton:
-    """Newton's equations at one point: for changes du and dv of the prices, slacks fall by ``fall = du_i + dv_j``.
+    """Newton equations at one point for changes du and dv of the prices, which reduce slacks by ``fall = du_i + dv_j``.
 
-    ``pi_ij s_ij = mu`` then means ``pi_ij + dpi_ij = aim_ij + W_ij fall_ij`` with ``W = pi / s``, the aim being 0 for
-    mu = 0. Put into the sums over rows and columns, which have to be ``1 - u / tau_a`` and ``1 - v / tau_b``:
+    ``pi_ij s_ij = mu`` then becomes ``pi_ij + dpi_ij = aim_ij + W_ij fall_ij`` with ``W = pi / s``, where aim is 0 for
+    mu = 0. Inserted into the sums over rows and columns, which must equal ``1 - u / tau_a`` and ``1 - v / tau_b``:
 
         (1 / tau_a + sum_j W_ij) du_i + sum_j W_ij dv_j = 1 - u_i / tau_a - sum_j aim_ij
 
-    and the same for columns. du from the first goes into the second, which leaves one equation per column.
+    and likewise for columns. Inserting du from the first into the second leaves one equation per column.
     """
 
     def __init__(self, pi: Tensor, slack: Tensor, u: Tensor, v: Tensor, *, tau_a: float, tau_b: float) -> None:
@@ -98,10 +99,10 @@ class _Newton:
         self.minus_eliminated = (self.weights / self.minus_diagonal).mT
         matrix = self.minus_eliminated @ self.weights
         matrix.diagonal(dim1=-2, dim2=-1).add_(self.weights.sum(dim=-2).add_(1 / tau_b))
-        self.factors = torch.linalg.lu_factor_ex(matrix)[:2]  # on a CPU twice as fast as Cholesky's
+        self.factors = torch.linalg.lu_factor_ex(matrix)[:2]  # on a CPU twice as fast as Cholesky
 
     def solve(self, aim: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Changes du ``(..., rows, 1)`` and dv ``(..., 1, columns)``, fall, and pi + dpi; no aim: 0."""
+        """Return du ``(..., rows, 1)``, dv ``(..., 1, columns)``, fall, and pi + dpi; aim None means 0."""
         rows, columns = self.of_rows, self.of_columns
         if aim is not None:
             rows, columns = rows - aim.sum(dim=-1, keepdim=True), columns - aim.sum(dim=-2, keepdim=True)
@@ -112,13 +113,13 @@ class _Newton:
 
 
 def _start(cost: Tensor, *, tau_a: float, tau_b: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """First pi, slack, u and v, with all slacks above 0.
+    """Return initial pi, slack, u and v, with all slacks above 0.
 
-    Were all rows equal to their mean c, one price u would do for all of them, v_j = min(c_j - u, tau_b), and the masses
-    of all rows and of all columns would agree: ``rows (1 - u / tau_a) = sum_j max(0, 1 - (c_j - u) / tau_b)``. The left
-    side minus the sum over the k cheapest columns alone is linear in u, falls with u, and is smallest for those k that
-    take part; so u is the smallest of the zeros for k = 0, 1, ..., columns. Prices then fall, in two halves, until
-    no slack is below 0, and a bit more.
+    If all rows equaled their mean c, they would share one price u, v_j = min(c_j - u, tau_b), and the masses of all
+    rows and of all columns would agree: ``rows (1 - u / tau_a) = sum_j max(0, 1 - (c_j - u) / tau_b)``. The left side
+    minus the sum over the k cheapest columns is linear and decreasing in u, and smallest for the k columns with
+    positive terms; so u is the smallest of the zeros for k = 0, 1, ..., columns. Prices are then lowered in two halves
+    until no slack is negative, and slightly further.
     """
     rows, columns = cost.shape[-2:]
     mean = cost.mean(dim=-2, keepdim=True)
@@ -140,27 +141,31 @@ def _start(cost: Tensor, *, tau_a: float, tau_b: float) -> tuple[Tensor, Tensor,
 
 
 def _share(change: Tensor, *, of: Tensor) -> float:
-    """Length of the change in units of that of the coupling, of the worst problem; waits for the device."""
+    """Return the largest relative length of a change over all problems; synchronizes with the device."""
     min_total = MIN_MASS * min(of.shape[-2:]) ** 0.5
     by_how_much, from_what = (torch.linalg.vector_norm(x, dim=BOTH) for x in (change, of))
     return float((by_how_much / from_what.clamp_(min=min_total)).max())
 
 
 def _length(loss: Tensor) -> Tensor:
-    """Step, at most 1, for which no entry that loses the share ``loss`` of itself loses more than TO_THE_BORDER."""
+    """Return the largest step, at most 1, for which each entry loses at most the fraction TO_THE_BORDER.
+
+    ``loss`` is the fraction that each entry loses in a full step.
+    """
     return TO_THE_BORDER / loss.amax(dim=BOTH, keepdim=True).clamp_(min=TO_THE_BORDER)
 
 
 def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tensor, *, min_slack: float) -> Tensor:
-    """The mu that the predictor makes reachable: the present one times the cube of how far its step can lower it.
+    """Return the next mu: the current one times the cube of the reduction that the predictor's step achieves.
 
-    The step is cut where the first entry becomes 0. pi changes by the share ``ratio - 1``, slack by ``-ratio``. The
-    mean slack of transported mass stays above ``min_slack``, the smallest that numbers of this precision can tell from 0.
+    The step is cut where the first entry becomes 0. pi changes by the fraction ``ratio - 1``, slack by ``-ratio``. The
+    mean slack of transported mass stays above ``min_slack``, the smallest value distinguishable from 0 in this
+    precision.
     """
     of_pi = 1 / (1 - ratio.amin(dim=BOTH, keepdim=True)).clamp_(min=1)
     of_slack = 1 / ratio.amax(dim=BOTH, keepdim=True).clamp_(min=1)
     now, mixed, both = (_sum(product) for product in (pi * slack, best * slack, best * fall))
-    # The sum of (pi + of_pi (best - pi)) (slack - of_slack fall), in which pi fall is best slack.
+    # The sum of (pi + of_pi (best - pi)) (slack - of_slack fall), where pi fall = best slack.
     after = torch.lerp(
         torch.addcmul(now, of_slack, mixed, value=-1), torch.addcmul(mixed, of_slack, both, value=-1), of_pi
     )

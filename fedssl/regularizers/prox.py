@@ -1,7 +1,7 @@
-"""FedProx's proximal term (Li et al., MLSys 2020): mu / 2 ||w - w_0||^2 keeps local training near its start.
+"""FedProx's proximal term (Li et al., MLSys 2020): mu / 2 ||w - w_0||^2 keeps local training close to its start.
 
-w_0 is a detached copy of the weights that training starts from. In the FedProx of two public codes it is a live view
-of the very weights being trained, so that the term is always 0.
+w_0 is a detached copy of the initial weights. In the FedProx of two public implementations it is a view of the trained
+weights, so that the term is always 0.
 """
 
 from typing import Any
@@ -15,25 +15,25 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 class _HalfSquaredDistance(torch.autograd.Function):
-    """``weight / 2 ||now - then||^2`` over lists of tensors, in few operations: torch's own would take 7 per tensor."""
+    """``weight / 2 ||weights - start||^2`` over lists of tensors, in fewer operations than autograd, which needs 7 each."""
 
     @staticmethod
-    def forward(ctx: Any, weight: float, then: list[Tensor], *now: Tensor) -> Tensor:
-        ctx.weight, ctx.moved = weight, torch._foreach_sub(list(now), then)
-        return weight / 2 * torch.stack(torch._foreach_norm(ctx.moved)).square().sum()
+    def forward(ctx: Any, weight: float, start: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.weight, ctx.delta = weight, torch._foreach_sub(list(weights), start)
+        return weight / 2 * torch.stack(torch._foreach_norm(ctx.delta)).square().sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *torch._foreach_mul(ctx.moved, grads[0] * ctx.weight)
+        return None, None, *torch._foreach_mul(ctx.delta, grads[0] * ctx.weight)
 
 
 def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Tensor:
-    """Squared distance of all ``weights`` from ``start``, times ``weight / 2``.
+    """Return the squared distance of all ``weights`` from ``start``, times ``weight / 2``.
 
     Parameters
     ----------
     weights, start : list of Tensor
-        Of equal shapes in equal order.
+        Tensors of equal shapes in equal order.
     weight : float
         mu; 0 gives 0.
 
@@ -52,7 +52,7 @@ class Proximal(Regularizer):
     Parameters
     ----------
     weight : float
-        mu; 0 turns it off.
+        mu; 0 disables the term.
 
     Raises
     ------
@@ -63,14 +63,14 @@ class Proximal(Regularizer):
     def __init__(self, *, weight: float) -> None:
         if weight < 0:
             raise InputError(
-                f"regularizer.weight={weight} must not be negative; FedProx uses 0.001 to 1, 0 turns it off"
+                f"regularizer.weight={weight} must not be negative; FedProx uses 0.001 to 1, 0 disables it"
             )
         self.weight = weight
         self._trained: list[Tensor] = []
         self._start: list[Tensor] = []
 
     def on_train_start(self, method: SSLMethod) -> None:
-        """Copy the trained parameters as they are now."""
+        """Copy the current trained parameters."""
         trained: list[Tensor] = [parameter for parameter in method.parameters() if parameter.requires_grad]
         if list(map(id, trained)) != list(map(id, self._trained)):
             self._trained, self._start = trained, [torch.empty_like(weights) for weights in trained]
@@ -78,5 +78,5 @@ class Proximal(Regularizer):
             torch._foreach_copy_(self._start, trained)
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Loss with the proximal term added."""
+        """Return the loss plus the proximal term."""
         return loss + proximal(self._trained, self._start, weight=self.weight)

@@ -356,7 +356,7 @@ def test_a_weight_of_zero_turns_it_off_to_the_bit(kind):
 
 @pytest.mark.parametrize("kind", REGULARIZERS)
 def test_a_negative_weight_is_refused(kind):
-    with pytest.raises(InputError, match=r"^regularizer.weight=-0.1 must not be negative; .* 0 turns it off$"):
+    with pytest.raises(InputError, match=r"^regularizer.weight=-0.1 must not be negative; .* 0 disables it$"):
         REGULARIZERS[kind](weight=-0.1)
 
 
