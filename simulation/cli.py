@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from fedssl.atomic_files import new_run_folder, write_text
+from fedssl.command_line import run_command
 from fedssl.config.compose import check_names
 from fedssl.config.load import compose, load_run
 from fedssl.config.overrides import CONF, parse, quote
@@ -37,60 +38,81 @@ from fedssl.errors import InputError, RunError
 from fedssl.runs.run import acquire_lock, is_locked, read_summary
 from fedssl.untrusted import sanitize
 
-# Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are kept here.
-JOBS: list[Path] = []
-ERRORS: list[Exception] = []
-LOCKS: list[TextIO | None] = []  # of the sweep's folder while it goes on: who follows it knows that jobs are to come
+
+class SweepState:
+    """What became of the run, or of the jobs of a sweep.
+
+    Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are
+    kept here.
+
+    Attributes
+    ----------
+    jobs : list of Path
+        Folders of the jobs of a sweep.
+    errors : list of Exception
+    lock : TextIO or None
+        Of the sweep's folder while it goes on: who watches it knows that jobs are to come.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Path] = []
+        self.errors: list[Exception] = []
+        self.lock: TextIO | None = None
+
+    def run_job(self, hydra_settings: DictConfig) -> None:
+        """One run, or one job of a sweep, whose failure must not end the others."""
+        chosen = HydraConfig.get().overrides
+        overrides = [*(word for word in chosen.hydra if word.startswith(f"{SEARCH}=")), *chosen.task]
+        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+        if sweep:
+            if not self.jobs:
+                self.lock = acquire_lock(folder.parent)
+            self.jobs.append(folder)
+            print(f"\n[job {folder.name}] {' '.join(chosen.task)}", flush=True)
+        existed = (folder / "config.yaml").exists()
+        try:
+            run([*overrides, f"output_dir={quote(str(folder))}"] if sweep else overrides)
+        except Exception as error:  # any failure of one job is listed at the end
+            self.errors.append(error)
+            if sweep:
+                print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
+                if not existed:
+                    with suppress(OSError):  # the disk may be full
+                        _complete_summary(folder, overrides, status="failed", reason=str(error))
 
 
 def main() -> None:
     """Entry point of the command line."""
     signal.signal(signal.SIGTERM, _interrupt)
-    JOBS.clear()
-    ERRORS.clear()
-    LOCKS.clear()
-    try:
-        sys.argv[1:] = from_arguments(sys.argv[1:])
-        check_names(_words(sys.argv[1:]))
-        if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
-            raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-        if "job" in sys.argv[1:]:  # --cfg job
-            print_communication(_words(sys.argv[1:]))
-        if JOBS:
-            print_table(JOBS)
-            sys.exit(1 if ERRORS else 0)
-        if ERRORS:
-            raise ERRORS[0]
-    except InputError as error:
-        sys.exit(_print_error(f"fedssl: {error}", status=2))
-    except RunError as error:
-        sys.exit(_print_error(f"fedssl: {error}", status=1))
-    except KeyboardInterrupt as stop:
-        sys.exit(_print_error(f"fedssl: stopped{stop}", status=130))
+    state = SweepState()
+    status = run_command("fedssl", lambda: _run_all(state))
+    if status or state.jobs:
+        sys.exit(status)
 
 
-def job(hydra_settings: DictConfig) -> None:
-    """One run, or one job of a sweep, whose failure must not end the others."""
-    chosen = HydraConfig.get().overrides
-    overrides = [*(word for word in chosen.hydra if word.startswith(f"{SEARCH}=")), *chosen.task]
-    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
-    if sweep:
-        if not JOBS:
-            LOCKS.append(acquire_lock(folder.parent))
-        JOBS.append(folder)
-        print(f"\n[job {folder.name}] {' '.join(chosen.task)}", flush=True)
-    existed = (folder / "config.yaml").exists()
-    try:
-        run([*overrides, f"output_dir={quote(str(folder))}"] if sweep else overrides)
-    except Exception as error:  # any failure of one job is listed at the end
-        ERRORS.append(error)
-        if sweep:
-            print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
-            if not existed:
-                with suppress(OSError):  # the disk may be full
-                    _complete_summary(folder, overrides, status="failed", reason=str(error))
+def _run_all(state: SweepState) -> int:
+    """What the command line asks for; returns the exit status of a sweep."""
+    sys.argv[1:] = from_arguments(sys.argv[1:])
+    check_names(_words(sys.argv[1:]))
+    if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
+        raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
+
+    def job(hydra_settings: DictConfig) -> None:  # a function of this file, by which Hydra names the application
+        state.run_job(hydra_settings)
+
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    if "job" in sys.argv[1:]:  # --cfg job
+        print_communication(_words(sys.argv[1:]))
+    if state.jobs:
+        print_table(state.jobs)
+        return 1 if state.errors else 0
+    if state.errors:
+        error = state.errors[0]
+        if isinstance(error, BrokenPipeError):  # which is no success of a run
+            raise RunError("standard output was closed before the run had ended") from error
+        raise error
+    return 0
 
 
 def run(overrides: Sequence[str]) -> None:
@@ -217,8 +239,3 @@ def _complete_summary(folder: Path, overrides: Sequence[str], *, status: str, re
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _print_error(message: str, *, status: int) -> int:
-    print(sanitize(message), file=sys.stderr)
-    return status

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fedssl.atomic_files import make_subfolder, write_text
+from fedssl.command_line import run_command
 from fedssl.config.load import compose_evaluation
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import from_arguments, own_encoder
@@ -41,16 +42,11 @@ USAGE = (
 
 
 def main() -> int:
-    """Entry point; returns the exit status, 2 for what the user has to put right."""
+    """Entry point; returns the exit status, see `run_command`."""
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         print(USAGE)
         return 0 if sys.argv[1:] else 2
-    try:
-        print(sanitize(run(from_arguments(sys.argv[1:])), lines=True))
-    except InputError as error:
-        print(f"fedssl-evaluate: {sanitize(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("fedssl-evaluate", lambda: print(sanitize(run(from_arguments(sys.argv[1:])), lines=True)))
 
 
 def run(overrides: Sequence[str]) -> str:

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedssl.command_line import run_command
 from fedssl.config.load import compose_evaluation
 from fedssl.config.overrides import nearest
 from fedssl.config.targets import SEARCH, from_arguments, own_encoder
 from fedssl.datasets.base import load_federated
-from fedssl.errors import InputError, RunError
+from fedssl.errors import InputError
 from fedssl.evaluation.cli import as_in_training, encoder_file
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export
@@ -41,16 +42,11 @@ _OWN = ("run", "encoder", "format", "output", "precision")
 
 
 def main() -> int:
-    """Entry point; returns the exit status, 2 for what the user has to put right, 1 for an export that failed."""
+    """Entry point; returns the exit status, see `run_command`."""
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         print(USAGE)
         return 0 if sys.argv[1:] else 2
-    try:
-        print(sanitize(run(from_arguments(sys.argv[1:])), lines=True))
-    except (InputError, RunError) as error:
-        print(f"fedssl-export: {sanitize(error)}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    return 0
+    return run_command("fedssl-export", lambda: print(sanitize(run(from_arguments(sys.argv[1:])), lines=True)))
 
 
 def run(overrides: Sequence[str]) -> str:

@@ -13,13 +13,12 @@ have ended.
 
 import argparse
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedssl.atomic_files import write_text
+from fedssl.command_line import run_command
 from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
@@ -33,28 +32,21 @@ MAX_LISTED = 5  # runs that a message names
 
 
 def main() -> int:
-    """Entry point; returns the exit status, 2 for what the user has to put right."""
+    """Entry point; returns the exit status, see `run_command`."""
     options = _parser().parse_args()
-    try:
-        if options.pictures:
-            raise InputError("--pictures is called --figures now; write fedssl-report DIR... --figures")
-        if not options.folders:
-            raise InputError("no folder is given; write fedssl-report DIR... and --figures behind the folders")
-        if options.into and options.figures is None:
-            raise InputError(f"--into {options.into} is for --figures NAME...; add it, or leave --into out")
-        if options.figures is not None:
-            figures(options.folders, options.figures, into=options.into, settings=options.config_dir)
-        report(options.folders, out=options.out, paper=options.paper, watch=options.watch)
-        sys.stdout.flush()
-    except InputError as error:
-        print(f"fedssl-report: {sanitize(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fedssl-report: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # of `fedssl-report ... | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return run_command("fedssl-report", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.pictures:
+        raise InputError("--pictures is called --figures now; write fedssl-report DIR... --figures")
+    if not options.folders:
+        raise InputError("no folder is given; write fedssl-report DIR... and --figures behind the folders")
+    if options.into and options.figures is None:
+        raise InputError(f"--into {options.into} is for --figures NAME...; add it, or leave --into out")
+    if options.figures is not None:
+        figures(options.folders, options.figures, into=options.into, settings=options.config_dir)
+    report(options.folders, out=options.out, paper=options.paper, watch=options.watch)
 
 
 def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None, settings: Sequence[Path]) -> None:

@@ -11,12 +11,11 @@ with mean and standard deviation; with ``--seeds`` every run stands for itself.
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedssl.command_line import run_command
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
 from fedssl.report.text_table import align
@@ -39,18 +38,10 @@ _HEADS = ("strategy", "method", "partition", "alpha", "K")
 
 
 def main() -> int:
-    """Entry point; returns the exit status, 2 for what the user has to put right."""
+    """Entry point; returns the exit status, see `run_command`."""
     options = _parser().parse_args()
-    try:
-        text = {"list": list_runs, "best": best_runs, "show": show_run}[options.command](options)
-        print(text)
-        sys.stdout.flush()
-    except InputError as error:
-        print(f"fedssl-runs: {sanitize(error)}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # of `fedssl-runs ... | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    command = {"list": list_runs, "best": best_runs, "show": show_run}[options.command]
+    return run_command("fedssl-runs", lambda: print(command(options)))
 
 
 def list_runs(options: argparse.Namespace) -> str:

@@ -189,7 +189,6 @@ def test_a_damaged_file_is_no_traceback(whole, settings, tmp_path, reader, name,
 )
 def test_the_command_line_says_it_in_one_sentence(folder, monkeypatch, capsys, name, kind):
     DAMAGES[kind](folder / name)
-    monkeypatch.setattr(fedssl, "ERRORS", [])
     monkeypatch.setattr(sys, "argv", ["fedssl", f"resume={folder}"])
     with pytest.raises(SystemExit, match="2"):
         fedssl.main()

@@ -1,0 +1,37 @@
+"""Errors and exit statuses of the commands, which are the same for all of them."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from fedssl.errors import InputError, RunError
+from fedssl.untrusted import sanitize
+
+
+def run_command(name: str, command: Callable[[], int | None]) -> int:
+    """Run a command, print its error as one sentence, and return the exit status.
+
+    Returns
+    -------
+    int
+        What the command returns, or 0; 1 if it failed, 2 if the user has to correct something, 130 after Ctrl-C. A
+        reader of the output that stops early, as in ``fedssl-report ... | head``, is no failure.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+    except InputError as error:
+        return _print_error(f"{name}: {error}", status=2)
+    except RunError as error:
+        return _print_error(f"{name}: {error}", status=1)
+    except KeyboardInterrupt as stop:
+        return _print_error(f"{name}: stopped{stop}", status=130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status or 0
+
+
+def _print_error(message: str, *, status: int) -> int:
+    print(sanitize(message), file=sys.stderr)
+    return status
