@@ -35,8 +35,8 @@ from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.config.load import compose, read_client
 from fedssl.training import batches
 from server_app.app import build_run
-from server_app.attempts import run_round
 from server_app.messaging import MessageExchange
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.base import ClientState
 from strategies.state import ServerState

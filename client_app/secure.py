@@ -10,17 +10,13 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from fedssl.arrays import Layers
 from fedssl.errors import RequestRefused
+from fedssl.secure_aggregation import MIN_CLIENTS, SECAGG_CONFIG_KEY, SECAGG_PARAMETERS, delta_of
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 
 log = logging.getLogger("fedssl")
 
-# Flower's names of the record in which the stages of the protocol travel, and of what a client keeps between them.
-SECAGG_CONFIG_KEY, STATE = "secaggplus_configs", "secaggplus_state"
-MIN_CLIENTS = 3  # of two, each knows the other's update from the sum
-# How updates become whole numbers under masks; with others, masks may not cover all of a number.
-SECAGG_PARAMETERS = {"target_range": 1 << 22, "mod_range": 1 << 32, "max_weight": 1.0}
+STATE = "secaggplus_state"  # Flower's name of the record that a client stores between the stages
 
 
 def is_secure(message: Message) -> bool:
@@ -56,17 +52,6 @@ def secagg_reply(
         return Message(fitres_to_recorddict(found, keep_input=False), reply_to=message)
 
     return secaggplus_mod(message, context, call)
-
-
-def summed_names(layers: Layers) -> list[str]:
-    """Names of the layers that are summed: all but counters, in order."""
-    return [name for name, array in layers.items() if array.dtype.kind == "f"]
-
-
-def delta_of(layers: Layers, start: Layers) -> np.ndarray:
-    """How far all summed layers went, as one vector."""
-    deltas = [layers[name].astype(np.float64) - start[name] for name in summed_names(start)]
-    return np.concatenate([delta.reshape(-1) for delta in deltas])
 
 
 def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:

@@ -16,21 +16,25 @@ keeps beyond what is in use.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from fedssl.datasets.base import ImageData
 from fedssl.methods.base import SSLMethod
+from fedssl.schedule.phases import Phase
+from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
-from fedssl.training import LocalTrainer, train
+from fedssl.training import LocalTrainer, number_of_batches, train
 
 WARMUP_IMAGES = 2  # images of the step before the one that is measured
 
@@ -230,3 +234,66 @@ def _attention_layer(query: Any, key: Any, value: Any, width: int, heads: int, *
     batch, length, _ = query
     head = (batch, heads, length, width // heads)
     return int(2 * batch * length * 4 * width**2 + sdpa_flop_count(head, head, head))
+
+
+class TrainingCostMeter:
+    """Measures steps of the server's own copy of the method, which stays as it is.
+
+    Parameters
+    ----------
+    method : SSLMethod
+    training : LocalTrainer
+        The clients'.
+    image_data : ImageData
+        Of the federation.
+    parts : sequence of ndarray
+        The images of each client.
+    device : torch.device
+        Where the method is.
+    trainings_per_round : int
+        How often a client trains in a round.
+    """
+
+    def __init__(
+        self,
+        method: SSLMethod,
+        training: LocalTrainer,
+        *,
+        image_data: ImageData,
+        parts: Sequence[np.ndarray],
+        device: torch.device,
+        trainings_per_round: int = 1,
+    ) -> None:
+        self._method, self._training, self._trainings_per_round = method, training, trainings_per_round
+        self._num_images = [len(part) for part in parts]
+        # The largest batch of any client: batches of an epoch differ by one image at most.
+        min_batch_size = method.min_batch_size
+        batch = max(
+            -(-count // number_of_batches(count, training.batch_size, min_batch_size=min_batch_size))
+            for count in self._num_images
+        )
+        self._images = image_data.images[:batch].to(device)
+        self._labels = (
+            image_data.labels[:batch].to(device) if method.uses_labels and image_data.labels is not None else None
+        )
+        self._steps: dict[int, StepCost] = {}
+
+    def __call__(self, phase: Phase, clients: Sequence[int]) -> dict[str, float]:
+        """FLOPs of a client's round, the mean over ``clients``, and the step's cost, see `fedssl.step_cost`."""
+        if phase.number not in self._steps:
+            with set_active_stages(
+                self._method, depth=phase.depth, frozen=phase.frozen, depth_dropout=phase.depth_dropout
+            ):
+                self._steps[phase.number] = step_cost(
+                    self._method, images=self._images, training=self._training, labels=self._labels
+                )
+        step = self._steps[phase.number]
+        num_images = float(np.mean([self._num_images[client] for client in clients]))
+        num_images *= self._training.epochs * self._trainings_per_round
+        return {
+            "flops": step.flops_per_image * num_images,
+            "flops_per_image": step.flops_per_image,
+            "peak_memory": step.peak_memory,
+            "trained_parameters": step.trained_parameters,
+            "resident_parameters": step.parameters_in_memory,
+        }

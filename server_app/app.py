@@ -1,9 +1,11 @@
-"""The ServerApp: build, train, finish; the same on every engine.
+"""The ServerApp: build, train, finish. It is the same on every engine.
 
-The run config has the words of the command line, see `server_app.run_config`.
+Flower's run config contains the overrides of the command line, see `overrides_of`.
 """
 
 import logging
+import shlex
+from collections.abc import Mapping
 from contextlib import closing, suppress
 
 from flwr.app import Context
@@ -23,16 +25,14 @@ from fedssl.schedule.stages import set_active_stages
 from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import RunComponents, build_run
-from server_app.devices import NO_SERVER_DATA
+from server_app.checkpoint import StateSchema
+from server_app.compatibility import NO_SERVER_DATA
+from server_app.console import TERMINAL, disk_errors_as_run_error, log_to, make_screen
 from server_app.evaluator import ResultsByModel
-from server_app.log import disk_errors_as_run_error, log_to
 from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
-from server_app.proven import StateSchema
 from server_app.recorder import Recorder
-from server_app.run_config import overrides_of
-from server_app.screen import TERMINAL, make_screen
 from server_app.training_loop import CLIENT_CORES, arrays_by_model, can_evaluate_in_background, load_each, run_training
 from strategies.state import ServerState
 
@@ -42,6 +42,31 @@ log = logging.getLogger("fedssl")
 SETS_NUM_CLIENTS = {"num_clients", "experiment", "resume"}
 
 app = ServerApp()
+
+# Flower takes only keys that pyproject.toml has with a default; an empty one leaves the setting as it is.
+RUN_CONFIG_KEYS = {
+    "experiment": "experiment",
+    "strategy": "strategy",
+    "method": "method",
+    "regularizer": "regularizer",
+    "schedule": "schedule",
+    "encoder": "encoder",
+    "dataset": "dataset",
+    "dataset-path": "dataset.path",
+    "partition": "partition",
+    "partition-alpha": "partition.alpha",
+    "num-clients": "num_clients",
+    "clients-per-round": "clients_per_round",
+    "num-server-rounds": "rounds",
+    "local-epochs": "local_epochs",
+    "batch-size": "batch_size",
+    "optimizer-lr": "optimizer.lr",
+    "precision": "precision",
+    "device": "device",
+    "seed": "seed",
+    "output-dir": "output_dir",
+    "resume": "resume",
+}
 
 
 @app.main()
@@ -152,3 +177,13 @@ def finish(
         "federated": federated,
         "pixels": baselines["pixels"],
     }, results_by_model
+
+
+def overrides_of(run_config: Mapping[str, bool | float | int | str]) -> list[str]:
+    """The words that a run config stands for; those of ``overrides`` come last, so that they win."""
+    flat = [
+        f"{RUN_CONFIG_KEYS[key]}={quote(value) if isinstance(value, str) else value}"
+        for key, value in run_config.items()
+        if key in RUN_CONFIG_KEYS and value != ""
+    ]
+    return [*flat, *shlex.split(str(run_config.get("overrides", "")))]

@@ -1,8 +1,9 @@
-"""What a run works with, built from the settings and found usable before any round."""
+"""Build the components of a run from its settings. Everything is validated before the first round."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,37 +12,64 @@ from flwr.serverapp import Grid
 from fedssl.arrays import Layers
 from fedssl.config.device_task import task_of
 from fedssl.config.load import partition_without_labels
-from fedssl.config.settings import Settings
+from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import why_not_evaluable
+from fedssl.export import load_weights
 from fedssl.fingerprint import code_fingerprint
 from fedssl.machine.process import configure_process
-from fedssl.methods.base import SSLMethod
+from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.partition import make_partition
+from fedssl.partition import Partition, make_partition
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check as check_phases
 from fedssl.seeding import numpy_generator
+from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
 from server_app.calibration import Calibration
-from server_app.collapse_monitor import CollapseMonitor
-from server_app.costs import TrainingCostMeter
-from server_app.devices import adapt_to_edge_clients, log_devices
+from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
+from server_app.compatibility import (
+    adapt_to_edge_clients,
+    check_clients,
+    forbid_personalized_evaluation,
+    log_devices,
+    validate_aggregation,
+    validate_batch_size,
+    validate_early_stopping,
+    validate_edge_method,
+    validate_personalized_evaluation,
+)
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
-from server_app.held import ClientData
 from server_app.nodes import ClientManager, discover_clients
-from server_app.represent import ServerFeatureExtractor
 from server_app.round_context import RoundContext, raise_no_server_images
-from server_app.stopping import validate_early_stopping
-from server_app.teacher import load_teacher
 from strategies.base import FedSSLStrategy, StrategyContext
 from strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("fedssl")
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """Images and their owners.
+
+    Attributes
+    ----------
+    image_data : ImageData
+        Of all clients together.
+    partition : Partition
+        The images of each client, and by what they were divided.
+    """
+
+    image_data: ImageData
+    partition: Partition
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """The images of each client."""
+        return self.partition.client_indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,90 +191,6 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     )
 
 
-def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
-    """Refuse batches of which the method learns nothing; raises `InputError`."""
-    batch_size, smallest = settings.training.batch_size, method.min_batch_size
-    if batch_size < smallest:
-        raise InputError(
-            f"batch_size={batch_size} but {type(method).__name__} learns nothing from batches of fewer than {smallest} "
-            f"images; set batch_size={smallest} or more, better 64"
-        )
-
-
-def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
-    """Tell which clients have too few images to be trained with; raises `InputError` if all have."""
-    smallest = method.min_batch_size
-    few = [str(client) for client, part in enumerate(parts) if len(part) < smallest]
-    if len(few) == len(parts):
-        raise InputError(
-            f"no client has the {smallest} images that {type(method).__name__} needs at least; lower num_clients="
-            f"{len(parts)}, or choose another method"
-        )
-    if few:
-        log.warning(
-            "%s learns nothing from fewer than %d images: client %s will be dropped in every round; a larger "
-            "partition.min_size or fewer clients avoid it",
-            *(type(method).__name__, smallest, ", ".join(few)),
-        )
-
-
-def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
-    """Refuse, by an `InputError`, to wait for what cannot come."""
-    aggregation, asked, clients = settings.aggregation, settings.clients_per_round, settings.num_clients
-    if aggregation.min_updates > asked:
-        raise InputError(
-            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={asked}; lower the one or raise the other"
-        )
-    if not is_deployment and asked + aggregation.over_selection > clients:
-        raise InputError(
-            f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={asked} leaves {clients - asked} of "
-            f"num_clients={clients}; lower one of them"
-        )
-    if aggregation.buffered and not is_deployment:
-        raise InputError(
-            "aggregation.buffered=true is for devices: the clients of a simulation are never late; set it false"
-        )
-    if settings.secure_aggregation and (
-        settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
-    ):
-        raise InputError(
-            "secure_aggregation=secagg_plus shows the server nothing but a sum; set privacy=none aggregation.buffered=false "
-            "aggregation.max_norm_ratio=null, which need single updates"
-        )
-    if settings.secure_aggregation and settings.recording.snapshot_every:
-        raise InputError("secure_aggregation=secagg_plus shows the server no client's model; set snapshot_every=0")
-    if settings.privacy and settings.recording.snapshot_every:
-        raise InputError(
-            "privacy=central hides what a client adds, which kept models of clients show; set snapshot_every=0"
-        )
-    if aggregation.buffered and aggregation.over_selection:
-        raise InputError(
-            "aggregation.buffered=true waits for aggregation.min_updates; set aggregation.over_selection=0"
-        )
-
-
-def validate_edge_method(method: SSLMethod) -> None:
-    """Refuse, by an `InputError`, a method that devices cannot be asked for."""
-    if method.uses_labels:
-        raise InputError(f"{type(method).__name__} needs labels, and devices agree on no classes; set another method")
-
-
-def forbid_personalized_evaluation(settings: Settings) -> None:
-    """Refuse, by an `InputError`, to look at what only clients of a simulation show."""
-    if settings.evaluation.personalized or settings.unseen_clients:
-        raise InputError(
-            "evaluate_personalized and unseen_clients are for simulations: what a device uses itself stays on it; set "
-            "evaluate_personalized=false unseen_clients=0"
-        )
-
-
-def validate_personalized_evaluation(settings: Settings, image_data: ImageData) -> None:
-    """Refuse, by an `InputError`, to judge clients' encoders without labels."""
-    problem = why_not_evaluable(settings.data)
-    if settings.evaluation.personalized and (problem or image_data.labels is None):
-        raise InputError(f"evaluate_personalized=true needs labels; {problem or 'the images of the clients have none'}")
-
-
 def make_algorithm(
     settings: Settings, method: SSLMethod, *, is_deployment: bool
 ) -> tuple[FedSSLStrategy, ServerOptimizer]:
@@ -365,3 +309,31 @@ def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
             f"{settings.data.federated} have none; choose another dataset, split or method"
         )
     return image_data
+
+
+def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
+    """Read the teacher into the server's copy of the method, from which clients get it.
+
+    Raises
+    ------
+    InputError
+        One of the two has no use for the other, or the file does not fit.
+    """
+    name = type(method).__name__
+    if TEACHER not in method.static_parts:
+        if file is not None:
+            raise InputError(
+                f"teacher={file} but {name} learns from no teacher; set method=fedca method.alignment_weight=0.1, or "
+                "leave teacher out"
+            )
+        return
+    if file is None:
+        raise InputError(
+            f"teacher=null but {name} is aligned with a teacher; give teacher=FILE, the encoder.pt of a run on public "
+            "images, or set method.alignment_weight=0"
+        )
+    found = load_weights(file, method.get_submodule(TEACHER))
+    here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
+    others = [f"dataset.{key}={here[key]} (there {found[key]})" for key in here if here[key] != found[key]]
+    if others:
+        log.warning("the teacher of %s was trained on other images than it sees here: %s", file, ", ".join(others))

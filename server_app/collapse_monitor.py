@@ -1,6 +1,6 @@
-"""Health of the representation in rounds of evaluation: of the global models, and of every client's as it arrives.
+"""Collapse metrics in rounds of evaluation, of the global models and of every client's model as it arrives.
 
-The representations themselves are kept as well, to be drawn after the run (FedU2, Figs. 4 and 5).
+The representations are stored as well. They are drawn after the run (FedU2, Figs. 4 and 5).
 """
 
 import logging
@@ -33,6 +33,41 @@ log = logging.getLogger("fedssl")
 # Below any of these a representation has collapsed; trained encoders lie above 0.2, 5 and 2.5.
 COLLAPSE_THRESHOLDS = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
 
+Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the unit vectors that are kept
+
+
+class ServerFeatureExtractor:
+    """Representations of images of the split ``train``, labelled or not; never of test images.
+
+    Parameters
+    ----------
+    method : SSLMethod
+        Models are loaded into it.
+    data : DataSettings
+    num_images : int
+        How many, at most; drawn by the seed.
+    device : torch.device
+        Where the method is.
+    seed : int
+    """
+
+    def __init__(
+        self, method: SSLMethod, *, data: DataSettings, num_images: int, device: torch.device, seed: int
+    ) -> None:
+        self._method, self._data, self._device = method, data, device
+        found = load_split(data, "train")
+        assert found is not None  # an algorithm without them was refused
+        order = torch.randperm(len(found.images), generator=torch_generator(seed, "represent"))
+        self._images = found.images[order[:num_images]]
+
+    def __call__(self, layers: Layers) -> Tensor:
+        """What a model with these layers makes of the images, float32 ``(num_images, feature_dim)``, on the CPU."""
+        needed = [name for name in exchanged_names(self._method) if name.startswith("encoder.")]
+        load_layers(self._method, {name: layers[name] for name in needed})
+        return extract(
+            self._method.encoder, self._images, mean=self._data.mean, std=self._data.std, device=self._device
+        )
+
 
 @dataclass(frozen=True)
 class CollapseReport:
@@ -49,9 +84,6 @@ class CollapseReport:
 
     rows: list[dict[str, Any]]
     representations: Representations
-
-
-Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the unit vectors that are kept
 
 
 class CollapseMonitor:

@@ -1,11 +1,17 @@
 """The exchange of messages with clients over the rounds of a run."""
 
+import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
+
+NO_REPLY = "no reply in time"
+
+
+log = logging.getLogger("fedssl")
 
 
 class MessageExchange:
@@ -95,3 +101,54 @@ class MessageExchange:
                 if not self._keep_contents:
                     message.content = RecordDict()
                 self.pending[id] = message
+
+
+def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
+    """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
+    return MessageExchange(grid).send_and_receive(messages, timeout=timeout)
+
+
+def ordered_by_client(
+    replies: Iterable[Message],
+    *,
+    sent: Sequence[Message],
+    clients: Mapping[int, int],
+    drop: Callable[[int, str], None],
+) -> Iterator[tuple[int, Message]]:
+    """Replies in order of partition ids; early ones wait.
+
+    Parameters
+    ----------
+    replies : iterable of Message
+        As they arrive.
+    sent : sequence of Message
+        What they reply to.
+    clients : mapping of int to int
+        The partition ids by the ids of the nodes.
+    drop : callable
+        Told of clients that failed or did not reply, and why.
+    """
+    expected = sorted(clients.values())
+    waiting: dict[int, Message] = {}
+    asked: dict[str, int] = {}
+    for reply in replies:
+        if not asked:  # messages have an id once they are sent, i.e. after the first reply was asked for
+            asked = {message.metadata.message_id: clients[message.metadata.dst_node_id] for message in sent}
+        # An error reply that Flower itself makes bears the server's node id, so only the message tells the client.
+        client = asked.get(reply.metadata.reply_to_message_id, -1)
+        if client not in expected or client in waiting:
+            log.warning("a reply of node %d that nobody waits for is ignored", reply.metadata.src_node_id)
+        elif reply.has_error():
+            expected.remove(client)
+            drop(client, f"it failed with {reply.error.reason}")
+        else:
+            waiting[client] = reply
+        del reply  # a streamed reply is a whole model: let it go before the next one is made
+        while expected and expected[0] in waiting:
+            client = expected.pop(0)
+            yield client, waiting.pop(client)
+    for client in expected:
+        if client in waiting:
+            yield client, waiting.pop(client)
+        else:
+            drop(client, NO_REPLY)

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from fedssl.errors import InputError, RunError
 from fedssl.waiting import log_while_waiting, sanitize_line
 from fedssl.wire.messages import NodeInfo, read_node_info
-from server_app.replies import receive
+from server_app.messaging import receive
 
 log = logging.getLogger("fedssl")
 

@@ -24,7 +24,7 @@ from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.build import RunComponents
 from server_app.messaging import MessageExchange
 from server_app.plans import PlanBuilder
-from server_app.replies import InvalidUpdate, read_model_index, read_update
+from server_app.updates import InvalidUpdate, read_model_index, read_update
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")

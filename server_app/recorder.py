@@ -36,16 +36,13 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import LOCK_FILE
 from fedssl.runs.snapshots import SnapshotWriter, forget_after
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
-from server_app.checkpoint import delete_checkpoints_after, latest_checkpoint, save_checkpoint
+from server_app.build import ClientData
+from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_checkpoint, save_checkpoint
 from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
-from server_app.held import ClientData
-from server_app.log import DISK_ERRORS
+from server_app.console import DISK_ERRORS, PlainConsole, ProgressTracker
 from server_app.personalization import PersonalizedResult, mean_over_clients
-from server_app.progress import ProgressTracker
-from server_app.proven import StateSchema
-from server_app.report import RoundResult
-from server_app.screen import PlainConsole
-from server_app.tracking import SafeTracker
+from server_app.round import RoundResult
+from server_app.trackers.base import SafeTracker
 from strategies.state import ServerState, model_suffix
 
 log = logging.getLogger("fedssl")

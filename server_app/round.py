@@ -1,8 +1,8 @@
-"""One round: updates up, and of the server's state the next one.
+"""One round: from a state and the clients' updates to the next state.
 
-A `Round` knows no algorithm: it asks both sides of a strategy what they define, and does itself what is the same for
-all: who trains, which replies count and in which order, and the rows of the log. Every client is checked and measured
-against the model that it started from.
+A `Round` contains no algorithm. It calls the server side of the strategy for what the algorithm defines, and does what is
+the same for all: sampling, validation and ordering of replies, and the rows of the log. Every client is checked and
+measured against the model that it started from.
 """
 
 import logging
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from flwr.app import Message
 from torch import Tensor
@@ -20,14 +21,18 @@ from fedssl.errors import InputError, RunError
 from fedssl.waiting import sanitize_line
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
-from server_app.messaging import MessageExchange
-from server_app.overdue import apply_stale_update
+from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.plans import PlanBuilder
-from server_app.plausible import norm_outliers
-from server_app.replies import NO_REPLY, InvalidUpdate, check_update, ordered_by_client, read_model_index, read_update
-from server_app.report import ClientMetrics, RoundResult
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
+from server_app.updates import (
+    InvalidUpdate,
+    apply_stale_update,
+    check_update,
+    norm_outliers,
+    read_model_index,
+    read_update,
+)
 from strategies.base import Aggregator, RoundOutcome
 from strategies.state import GLOBAL, GlobalModel, ServerState, model_suffix
 from strategies.weighted_sum import NO_COSINES, is_uniform_sum
@@ -35,6 +40,56 @@ from strategies.weighted_sum import NO_COSINES, is_uniform_sum
 log = logging.getLogger("fedssl")
 
 UpdateObserver = Callable[[int, Layers], None]  # sees the client and the running layers of every update that is used
+
+
+@dataclass(frozen=True)
+class ClientMetrics:
+    """What the server knows of one client's part in a round; the fields are the keys of ``clients.jsonl``.
+
+    ``model`` is the name of the model that the client started from. ``cosine`` has that of every layer with it,
+    ``model_cosine`` that of all weights as one vector (L-DAWA, Eq. 2 and Fig. 4), and ``layer_cosine`` the mean over
+    layers, see `fedssl.arrays.Cosines`; None: no weights travelled. ``staleness`` counts the rounds since the plan that it
+    answers.
+    """
+
+    round: int
+    client: int
+    model: str
+    loss: float | None
+    seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    examples: int | None
+    cosine: dict[str, float]
+    model_cosine: float | None
+    layer_cosine: float | None
+    staleness: int = 0
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Outcome of a round.
+
+    Attributes
+    ----------
+    clients : list of ClientMetrics
+        A row for each update that was used.
+    dropped : dict of int to str
+        The reason for each client whose update was not.
+    late : list of int
+        Clients that replied to an older plan, which was not used any more.
+    privacy : dict
+        Epsilon after this round, and its delta; empty without differential privacy.
+    strategy_metrics : dict
+        What the strategy found out, ready for JSON.
+    """
+
+    round: int
+    clients: list[ClientMetrics] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
+    privacy: dict[str, float] = field(default_factory=dict)
+    strategy_metrics: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from client_app.secure import MIN_CLIENTS, SECAGG_PARAMETERS, summed_names
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
+from fedssl.secure_aggregation import MIN_CLIENTS, SECAGG_PARAMETERS, summed_names
 from fedssl.wire.records import content_bytes
 from server_app.messaging import MessageExchange
 
@@ -32,7 +32,7 @@ class SecureMean:
     Attributes
     ----------
     delta : ndarray
-        Mean over the clients of how far they went, as one vector in the order of `client_app.secure.summed_names`.
+        Mean over the clients of how far they went, as one vector in the order of `fedssl.secure_aggregation.summed_names`.
     nodes : list of int
         Of the clients in it.
     bytes_down, bytes_up : dict of int to int
@@ -106,7 +106,7 @@ def secure_mean_delta(
 
 
 def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
-    """The layers after the delta that `client_app.secure.delta_of` computes; counters stay.
+    """The layers after the delta that `fedssl.secure_aggregation.delta_of` computes; counters stay.
 
     Raises
     ------

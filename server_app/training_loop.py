@@ -1,11 +1,12 @@
-"""The rounds of a run, one after the other, each of them evaluated and recorded.
+"""The rounds of a run, each evaluated and recorded.
 
-A round is evaluated while the next one runs, where that changes no number and cores are free (`can_evaluate_in_background`).
+A round is evaluated while the next one runs, if that changes no number and cores are free
+(`can_evaluate_in_background`).
 """
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,14 +22,12 @@ from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import load_layers
 from fedssl.schedule.stages import set_active_stages
-from server_app.attempts import run_round
 from server_app.build import RunComponents
 from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange
 from server_app.recorder import Recorder
-from server_app.report import RoundResult
-from server_app.round import UpdateObserver
+from server_app.round import Round, RoundResult, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
 from strategies.state import ServerState
 
@@ -250,3 +249,58 @@ def load_each(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple
     for name, layers in models.items():
         load_layers(method, layers)
         yield name, method
+
+
+def run_round(
+    exchange: MessageExchange,
+    current_context: Callable[[], RoundContext],
+    state: ServerState,
+    *,
+    keep_from: int = 0,
+    observe: UpdateObserver | None = None,
+) -> tuple[ServerState, RoundResult]:
+    """The round after ``state``, from sampling to the new state.
+
+    Parameters
+    ----------
+    exchange : MessageExchange
+        Of the run.
+    current_context : callable
+        Gives the context with the clients that are there.
+    state, keep_from, observe
+        As in `Round` and `Round.end`.
+
+    Raises
+    ------
+    TooFewUpdatesError
+        The last repetition had too few, too.
+    """
+    attempt = 0
+    while True:
+        context = current_context()
+        aggregation = context.aggregation
+        exchange.expire(older_than=context.timeout)
+        one = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(exchange, context))
+        min_replies = aggregation.min_updates if aggregation.buffered else None
+        if aggregation.over_selection:
+            min_replies = context.clients_per_round
+        replies = exchange.send_and_receive(
+            one.messages, timeout=context.timeout, deadline=aggregation.round_deadline, min_replies=min_replies
+        )
+        try:
+            if context.secure_aggregation:
+                return one.finish_secure(exchange, context.secure_aggregation)
+            return one.finish(replies, late_replies=exchange.late_replies, observe=observe)
+        except TooFewUpdatesError as reason:
+            if attempt == aggregation.max_retries:
+                raise
+            attempt += 1
+            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, aggregation.max_retries)
+
+
+def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
+    """Clients whose late updates will be used."""
+    if not context.aggregation.buffered:
+        return set()
+    owing = {message.metadata.dst_node_id for message in exchange.pending.values()}
+    return {client for client, node in context.nodes.items() if node in owing}

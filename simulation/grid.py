@@ -126,7 +126,7 @@ def run_server_app(
         How many cores of this machine clients occupy; None: nobody knows.
     """
     from server_app.app import app as server_app
-    from server_app.screen import TERMINAL
+    from server_app.console import TERMINAL
     from server_app.training_loop import CLIENT_CORES
 
     known = {} if client_cores is None else {CLIENT_CORES: client_cores}

@@ -7,12 +7,11 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as client_app
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
-from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
-from server_app.report import RoundResult
-from server_app.round import UpdateObserver
+from server_app.round import RoundResult, UpdateObserver
 from server_app.round_context import RoundContext
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy
 from strategies.state import GLOBAL, GlobalModel, ServerState

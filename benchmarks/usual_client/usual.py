@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
-from server_app.replies import receive
+from server_app.messaging import receive
 
 client = ClientApp()
 server = ServerApp()

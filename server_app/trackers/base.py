@@ -1,14 +1,24 @@
-"""What a tracker is, and the names that numbers have in all of them.
+"""The interface of experiment trackers, and the metric names that are the same in all of them.
 
-A result of the rounds has its own name (``loss``, ``knn``), what is nested in a line of ``metrics.jsonl`` one with
-slashes (``cost/flops``, ``health/global/spread``), and a final result ``final/federated/knn``.
+A result of a round has its own name (``loss``, ``knn``). Nested values of a line of ``metrics.jsonl`` are joined by
+slashes (``cost/flops``, ``health/global/std``), and a final result is ``final/federated/knn``.
 """
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedssl.config.compose import flatten
+from fedssl.config.settings import RecordingSettings
+from fedssl.untrusted import sanitize
+
+log = logging.getLogger("fedssl")
 
 MISSING_PACKAGE = (
     "{} needs the package {}; install it: uv sync --extra {}, or pip install {}"  # the sentence where it lacks
@@ -82,3 +92,50 @@ def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
             yield from _numbers(value, f"{prefix}{key}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{prefix}{key}", value
+
+
+class SafeTracker:
+    """Tells the tracker of a run what it is to know, until it fails.
+
+    Parameters
+    ----------
+    settings : RecordingSettings
+
+    Raises
+    ------
+    InputError
+        The tracker cannot work here, e.g. its package is not installed.
+    """
+
+    def __init__(self, settings: RecordingSettings) -> None:
+        self._tracker: Tracker = settings.tracker.make()
+        self._works = False  # before the run begins there is nothing to tell
+
+    def begin(self, settings: RecordingSettings, *, done: int) -> None:
+        """Tell all settings; ``done`` are the rounds that a resumed run has done."""
+        assert settings.folder is not None
+        config = OmegaConf.create(settings.resolved_yaml)
+        assert isinstance(config, DictConfig)
+        self._works = True
+        run = TrackedRun(folder=settings.folder, run_id=settings.run_id, done=done, settings=dict(flatten(config)))
+        self._call(partial(self._tracker.begin, run))
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """Tell the numbers in a line of ``metrics.jsonl``."""
+        self._call(partial(self._tracker.round, line["round"], scalars_of(line)))
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Tell the results in a summary, and how the run ended."""
+        final = flatten_scalars(summary.get("final", {}), "final/")
+        self._call(partial(self._tracker.end, summary["status"], round=summary["rounds"], final=final))
+        self._works = False
+
+    def _call(self, tell: Callable[[], None]) -> None:
+        if not self._works:
+            return
+        try:
+            tell()
+        except Exception as error:  # a tracker may fail in any way: a full disk, a server that is gone
+            self._works = False
+            reason = " ".join(sanitize(f"{type(error).__name__}: {error}").split())[:300]
+            log.warning("the tracker fails and is told no more of this run, whose folder has all numbers: %s", reason)

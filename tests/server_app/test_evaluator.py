@@ -19,8 +19,8 @@ from fedssl.evaluation.scores import Score, mean_over_models
 from fedssl.methods.build import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
+from server_app.console import ProgressTracker
 from server_app.evaluator import Evaluator
-from server_app.progress import ProgressTracker
 from simulation.cli import run
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=1"]

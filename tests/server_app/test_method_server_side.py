@@ -5,7 +5,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from fedssl.wire.records import arrays_to_record
-from server_app.replies import receive
+from server_app.messaging import receive
 from server_app.round import Round
 from strategies.state import GLOBAL
 from tests.federation import Federation

@@ -11,7 +11,7 @@ from fedssl.arrays import ReferenceLayers
 from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app.replies import receive
+from server_app.messaging import receive
 from server_app.round import Round
 from server_app.round_context import sample_clients
 from simulation.grid import LocalGrid

@@ -11,11 +11,11 @@ from client_app import secure as client_side
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.wire.messages import TrainPlan
-from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
 from server_app.round import Round
 from server_app.secure_aggregation import TooFewParticipants, apply_delta
+from server_app.training_loop import run_round
 from simulation.cli import run
 from strategies.state import ServerState
 from tests.devices import Devices, ask, context, write_images

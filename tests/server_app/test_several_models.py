@@ -11,12 +11,10 @@ from client_app.state import read_state
 from fedssl.export import load_encoder
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import record_to_arrays
-from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import MessageExchange
-from server_app.replies import receive
+from server_app.messaging import MessageExchange, receive
 from server_app.round import Round
-from server_app.training_loop import arrays_by_model
+from server_app.training_loop import arrays_by_model, run_round
 from simulation.cli import run
 from strategies.eua import eua
 from strategies.state import GLOBAL, ServerState

@@ -14,8 +14,7 @@ import pytest
 from fedssl.atomic_files import reject_symlinks
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from server_app.trackers.base import TrackedRun, flatten_scalars, scalars_of
-from server_app.tracking import SafeTracker
+from server_app.trackers.base import SafeTracker, TrackedRun, flatten_scalars, scalars_of
 from simulation.cli import run
 
 LINE = {"round": 1, "loss": 2.5, "model_cosine": None, "seconds": 1.0, "dropped": {"3": "late"}, "units": {"knn": "x"}}

@@ -15,14 +15,14 @@ from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import encode_arrays
 from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
-from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.state import GLOBAL, ServerState
 from tests.federation import TINY, Federation
 from tests.server_app.small import LAYERS
-from tests.server_app.test_waiting import Run
+from tests.server_app.test_stragglers import Run
 from tests.wire import NetworkGrid
 
 SHORT = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype != "fp32"]

@@ -17,9 +17,8 @@ from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
 from fedssl.runs.jsonl import SCHEMAS, read_jsonl
-from server_app.log import log_to
+from server_app.console import PlainConsole, log_to
 from server_app.recorder import Recorder
-from server_app.screen import PlainConsole
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]

@@ -7,8 +7,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import InputError
+from server_app.messaging import receive
 from server_app.nodes import discover_clients
-from server_app.replies import receive
 from simulation.grid import LocalGrid
 
 

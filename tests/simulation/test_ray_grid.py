@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import FedAvg
 from fedssl.errors import RunError
 from fedssl.machine.threads import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
-from server_app.replies import receive
+from server_app.messaging import receive
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
 from simulation.ray_session import _environment, ray_session
 from simulation.resources import ClientResources, Host, fit_clients

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from ray.cluster_utils import Cluster
 
 from fedssl.errors import InputError
-from server_app.replies import receive
+from server_app.messaging import receive
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import HostInfo, check_host, check_hosts, ray_session
 from simulation.resources import Host, fit_clients

@@ -13,11 +13,10 @@ from fedssl.errors import InputError
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.messages import ARRAYS, REPLY_CONFIG, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import MessageExchange
-from server_app.replies import receive
+from server_app.messaging import MessageExchange, receive
 from server_app.round import Round
+from server_app.training_loop import run_round
 from simulation.cli import run
 from simulation.grid import LocalGrid
 from strategies.base import RoundOutcome, ServerStrategy

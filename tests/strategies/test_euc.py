@@ -20,10 +20,10 @@ from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app import round_context as server
-from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.round_context import sample_clients
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.base import StrategyContext
 from strategies.discrepancy import DiscrepancySum

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedssl.errors import InputError
-from server_app.replies import receive
+from server_app.messaging import receive
 from server_app.round import Round
 from strategies.base import StrategyContext
 from strategies.gossip import Gossip, consensus_distance

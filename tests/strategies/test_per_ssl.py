@@ -14,9 +14,9 @@ from fedssl.methods.heads import MLP
 from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
-from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
+from server_app.training_loop import run_round
 from simulation.cli import run
 from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
 from strategies.state import GLOBAL

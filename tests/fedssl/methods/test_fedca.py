@@ -22,7 +22,7 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copy_layers, exchanged_names, names_in_parts
 from fedssl.wire.records import arrays_to_record
 from server_app.checkpoint import latest_checkpoint
-from server_app.replies import receive
+from server_app.messaging import receive
 from server_app.round import Round
 from simulation.cli import run
 from strategies.state import GLOBAL

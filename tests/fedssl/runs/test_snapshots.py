@@ -22,8 +22,8 @@ from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.representations import read_representations
 from fedssl.runs.snapshots import SnapshotWriter, forget_after, kept_rounds, read_layers, save_layers
 from fedssl.seeding import torch_generator
-from server_app.build import validate_aggregation
 from server_app.checkpoint import latest_checkpoint
+from server_app.compatibility import validate_aggregation
 from simulation.cli import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]

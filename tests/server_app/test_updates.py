@@ -1,6 +1,6 @@
 """Which updates are no honest client's, by how far they moved."""
 
-from server_app.plausible import norm_outliers
+from server_app.updates import norm_outliers
 
 
 def test_more_than_so_many_times_the_median():

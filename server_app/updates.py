@@ -1,79 +1,27 @@
-"""Replies as they come in, and what makes one of them usable."""
+"""Read, validate, filter and correct the updates of clients."""
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Mapping
 
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
-from server_app.messaging import MessageExchange
 
 log = logging.getLogger("fedssl")
 
-
 # What a metric may be; beyond it a client lies. Losses of methods and their regularisers are far smaller.
 METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
-NO_REPLY = "no reply in time"
+
+PARTS = ("weights", "running statistics")
 
 
 class InvalidUpdate(ValueError):
     """An update that cannot be used; the message is the reason, for the log."""
-
-
-def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
-    """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
-    return MessageExchange(grid).send_and_receive(messages, timeout=timeout)
-
-
-def ordered_by_client(
-    replies: Iterable[Message],
-    *,
-    sent: Sequence[Message],
-    clients: Mapping[int, int],
-    drop: Callable[[int, str], None],
-) -> Iterator[tuple[int, Message]]:
-    """Replies in order of partition ids; early ones wait.
-
-    Parameters
-    ----------
-    replies : iterable of Message
-        As they arrive.
-    sent : sequence of Message
-        What they reply to.
-    clients : mapping of int to int
-        The partition ids by the ids of the nodes.
-    drop : callable
-        Told of clients that failed or did not reply, and why.
-    """
-    expected = sorted(clients.values())
-    waiting: dict[int, Message] = {}
-    asked: dict[str, int] = {}
-    for reply in replies:
-        if not asked:  # messages have an id once they are sent, i.e. after the first reply was asked for
-            asked = {message.metadata.message_id: clients[message.metadata.dst_node_id] for message in sent}
-        # An error reply that Flower itself makes bears the server's node id, so only the message tells the client.
-        client = asked.get(reply.metadata.reply_to_message_id, -1)
-        if client not in expected or client in waiting:
-            log.warning("a reply of node %d that nobody waits for is ignored", reply.metadata.src_node_id)
-        elif reply.has_error():
-            expected.remove(client)
-            drop(client, f"it failed with {reply.error.reason}")
-        else:
-            waiting[client] = reply
-        del reply  # a streamed reply is a whole model: let it go before the next one is made
-        while expected and expected[0] in waiting:
-            client = expected.pop(0)
-            yield client, waiting.pop(client)
-    for client in expected:
-        if client in waiting:
-            yield client, waiting.pop(client)
-        else:
-            drop(client, NO_REPLY)
 
 
 def read_model_index(reply: Message, *, among: int) -> int:
@@ -168,3 +116,42 @@ def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, m
             raise InvalidUpdate(f"{name}={value} is not from {low:g} to {high:g}")
     if TRAIN_LOSS in required_metrics and not math.isfinite(update.train_loss or 0.0):
         raise InvalidUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")
+
+
+def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float) -> dict[int, str]:
+    """Clients whose update is not plausible, with the reason.
+
+    More than half of the clients must be honest, and with fewer than three nobody stands out.
+
+    Parameters
+    ----------
+    norms_of : mapping of int to (float, float)
+        How far a client moved, see `fedssl.arrays.Cosines`.
+    factor : float
+        How many times the median of the round is still plausible.
+    """
+    outliers: dict[int, str] = {}
+    for what, norms in zip(PARTS, zip(*norms_of.values(), strict=True), strict=False):
+        median = statistics.median(norms)
+        for client, norm in zip(norms_of, norms, strict=True):
+            if norm > factor * median:
+                outliers.setdefault(
+                    client,
+                    f"its {what} moved {norm / median:.3g} times as far as the median of the round, of which "
+                    f"{factor:g} times are plausible (aggregation.max_norm_ratio)",
+                )
+    return outliers
+
+
+def apply_stale_update(layers: Layers, *, start: Layers, current: Layers, staleness: int) -> Layers:
+    """What an update of ``staleness`` rounds ago is for the present model: the way that it went, shorter, from there.
+
+    ``current + (layers - start) / sqrt(1 + staleness)`` with the weight for staleness of FedBuff (Section 5.1, s(tau) =
+    (1 + tau)^-0.5); the mean over clients is then its update of the server (Algorithm 1) with a server learning rate of
+    1. Counters, which are no floating-point numbers, stay as they came.
+    """
+    weight = 1 / math.sqrt(1 + staleness)
+    return {
+        name: current[name] + (array - start[name]) * array.dtype.type(weight) if array.dtype.kind == "f" else array
+        for name, array in layers.items()
+    }

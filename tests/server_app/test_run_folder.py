@@ -10,9 +10,9 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
 from fedssl.partition import Partition
-from server_app.held import ClientData
+from server_app.build import ClientData
+from server_app.console import PlainConsole
 from server_app.recorder import Recorder
-from server_app.screen import PlainConsole
 
 
 def client_data(*parts):

@@ -11,12 +11,12 @@ from flwr.app import ArrayRecord, Error, Message
 
 from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
-from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.nodes import ClientDirectory, ClientManager
-from server_app.overdue import apply_stale_update
 from server_app.round import TooFewUpdatesError
+from server_app.training_loop import run_round
+from server_app.updates import apply_stale_update
 from simulation.grid import SimulatedGrid, assign_message_id, set_task_identity
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.config.load import compose
-from server_app.run_config import RUN_CONFIG_KEYS, overrides_of
+from server_app.app import RUN_CONFIG_KEYS, overrides_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]

@@ -14,9 +14,7 @@ import pytest
 from rich.console import Console
 
 from fedssl.evaluation.scores import Score
-from server_app.log import log, log_to
-from server_app.progress import ProgressSnapshot
-from server_app.screen import PlainConsole, ProgressBar, make_screen
+from server_app.console import PlainConsole, ProgressBar, ProgressSnapshot, log, log_to, make_screen
 from simulation.cli import run
 
 LINE = "round 1/2  [red]x[/red] :smile:  " + "long " * 40 + "end"

@@ -1,0 +1,283 @@
+"""Terminal output and log of a run: progress lines, a progress bar on a terminal, and ``run.log``.
+
+    round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  14.2 s/round  44 min left
+    ⠹ ━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━ 12/200 0:02:51 44 min left  loss 4.810  knn 61.3% (round 10)
+
+The bar is for a terminal of the command itself. A pipe, a file, a CI runner, the engine on Ray and Flower's own
+runtime get log lines only.
+"""
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from fedssl.errors import RunError
+from fedssl.evaluation.scores import Score
+from fedssl.untrusted import sanitize
+
+log = logging.getLogger("fedssl")
+
+_RECENT = 5  # rounds whose mean time is the pace
+
+TERMINAL = "terminal"  # in the ServerApp's node configuration: whether somebody may sit before it
+
+_PER_SECOND = 2  # how often the bar is drawn
+
+# What a disk says that takes no more.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressSnapshot:
+    """How far a run is after a round.
+
+    Attributes
+    ----------
+    round, rounds : int
+        The one that is done, and how many there are.
+    loss, cosine : float or None
+        Means over the round's clients; None: there are none.
+    evaluation : mapping of str to Score
+        Empty in rounds without one.
+    dropped : int
+        Clients.
+    seconds_per_round : float
+        Seconds that the last rounds took on average.
+    """
+
+    round: int
+    rounds: int
+    loss: float | None
+    cosine: float | None
+    evaluation: Mapping[str, Score]
+    dropped: int
+    seconds_per_round: float
+
+    @property
+    def results(self) -> list[str]:
+        """What was evaluated, for people."""
+        return [f"{name} {score.text}" for name, score in self.evaluation.items()]
+
+    @property
+    def eta(self) -> str:
+        """The time that all other rounds will take."""
+        return f"{_duration(self.seconds_per_round * (self.rounds - self.round))} left"
+
+    @property
+    def log_line(self) -> str:
+        """For the log."""
+        parts = [f"round {self.round}/{self.rounds}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.3f}")
+        if self.cosine is not None:
+            parts.append(f"cosine {self.cosine:.4f}")
+        parts += self.results
+        if self.dropped:
+            parts.append(f"{self.dropped} dropped")
+        return "  ".join([*parts, f"{self.seconds_per_round:.1f} s/round", self.eta])
+
+
+class ProgressTracker:
+    """Tells how far a run is after one round after another.
+
+    Parameters
+    ----------
+    rounds : int
+        Of the run.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._times: list[float] = []
+
+    def after(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> ProgressSnapshot:
+        """How far it is after a round, from its row of ``metrics.jsonl`` and what was evaluated."""
+        self._times.append(row["seconds"])
+        return ProgressSnapshot(
+            round=row["round"],
+            rounds=self._rounds,
+            loss=row["loss"],
+            cosine=row["model_cosine"],
+            evaluation=evaluation,
+            dropped=len(row["dropped"]),
+            seconds_per_round=mean(self._times[-_RECENT:]),
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class PlainConsole:
+    """Lines alone."""
+
+    def handler(self) -> logging.Handler:
+        """Make what writes the lines of the log."""
+        return logging.StreamHandler(sys.stdout)
+
+    def open(self, rounds: int) -> None:
+        """Begin to show a run."""
+
+    def set_completed(self, round: int) -> None:
+        """Show that a resumed run has done so many rounds."""
+
+    def show(self, snapshot: ProgressSnapshot) -> None:
+        """Show how far the run is."""
+
+    def close(self) -> None:
+        """Leave nothing behind but lines."""
+
+
+class ProgressBar(PlainConsole):
+    """Lines, and below them a bar with rounds, time, loss and the latest results.
+
+    Parameters
+    ----------
+    console : Console
+        Of a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._results = ""
+        self._bar = Progress(
+            SpinnerColumn(),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=console,
+            transient=True,
+            refresh_per_second=_PER_SECOND,
+        )
+        self._task = self._bar.add_task("preparing", total=None)
+
+    def handler(self) -> logging.Handler:
+        """Make what writes above the bar."""
+        return _LogAboveBar(self._console)
+
+    def open(self, rounds: int) -> None:
+        self._bar.update(self._task, total=rounds)
+        self._bar.start()
+
+    def set_completed(self, round: int) -> None:
+        self._bar.update(self._task, completed=round)
+
+    def show(self, snapshot: ProgressSnapshot) -> None:
+        if snapshot.evaluation:
+            self._results = f"{'  '.join(snapshot.results)} (round {snapshot.round})"
+        loss = "" if snapshot.loss is None else f"loss {snapshot.loss:.3f}"
+        last = snapshot.round == snapshot.rounds
+        parts = ("last evaluation" if last else snapshot.eta, loss, sanitize(self._results))
+        self._bar.update(self._task, completed=snapshot.round, description="  ".join(part for part in parts if part))
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class _LogAboveBar(logging.Handler):
+    """Writes lines by the console that draws the bar, which moves down, word for word."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._console.out(self.format(record), highlight=False)
+        except Exception:  # as every handler does: a line that cannot be written ends no run
+            self.handleError(record)
+
+
+def make_screen(*, terminal: bool) -> PlainConsole:
+    """Make the bar where standard output is a terminal that can move its cursor, lines elsewhere.
+
+    Parameters
+    ----------
+    terminal : bool
+        Whether it may be one. False: it is handed on to somebody else, whatever it looks like.
+    """
+    if not terminal or not sys.stdout.isatty() or os.environ.get("CI"):
+        return PlainConsole()
+    console = Console(file=sys.stdout)
+    return ProgressBar(console) if console.is_terminal and not console.is_dumb_terminal else PlainConsole()
+
+
+@contextmanager
+def log_to(folder: Path, screen: PlainConsole) -> Iterator[None]:
+    """Send the lines of the product's logger to the screen and to ``run.log`` in the run folder."""
+    file = _LogFile(folder / "run.log")
+    handlers: list[logging.Handler] = [screen.handler(), file]
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        handler.setFormatter(_SanitizingFormatter())
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()
+        log.setLevel(level)
+        log.propagate = propagate
+    if file.problem is not None:
+        raise disk_error(folder, file.problem)
+
+
+class _SanitizingFormatter(logging.Formatter):
+    """Lines without what a terminal would take for a command: clients and files of others have their words in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return sanitize(super().format(record), lines=True)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that keeps in mind why a line could not be written, instead of a traceback on the terminal for each."""
+
+    problem: OSError | None = None
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self.problem = error
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self.problem = error
+
+
+@contextmanager
+def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
+    """Say in one sentence what keeps the files of a run from being written, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise disk_error(folder, error) from error
+
+
+def disk_error(folder: Path, error: OSError) -> RunError:
+    """Make the error for a run folder that cannot be written any more."""
+    return RunError(
+        f"{folder} cannot be written ({error.strerror or error}); make room there and go on with fedssl resume={folder}"
+    )
