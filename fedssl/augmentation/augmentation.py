@@ -1,7 +1,7 @@
-"""The augmentation of a run: what is drawn, and two random views of every image of a batch, on the device it is on.
+"""Augmentation of a run: random parameters, and two random views of each image of a batch, on the images' device.
 
-Parameters come from a CPU generator, so a CPU and a GPU make the same views. They are drawn for an epoch at a time and
-go to the device in one copy.
+Parameters come from a CPU generator, so that CPUs and GPUs compute the same views. They are drawn for a whole epoch and
+copied to the device at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,29 +17,29 @@ from fedssl.augmentation.views import AugmentationParams, Matrices, apply_both, 
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 
-CHUNK = 128  # images worked on at a time on a CPU: larger temporaries leave the cache and cost page faults
-MATRICES = 2**26  # bytes of matrices that a GPU makes at a time
+CHUNK = 128  # images per block on a CPU: larger temporaries exceed the cache and cause page faults
+MATRICES = 2**26  # bytes of matrices that a GPU computes at a time
 KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentation.kernel`, and their channels
 
 
 class Augmentation:
-    """Makes two normalized random views of a batch of images.
+    """Computes two normalized random views of a batch of images.
 
     Parameters
     ----------
     size : int
         Height and width of the views in pixels.
     mean, std : sequence of float
-        One number per channel, of images with values in [0, 1]; a view is ``(image - mean) / std``.
+        One number per channel, for images with values in [0, 1]; a view is ``(image - mean) / std``.
     views : sequence of mapping
         Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
-    gpu_augmentation : {"torch", "triton"}
-        How a GPU makes them: by torch's operations, or by `fedssl.augmentation.kernel`.
+    gpu_views : {"torch", "triton"}
+        Implementation on a GPU: torch operations, or `fedssl.augmentation.kernel`.
 
     Raises
     ------
     InputError
-        If there are not exactly two views, a setting is outside its range, or the kernel does not make such views.
+        If there are not exactly two views, a setting is out of range, or the kernel does not support such views.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Augmentation:
         gpu_augmentation: str = "torch",
     ) -> None:
         if len(views) != 2:
-            raise InputError(f"augmentation.views has {len(views)} recipes; give exactly two")
+            raise InputError(f"augmentation.views has {len(views)} recipes; set exactly two")
         if not len(mean) == len(std) > 0 or min(std) <= 0:
             raise InputError(
-                f"dataset.mean={list(mean)} and dataset.std={list(std)} do not fit; give one mean and one std above 0 "
-                "for every channel"
+                f"dataset.mean={list(mean)} and dataset.std={list(std)} are not valid; set one mean and one std above 0 "
+                "for each channel"
             )
         if gpu_augmentation not in ("torch", "triton"):
             raise InputError(
@@ -64,7 +64,7 @@ class Augmentation:
             )
         if gpu_augmentation == "triton" and (size > KERNEL_SIZE or len(mean) not in KERNEL_CHANNELS):
             raise InputError(
-                f"gpu_augmentation=triton makes views of at most {KERNEL_SIZE} pixels with 1 or 3 channels, and "
+                f"gpu_augmentation=triton supports views of at most {KERNEL_SIZE} pixels with 1 or 3 channels but "
                 f"dataset.size={size} with {len(mean)} channels; set gpu_augmentation=torch"
             )
         self.size = size
@@ -74,7 +74,7 @@ class Augmentation:
         self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Make two views of every image, with parameters drawn for them alone; see `sample_params` and `apply`."""
+        """Draw parameters and compute two views of each image; see `sample_params` and `apply`."""
         (params,) = self.sample_params(
             [len(images)], image_shape=images.shape[1:], device=images.device, generator=generator
         )
@@ -83,23 +83,23 @@ class Augmentation:
     def sample_params(
         self, sizes: Sequence[int], *, image_shape: Sequence[int], device: torch.device, generator: torch.Generator
     ) -> Iterator[AugmentationParams]:
-        """Parameters for batches of these sizes, all drawn and brought to the device before the first is given.
+        """Draw parameters for batches of these sizes; all are copied to the device before the first is returned.
 
         Parameters
         ----------
         sizes : sequence of int
-            Images of each batch.
+            Number of images of each batch.
         image_shape : sequence of int
             Channels, height and width of the images.
         device : torch.device
-            Where the images will be.
+            Device of the images.
         generator : torch.Generator
-            CPU generator, the only source of chance. What a batch takes of it does not depend on those that follow.
+            CPU generator, the only source of randomness. The draws of a batch do not depend on later batches.
 
         Raises
         ------
         InputError
-            If the images have more or fewer channels than ``mean`` has numbers, or are no larger than a border.
+            If the number of channels differs from the length of ``mean``, or a border is as large as the images.
         """
         channels, height, width = image_shape
         self._check(channels, height, width, device)
@@ -130,7 +130,7 @@ class Augmentation:
         sizes: Sequence[int],
         image_shape: Sequence[int],
     ) -> Iterator[AugmentationParams]:
-        """Parameters with their matrices, which are made for many batches at once."""
+        """Yield parameters with their matrices, which are computed for many batches at once."""
         max_images = MATRICES // (
             8 * self.size * (image_shape[1] + image_shape[2] + self.size)
         )  # images: two views, 4 bytes a number
@@ -149,7 +149,7 @@ class Augmentation:
     def _matrices(
         self, view: View, params: Parameters, image_shape: Sequence[int], cut: list[int]
     ) -> Iterator[Matrices]:
-        """Matrices of a view, batch by batch."""
+        """Return the matrices of a view, batch by batch."""
         rows, columns = crop_matrices(view, params, height=image_shape[1], width=image_shape[2], size=self.size)
         blur = blur_matrices(view, params.sigma, size=self.size).split(cut) if view.blur > 0 else repeat(None, len(cut))
         return (Matrices(*maps) for maps in zip(rows.split(cut), columns.split(cut), blur, strict=True))
@@ -157,16 +157,16 @@ class Augmentation:
     def apply(
         self, images: Tensor, params: AugmentationParams, *, layout: torch.memory_format = torch.contiguous_format
     ) -> tuple[Tensor, Tensor]:
-        """Make two views of every image.
+        """Compute two views of each image.
 
         Parameters
         ----------
         images : Tensor
             uint8, ``(batch, channels, height, width)``, on any device.
         params : AugmentationParams
-            What `sample_params` gave for a batch of this size and such images on this device.
+            Result of `sample_params` for this batch size, image shape and device.
         layout : torch.memory_format
-            Of the views in memory.
+            Memory format of the views.
 
         Returns
         -------
@@ -174,12 +174,12 @@ class Augmentation:
             Two float32 tensors ``(batch, channels, size, size)`` on the device of ``images``.
         """
         batch, channels = images.shape[:2]
-        if channels == 1:  # either layout; kernels that choose by strides shall go on with the usual one
+        if channels == 1:  # both layouts are equal; kernels choose by strides
             layout = torch.contiguous_format
         result = torch.empty(2 * batch, channels, self.size, self.size, device=images.device, memory_format=layout)
         views = result.chunk(2)
         if self.by_kernel and is_gpu(images.device):
-            from fedssl.augmentation import kernel  # here: nothing else needs Triton
+            from fedssl.augmentation import kernel  # here: only this branch needs Triton
 
             numbers = params.parameters.contiguous()
             contiguous = images.contiguous()
@@ -205,8 +205,8 @@ class Augmentation:
         if self.by_kernel and is_gpu(device):
             if max(height, width) > KERNEL_SIZE:
                 raise InputError(
-                    f"gpu_augmentation=triton takes images of at most {KERNEL_SIZE} pixels and these have {height}x{width}; "
-                    "set gpu_augmentation=torch"
+                    f"gpu_augmentation=triton supports images of at most {KERNEL_SIZE} pixels but these have "
+                    f"{height}x{width}; set gpu_augmentation=torch"
                 )
             if find_spec("triton") is None:
                 raise InputError(
@@ -215,16 +215,16 @@ class Augmentation:
         if channels != len(self._mean):
             raise InputError(
                 f"the images have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
-                "give dataset.mean and dataset.std one number for every channel"
+                "set one number per channel in dataset.mean and dataset.std"
             )
         widest = max(view.pad for view in self.views)
         if widest >= min(height, width):
             raise InputError(
-                f"augmentation.views has pad={widest} but the images have {height}x{width} pixels, which mirror at "
-                f"most {min(height, width) - 1}; set pad to that or less"
+                f"augmentation.views has pad={widest} but the images have {height}x{width} pixels; set pad to at "
+                f"most {min(height, width) - 1}"
             )
 
 
 def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:
-    """Orders of batches as numbers of their images, ``(4, 2, images)``."""
+    """Repeat the order of each batch for its images, ``(4, 2, images)``."""
     return torch.tensor(orders, dtype=torch.float32).permute(2, 1, 0).repeat_interleave(torch.tensor(sizes), dim=2)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Views of small images on a GPU, by one kernel each: `fedssl.augmentation.views.apply_view` and the normalization.
+"""Views of small images on a GPU, one kernel per view: `fedssl.augmentation.views.apply_view` and the normalization.
 
-A program makes one view of one image without going back to memory: its planes, and the matrices that crop, resize,
-flip and blur them, are small enough to stay in registers. Products are those of IEEE float32. Imported only where it
-is asked for, because it needs Triton, which PyTorch brings along where it brings CUDA.
+A program computes one view of one image in registers, without intermediate results in memory: its planes, and the
+matrices that crop, resize, flip and blur them, are small enough. Products use IEEE float32. The module is imported on
+demand, because it requires Triton, which comes with CUDA builds of PyTorch.
 """
 
 import math
@@ -16,13 +16,13 @@ from torch import Tensor
 from fedssl.augmentation.recipe import View
 
 LARGEST = 64  # height and width of an image and of a view, in pixels
-ROWS = 16  # numbers per image and view: the 12 of `Parameters`, and the order of the jitter operations
+ROWS = 16  # numbers per image and view: 12 `Parameters`, and the order of the 4 jitter operations
 
 
 def apply_views(
     images: Tensor, numbers: Tensor, *, views: Sequence[View], mean: Tensor, std: Tensor, out: Tensor
 ) -> None:
-    """Make both views of every image.
+    """Compute both views of each image.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def apply_views(
     mean, std : Tensor
         One number per channel.
     out : Tensor
-        First view 1 of every image, then view 2, ``(2 * batch, channels, size, size)``, float32, in any layout.
+        Output: view 1 of each image, then view 2, ``(2 * batch, channels, size, size)``, float32, in any layout.
     """
     batch, channels, height, width = images.shape
     size = out.shape[-1]
@@ -68,7 +68,7 @@ def apply_views(
 
 @triton.jit
 def _triangle(pixel, length, center, step):
-    """Unnormalized weights of pixels, counted from the crop's first: a triangle around each center, 0 outside."""
+    """Unnormalized weights of pixels, counted from the crop's first pixel: a triangle around each center, 0 outside."""
     weight = tl.maximum(1 - tl.abs(pixel - center) / tl.maximum(step, 1.0), 0.0)
     return tl.where((pixel > 0) & (pixel < length), weight, 0.0)
 
@@ -82,7 +82,7 @@ def _resize(start, length, flip, OUT: tl.constexpr, IN: tl.constexpr, PAD: tl.co
     center = (new + 0.5) * step
     center = tl.where(flip > 0, length - center, center)
     weight = _triangle(old + 0.5 - start, length, center, step)
-    if PAD > 0:  # what the border mirrors: pixel p is at -p as well, and at 2 * last - p
+    if PAD > 0:  # mirrored border: pixel p is also at -p and at 2 * last - p
         before = _triangle(0.5 - old - start, length, center, step)
         weight += tl.where((old >= 1) & (old <= PAD), before, 0.0)
         behind = _triangle(2 * IN - 1.5 - old - start, length, center, step)

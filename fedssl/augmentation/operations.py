@@ -1,10 +1,9 @@
-"""Image operations on whole batches, with a parameter of its own for every image.
+"""Image operations on batches, with separate parameters for each image.
 
 Images are float *planes* ``(channels, batch, height, width)`` with values in [0, 1]: the plane of a channel is one
-contiguous block, which makes the color operations fast on a CPU. Each operation returns new planes and equals, image
-by image, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors.
-Cropping, resizing, flipping and blurring are linear and act on rows and columns separately: each is a pair of matrix
-products (`separable`).
+contiguous block, which makes color operations fast on a CPU. Each operation returns new planes and equals, image by
+image, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors. Cropping,
+resizing, flipping and blurring are linear and separable: each is a pair of matrix products (`separable`).
 """
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from fedssl.machine.devices import is_gpu
 
-LUMINANCE = (0.2989, 0.587, 0.114)  # weights of red, green and blue in the gray value (ITU-R BT.601)
+LUMINANCE = (0.2989, 0.587, 0.114)  # red, green and blue in the gray value (ITU-R BT.601)
 
 
 def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
-    """Apply a linear map to the rows and one to the columns of every image.
+    """Apply one linear map to the rows and one to the columns of each image.
 
     Parameters
     ----------
@@ -30,7 +29,7 @@ def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
     Tensor
         ``(channels, batch, new height, new width)``.
     """
-    if is_gpu(planes.device):  # all channels in two products, and so few launches
+    if is_gpu(planes.device):  # all channels in two products, to save launches
         channels, batch, _, width = planes.shape
         by_rows = rows @ planes.permute(1, 2, 0, 3).reshape(batch, -1, channels * width)
         made = by_rows.reshape(batch, -1, width) @ columns.mT
@@ -42,20 +41,20 @@ def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Tensor | None = None) -> Tensor:
-    """Weights of crop, bilinear resize and flip along one axis, one matrix per image.
+    """Return the weights of crop, bilinear resize and flip along one axis, one matrix per image.
 
-    Along both axes it equals ``resized_crop`` with its defaults (bilinear, antialias=True) and ``horizontal_flip``. An
-    output pixel is the mean of the crop's pixels, weighted by a triangle that reaches one pixel of the coarser grid to
-    either side; where nothing is scaled down, antialias=False is the same.
+    Applied to both axes it equals ``resized_crop`` with its defaults (bilinear, antialias=True) and
+    ``horizontal_flip``. An output pixel is the mean of the crop's pixels, weighted by a triangle that extends one pixel
+    of the coarser grid to each side. Without downscaling the result equals antialias=False.
 
     Parameters
     ----------
     start, length : Tensor
-        First pixel and number of pixels of the crop, ``(batch,)``, whole numbers as floats.
+        First pixel and number of pixels of the crop, ``(batch,)``, integers as floats.
     size, out : int
         Number of pixels before and after.
     flip : Tensor, optional
-        ``(batch,)``, 1 where the axis is reversed and 0 elsewhere. None: nowhere.
+        ``(batch,)``, 1 where the axis is reversed and 0 elsewhere. None: no flips.
 
     Returns
     -------
@@ -73,7 +72,7 @@ def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Te
 
 
 def mirror(weights: Tensor, *, pad: int) -> Tensor:
-    """Weights ``(batch, out, size)`` of pixels from those of an image with a mirrored border.
+    """Fold the weights of a mirrored border into weights ``(batch, out, size)`` of the image.
 
     Together with `separable` it equals ``pad`` with ``padding_mode="reflect"``: the outermost pixel is not repeated.
 
@@ -91,18 +90,18 @@ def mirror(weights: Tensor, *, pad: int) -> Tensor:
 
 
 def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
-    """Weights of Gaussian blur along one axis, with reflected borders, one matrix per image.
+    """Return the weights of Gaussian blur along one axis, with reflected borders, one matrix per image.
 
     Equals ``gaussian_blur`` with ``kernel_size = 2 * radius + 1``.
 
     Parameters
     ----------
     sigma : Tensor
-        Standard deviation in pixels, ``(batch,)``; 0 leaves the image as it is.
+        Standard deviation in pixels, ``(batch,)``; 0 disables blur.
     size : int
         Number of pixels.
     radius : int
-        Reach of the kernel in pixels, less than ``size``.
+        Radius of the kernel in pixels, less than ``size``.
 
     Returns
     -------
@@ -120,7 +119,7 @@ def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
 
 
 def luminance(planes: Tensor) -> Tensor:
-    """Gray value ``(...)`` of planes ``(channels, ...)``: weighted for 3 channels, otherwise the channels' mean."""
+    """Return gray values ``(...)`` of planes ``(channels, ...)``: weighted for 3 channels, otherwise the mean."""
     if len(planes) != 3:
         return planes.mean(0)
     red, green, blue = planes
@@ -148,16 +147,16 @@ def saturation(planes: Tensor, factor: Tensor) -> Tensor:
 
 
 def hue(planes: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the hue of 3 channels by ``turns`` ``(batch,)``, in circles from -0.5 to 0.5: ``adjust_hue``.
+    """Rotate the hue of 3 channels by ``turns`` ``(batch,)``, in full turns from -0.5 to 0.5: ``adjust_hue``.
 
-    0 changes nothing. HSV is not built, and nothing is chosen pixel by pixel (``torch.where`` takes thirty times as
-    long as a product on a CPU). With the largest and smallest channel M and m and the chroma C = M - m, the hue in
-    circles from red is
+    0 changes nothing. The implementation avoids HSV and pixelwise selection (``torch.where`` is thirty times slower
+    than a product on a CPU). With the largest and smallest channel M and m and the chroma C = M - m, the hue in full
+    turns from red is
 
-        H = sign(green - blue) * (1 + (green + blue - red - m) / C) / 6
+            H = sign(green - blue) * (1 + (green + blue - red - m) / C) / 6
 
-    and a channel whose own hue is h (0, 1/3, 2/3) has the value m + C * clip(2 - 6 * d, 0, 1), where d is the distance
-    between H and h on the circle.
+    and a channel with hue h (0, 1/3, 2/3) has the value m + C * clip(2 - 6 * d, 0, 1), where d is the circular distance
+    between H and h.
     """
     red, green, blue = planes
     smallest = torch.minimum(torch.minimum(red, green), blue)

@@ -1,9 +1,9 @@
-"""The recipe of a random view, and the random parameters that it gives every image of a batch.
+"""Recipe of a random view, and the random parameters of each image of a batch.
 
-The laws are those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` (all of it applied with one probability),
-``RandomGrayscale``, ``GaussianBlur`` and ``RandomSolarize``. Everything is a function of uniform random numbers, as
-many per image whatever the recipe turns on: a changed setting leaves the draws of the others as they were, and the
-parameters of an image do not depend on how many images come after it.
+Distributions are those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` (applied as a whole with one
+probability), ``RandomGrayscale``, ``GaussianBlur`` and ``RandomSolarize``. All parameters are functions of uniform
+random numbers, whose count per image does not depend on the recipe: changing one setting does not change the draws of
+the others, and the parameters of an image do not depend on later images.
 """
 
 import math
@@ -24,33 +24,33 @@ UNIFORMS = BOX_UNIFORMS + 10  # random numbers per image and view
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The recipe of one view; probabilities are per image, and the defaults change nothing.
+    """Recipe of one view. Probabilities are per image, and the defaults change nothing.
 
     Parameters
     ----------
     crop_scale : sequence of float
-        Smallest and largest share of the image's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole image.
+        Smallest and largest fraction of the image's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole image.
     crop_ratio : sequence of float
         Smallest and largest width / height of a crop.
     pad : int
-        Pixels of mirrored border around the image, into which crops may reach; 0 turns it off. With ``crop_scale``
-        ``[1, 1]`` the image moves by up to so many pixels either way.
+        Width in pixels of the mirrored border, into which crops may extend; 0 disables it. With ``crop_scale`` ``[1,
+        1]`` the image is shifted by up to ``pad`` pixels in each direction.
     flip : float
-        Probability of a left-right flip; 0 turns it off.
+        Probability of a left-right flip; 0 disables it.
     jitter : float
-        Probability of the color jitter as a whole; 0 turns it off.
+        Probability of the color jitter as a whole; 0 disables it.
     brightness, contrast, saturation : float
-        The factor is uniform from 1 - this (at least 0) to 1 + this; 0 turns the operation off.
+        The factor is uniform in [max(0, 1 - value), 1 + value]; 0 disables the operation.
     hue : float
-        Largest part of the circle by which the hue turns either way, in [0, 0.5]; 0 turns it off.
+        The hue rotates by up to this fraction of a full turn in either direction, in [0, 0.5]; 0 disables it.
     gray : float
-        Probability of gray; 0 turns it off.
+        Probability of grayscale; 0 disables it.
     blur : float
-        Probability of Gaussian blur; 0 turns it off.
+        Probability of Gaussian blur; 0 disables it.
     blur_sigma : sequence of float
         Smallest and largest standard deviation of the blur, in pixels of the view.
     solarize : float
-        Probability of inverting the values from 0.5 up; 0 turns it off.
+        Probability of inverting values of at least 0.5; 0 disables it.
     """
 
     crop_scale: Sequence[float] = (1.0, 1.0)
@@ -68,37 +68,39 @@ class View:
     solarize: float = 0.0
 
 
-# Upper ends of the ranges that have one.
+# Upper bounds of the fields that have one.
 LARGEST = {"crop_scale": 1.0, "flip": 1.0, "jitter": 1.0, "hue": 0.5, "gray": 1.0, "blur": 1.0, "solarize": 1.0}
 
 
 def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
-    """Make a `View` from a mapping of its fields, after checking them.
+    """Build a `View` from a mapping of its fields, after validation.
 
     Parameters
     ----------
     recipe : mapping
         Some of the fields; the others keep their defaults.
     name : str
-        Name of the recipe in the settings, for errors.
+        Name of the recipe in the settings, for error messages.
 
     Raises
     ------
     InputError
-        If a field is unknown or a value outside its range.
+        If a field is unknown or a value is out of range.
     """
     defaults = asdict(View())
     for key, value in recipe.items():
         if key not in defaults:
             near = get_close_matches(key, defaults) or list(defaults)
-            raise InputError(f"{name}.{key} is no setting of a view; use one of: {', '.join(near)}")
+            raise InputError(f"{name}.{key} is not a setting of a view; use one of: {', '.join(near)}")
         largest = LARGEST.get(key, math.inf)
         limit = "" if largest == math.inf else f" and at most {largest:g}"
         if isinstance(defaults[key], tuple):
             if not (_is_pair(value) and 0 < value[0] <= value[1] <= largest):
-                raise InputError(f"{name}.{key}={value} is no range; set it to [low, high], two numbers above 0{limit}")
+                raise InputError(
+                    f"{name}.{key}={value} is not a range; set it to [low, high], two numbers above 0{limit}"
+                )
         elif key == "pad" and type(value) is not int:
-            raise InputError(f"{name}.{key}={value} is no number of pixels; set it to a whole number of at least 0")
+            raise InputError(f"{name}.{key}={value} is not a number of pixels; set it to an integer of at least 0")
         elif not (isinstance(value, int | float) and 0 <= value <= largest):
             raise InputError(f"{name}.{key}={value} is out of range; set it to a number of at least 0{limit}")
     return View(**recipe)
@@ -109,7 +111,7 @@ def _is_pair(value: object) -> bool:
 
 
 class Parameters(NamedTuple):
-    """Random parameters of one view, each ``(batch,)``; neutral where an operation is off for an image.
+    """Random parameters of one view, each ``(batch,)``; neutral values disable an operation for an image.
 
     Attributes
     ----------
@@ -120,13 +122,13 @@ class Parameters(NamedTuple):
     brightness, contrast, saturation : Tensor
         Factors of the color jitter; 1 changes nothing.
     hue : Tensor
-        Turn in circles; 0 changes nothing.
+        Rotation in full turns; 0 changes nothing.
     color : Tensor
-        Saturation of the gray step; 0 is gray, 1 changes nothing.
+        Saturation of the grayscale step; 0 is gray, 1 changes nothing.
     sigma : Tensor
         Standard deviation of the blur in pixels of the view; 0 changes nothing.
     solarize : Tensor
-        1 where the values from 0.5 up are inverted, else 0.
+        1 where values of at least 0.5 are inverted, else 0.
     """
 
     top: Tensor
@@ -144,7 +146,7 @@ class Parameters(NamedTuple):
 
 
 def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:
-    """Turn uniform numbers into the parameters of one view.
+    """Map uniform random numbers to the parameters of one view.
 
     Parameters
     ----------
@@ -158,7 +160,7 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
     Returns
     -------
     params : Parameters
-        Those of every image.
+        Parameters of each image.
     """
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
     flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
@@ -183,37 +185,37 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
 def crop_boxes(
     uniform: Tensor, *, height: int, width: int, scale: Sequence[float], ratio: Sequence[float], pad: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turn uniform numbers into boxes with the law of torchvision's ``RandomResizedCrop``.
+    """Map uniform random numbers to boxes with the distribution of torchvision's ``RandomResizedCrop``.
 
-    The area is uniform in ``scale`` and the logarithm of width / height in that of ``ratio``; the first of ten
-    candidates that fits, at a uniform place, else the largest center crop whose ratio is allowed. With a border any box
-    has a uniform place in the padded image, as by ``RandomCrop``.
+    The area is uniform in ``scale`` and the logarithm of width / height is uniform in that of ``ratio``. The box is the
+    first of ten candidates that fits, at a uniform position, or else the largest center crop with an allowed ratio.
+    With a border, boxes have a uniform position in the padded image, as in ``RandomCrop``.
 
     Parameters
     ----------
     uniform : Tensor
-        ``(batch, BOX_UNIFORMS)``, uniform numbers in [0, 1): areas, ratios, two places.
+        ``(batch, BOX_UNIFORMS)``, uniform numbers in [0, 1): areas, ratios, two positions.
     height, width : int
         Size of the images in pixels.
     scale, ratio : sequence of float
-        Smallest and largest share of the area, and width / height.
+        Smallest and largest fraction of the area, and width / height.
     pad : int
-        Width of the border in pixels, in which boxes may begin and end.
+        Width of the border in pixels, into which boxes may extend.
 
     Returns
     -------
     tuple of Tensor
-        Top, left, height and width of the boxes in pixels, each ``(batch,)``, whole numbers as floats.
+        Top, left, height and width of the boxes in pixels, each ``(batch,)``, integers as floats.
     """
     area = height * width * _between(uniform[:, :CANDIDATES], *scale)
     aspect = _between(uniform[:, CANDIDATES:-2], math.log(ratio[0]), math.log(ratio[1])).exp()
     widths, heights = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
     fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
-    first, found = fits.byte().argmax(1, keepdim=True), fits.any(1)
+    first, any_fits = fits.byte().argmax(1, keepdim=True), fits.any(1)
     allowed = min(max(width / height, ratio[0]), ratio[1])
-    box_height = torch.where(found, heights.gather(1, first)[:, 0], min(height, round(width / allowed)))
-    box_width = torch.where(found, widths.gather(1, first)[:, 0], min(width, round(height * allowed)))
-    anywhere = found | (pad > 0)
+    box_height = torch.where(any_fits, heights.gather(1, first)[:, 0], min(height, round(width / allowed)))
+    box_width = torch.where(any_fits, widths.gather(1, first)[:, 0], min(width, round(height * allowed)))
+    anywhere = any_fits | (pad > 0)
     top = torch.where(anywhere, uniform[:, -2] * (height + 2 * pad - box_height + 1), (height - box_height) / 2).floor()
     left = torch.where(anywhere, uniform[:, -1] * (width + 2 * pad - box_width + 1), (width - box_width) / 2).floor()
     return top - pad, left - pad, box_height, box_width

@@ -1,18 +1,18 @@
-"""Random views of images for parameters that are drawn: how they are computed, one by one or both at once.
+"""Computation of random views from drawn parameters, one view at a time or both at once.
 
-The views of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized crop, flip,
-color jitter, gray, Gaussian blur and solarization, in this order. Every image has parameters of its own
-(`fedssl.augmentation.recipe`), and for equal parameters the pixels are torchvision's within 1e-5
+The views are those of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized
+crop, flip, color jitter, grayscale, Gaussian blur and solarization, in this order. Each image has separate parameters
+(`fedssl.augmentation.recipe`). For equal parameters the pixels equal torchvision's within 1e-5
 (`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one image at a time:
 
-- the order of the four jitter operations is drawn once per view and batch, not once per image;
-- blur reaches 3 of the recipe's largest sigma in place of a kernel size that is a setting of its own;
-- saturation, hue and gray are left out unless there are 3 channels.
+- The order of the four jitter operations is drawn once per view and batch, not once per image.
+- Blur extends to 3 times the recipe's largest sigma; there is no separate kernel size.
+- Saturation, hue and grayscale are skipped unless there are 3 channels.
 
-`apply_view` is how a CPU does it: one view after the other, a few images at a time, as caches like it. `apply_both` is
-for a GPU, where every operation costs a launch: all images at once and, as far as the order of the jitter allows,
-both views. `fedssl.augmentation.kernel` does all of it in one launch per view. The cost of the matrix products grows
-with the cube of the image size: right for images up to about 100 pixels wide.
+`apply_view` is the CPU version: one view after the other, a few images at a time, to stay in the cache. `apply_both` is
+the GPU version, where each operation costs a launch: all images at once and, as far as the order of the jitter allows,
+both views. `fedssl.augmentation.kernel` computes a view in one launch. The cost of the matrix products is cubic in the
+image size, which suits images up to about 100 pixels wide.
 """
 
 import math
@@ -26,18 +26,18 @@ from torch import Tensor
 from fedssl.augmentation import operations
 from fedssl.augmentation.recipe import Parameters, View
 
-HUE = 3  # among the jitter operations
+HUE = 3  # index among the jitter operations
 
 
 class Matrices(NamedTuple):
-    """Linear maps that depend on nothing but the parameters of a view.
+    """Linear maps that depend only on the parameters of a view.
 
     Attributes
     ----------
     rows, columns : Tensor
-        Of crop, resize and flip, ``(batch, size, height)`` and ``(batch, size, width)``.
+        Maps of crop, resize and flip, ``(batch, size, height)`` and ``(batch, size, width)``.
     blur : Tensor or None
-        Of blur, ``(batch, size, size)``, for rows and columns; None if the recipe has none.
+        Map of blur for rows and columns, ``(batch, size, size)``; None if the recipe has no blur.
     """
 
     rows: Tensor
@@ -47,16 +47,16 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True)
 class AugmentationParams:
-    """What chance says about a batch.
+    """Random parameters of a batch.
 
     Attributes
     ----------
     parameters : Tensor
-        The numbers of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images.
+        Values of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images.
     jitter_orders : sequence of sequence of int
-        Of the jitter operations, for each view: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
+        Order of the jitter operations of each view: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
     matrices : tuple of Matrices
-        Of each view if they are made ahead, else empty.
+        Matrices of each view if they are precomputed, else empty.
     """
 
     parameters: Tensor
@@ -64,12 +64,12 @@ class AugmentationParams:
     matrices: tuple[Matrices, ...] = ()
 
     def of(self, view: int, part: slice = slice(None)) -> Parameters:
-        """Parameters of one view, of some of the images."""
+        """Return the parameters of one view, for some of the images."""
         return Parameters(*self.parameters[:, view, part])
 
 
 def crop_matrices(view: View, params: Parameters, *, height: int, width: int, size: int) -> tuple[Tensor, Tensor]:
-    """Matrices of rows and columns that crop, resize and flip."""
+    """Return the matrices that crop, resize and flip rows and columns."""
     pad = view.pad
     rows = operations.crop_weights(params.top + pad, params.height, size=height + 2 * pad, out=size)
     columns = operations.crop_weights(params.left + pad, params.width, size=width + 2 * pad, out=size, flip=params.flip)
@@ -77,12 +77,12 @@ def crop_matrices(view: View, params: Parameters, *, height: int, width: int, si
 
 
 def blur_matrices(view: View, sigma: Tensor, *, size: int) -> Tensor:
-    """Matrices of blur."""
+    """Return the matrices of blur."""
     return operations.blur_weights(sigma, size=size, radius=min(math.ceil(3 * view.blur_sigma[1]), size - 1))
 
 
 def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int]) -> Tensor:
-    """Those of the jitter operations that are in ``order`` and turned on."""
+    """Apply the enabled jitter operations in this order."""
     color = len(planes) == 3
     steps = (
         (view.brightness > 0, operations.brightness, params.brightness),
@@ -97,7 +97,7 @@ def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[in
 
 
 def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int], size: int) -> Tensor:
-    """Make one view of every image; operations that the recipe turns off for all of them are left out.
+    """Compute one view of each image; operations that the recipe disables are skipped.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequenc
     view : View
         The recipe.
     params : Parameters
-        Random parameters of every image.
+        Random parameters of each image.
     order : sequence of int
         Order of the jitter operations, see `AugmentationParams`.
     size : int
@@ -132,14 +132,14 @@ def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequenc
 
 
 def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationParams) -> Tensor:
-    """Make both views at once, with matrices made ahead: what `apply_view` makes of each, in few launches.
+    """Compute both views at once with precomputed matrices; equals `apply_view` of each, in few launches.
 
-    Images of which an operation is off have neutral parameters; nothing is chosen, which one would have to wait for.
+    Images without an operation have neutral parameters; selecting images would synchronize with the device.
 
     Returns
     -------
     Tensor
-        First view 1 of every image, then view 2, ``(channels, 2 * batch, size, size)``.
+        View 1 of each image, then view 2, ``(channels, 2 * batch, size, size)``.
     """
     color = len(planes) == 3
     both = Parameters(*params.parameters.flatten(1))
@@ -161,7 +161,7 @@ def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationPar
 
 
 def _blur(planes: Tensor, matrices: Sequence[Matrices]) -> Tensor:
-    """Blur those views whose recipes have it."""
+    """Blur the views whose recipes enable it."""
     parts = [
         part if maps.blur is None else operations.separable(part, rows=maps.blur, columns=maps.blur)
         for part, maps in zip(planes.chunk(2, 1), matrices, strict=True)

@@ -161,7 +161,7 @@ def test_cuda_makes_the_same_views_as_the_cpu():
 @pytest.mark.parametrize(
     ("views", "message"),
     [
-        ([{}], "augmentation.views has 1 recipes; give exactly two"),
+        ([{}], "augmentation.views has 1 recipes; set exactly two"),
         ([{}, {}, {}], "3 recipes"),
         ([{"flip": 1.5}, {}], r"augmentation.views.0.flip=1.5 .* at least 0 and at most 1"),
         ([{}, {"gray": -0.1}], "augmentation.views.1.gray=-0.1"),
@@ -175,10 +175,10 @@ def test_cuda_makes_the_same_views_as_the_cpu():
         ([{"crop_scale": 0.2}, {}], "crop_scale=0.2"),
         ([{"crop_ratio": [0.5]}, {}], "crop_ratio"),
         ([{"blur_sigma": ["a", "b"]}, {}], "blur_sigma"),
-        ([{"pad": 1.5}, {}], r"augmentation.views.0.pad=1.5 is no number of pixels; set it to a whole number of at"),
-        ([{"pad": True}, {}], "pad=True is no number of pixels"),
+        ([{"pad": 1.5}, {}], r"augmentation.views.0.pad=1.5 is not a number of pixels; set it to an integer of at"),
+        ([{"pad": True}, {}], "pad=True is not a number of pixels"),
         ([{"pad": -1}, {}], "pad=-1 is out of range"),
-        ([{"solarize": 0.5}, {}], "solarize is no setting of a view; use one of: solarize"),
+        ([{"solarize": 0.5}, {}], "solarize is not a setting of a view; use one of: solarize"),
     ],
 )
 def test_bad_recipes(views, message):
@@ -198,7 +198,7 @@ def test_wrong_number_of_channels():
 
 
 def test_a_border_is_narrower_than_the_image():
-    with pytest.raises(InputError, match="pad=16 but the images have 16x20 pixels, which mirror at most 15; set pad"):
+    with pytest.raises(InputError, match="pad=16 but the images have 16x20 pixels; set pad to at most 15"):
         augmentation({}, {"pad": 16}, channels=3)(random_images(4, 3, 16, 20), generator())
 
 
