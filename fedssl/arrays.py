@@ -1,13 +1,14 @@
-"""Layers: the named arrays of a model, as they travel between clients and server, and the angles between them.
+"""Layers: named arrays of a model, as exchanged between clients and server, and the cosines between them.
 
-A *layer* is one named array of a ``state_dict`` (the reading of "layer" in the code of L-DAWA's authors). Three kinds
-are told apart by name and dtype: weights (what an optimizer changes), statistics (running mean and variance of a
-normalization layer) and counters (integers, such as ``num_batches_tracked``).
+A *layer* is one named array of a ``state_dict`` (as in the code of L-DAWA's authors). Name and dtype distinguish three
+kinds: weights (changed by an optimizer), statistics (running mean and variance of a normalization layer) and counters
+(integers, such as ``num_batches_tracked``).
 
-The cosine of a client's layer with the global one is Eq. 2 of L-DAWA (Rehman et al., ICCV 2023). Products are summed
-in float32 by BLAS over rows of `ROW` numbers and in float64 across rows (relative error about 1e-7; one float32 sum
-over a layer of millions of numbers errs by 1e-5 and more). One thread works on a whole layer, and OpenBLAS, which the
-wheels of NumPy contain, multiplies up to 10,000 numbers on one thread: results do not depend on the number of threads.
+The cosine of a client's layer with the global one is Eq. 2 of L-DAWA (Rehman et al., ICCV 2023). Products are summed in
+float32 by BLAS over rows of `ROW` numbers and in float64 across rows (relative error about 1e-7; one float32 sum over a
+layer of millions of numbers has an error of 1e-5 and more). One thread processes a whole layer, and OpenBLAS, which
+NumPy's wheels contain, multiplies up to 10,000 numbers on one thread. Results therefore do not depend on the number of
+threads.
 """
 
 import math
@@ -27,62 +28,62 @@ STATISTICS = ("running_mean", "running_var")
 
 ROW = 1 << 10  # numbers in one BLAS product
 
-# Numbers worked on at a time. What several operations or clients share stays in the cache meanwhile, so that memory is
-# read once. With 500 rows and less NumPy does not let other threads run.
+# Numbers per block. Data shared by several operations or clients stays in the cache, so that memory is read once. With
+# 500 rows or fewer NumPy does not release the interpreter lock.
 TILE = 512 * ROW
 
 _NUMBERS_PER_THREAD = 1 << 20
 _SMALLEST_SQUARE = 1e-30
-_SHORTEST_WAY = 1e-3  # of two vectors of length 1; squares that are exact to 1e-7 tell no shorter one apart
-# No trained layer comes near; products of larger ones would leave the range of float32 after few layers.
+_MIN_CHANGE = 1e-3  # resolution of the distance of unit vectors whose squares are exact to 1e-7
+# Far above any trained layer; products of larger ones would exceed the range of float32 after few layers.
 _LARGEST_SQUARE = 1e20
 
 
 def is_weight(name: str, array: np.ndarray) -> bool:
-    """Whether the layer is a floating-point weight, i.e. neither a running statistic nor a counter."""
+    """Return whether the layer is a floating-point weight, i.e. neither a running statistic nor a counter."""
     return array.dtype.kind == "f" and name.rpartition(".")[2] not in STATISTICS
 
 
 def inner_products(clients: Sequence[np.ndarray], g: np.ndarray) -> list[tuple[float, float]]:
-    """The inner products w.g and w.w for every array w of ``clients``, floating-point and shaped like ``g``.
+    """Return the inner products w.g and w.w for each array w of ``clients``, floating-point and shaped like ``g``.
 
-    w.w is finite exactly if every number of w is (for float64: unless it overflows).
+    w.w is finite if and only if all numbers of w are (except for overflow in float64).
     """
     clients, g = [w.reshape(-1) for w in clients], g.reshape(-1)
-    found = _inner_products(clients, g, np.result_type(np.float32, g, *clients))
-    for position, (wg, ww) in enumerate(found):
+    products = _inner_products(clients, g, np.result_type(np.float32, g, *clients))
+    for index, (wg, ww) in enumerate(products):
         if not (_SMALLEST_SQUARE < ww < math.inf and abs(wg) < math.inf):
-            # Squares left the range of float32, or w is zero.
-            found[position] = _inner_products([clients[position]], g, np.dtype(np.float64))[0]
-    return found
+            # Squares exceed the range of float32, or w is zero.
+            products[index] = _inner_products([clients[index]], g, np.dtype(np.float64))[0]
+    return products
 
 
 def cosine(wg: float, ww: float, gg: float) -> float:
-    """Cosine from w.g, w.w and g.g: at most 1, and 1 where one side is zero (fresh biases), i.e. a plain average."""
+    """Return the cosine from w.g, w.w and g.g: at most 1, and 1 (a plain average) if one side is zero (new biases)."""
     scale = math.sqrt(ww * gg)
     return min(wg / scale, 1.0) if scale else 1.0  # Eq. 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosines:
-    """How one client's layers point relative to those it started from.
+    """Cosines of one client's layers with their initial values.
 
     Attributes
     ----------
     weights : dict of str to float
-        Cosine of every weight, in [-1, 1]; 1: same direction.
+        Cosine of each weight, in [-1, 1]; 1: same direction.
     statistics : dict of str to float
-        The same for running statistics.
+        Cosine of each running statistic.
     model : float
         Cosine of all weights as one vector.
     first_invalid : str or None
-        First layer that holds NaN or an infinite value.
+        First layer that contains NaN or an infinite value.
     mean : float or None
-        Mean cosine of the weights, each counted by how many numbers it holds. Weights that are all zero in what the
-        client started from (fresh biases) point nowhere and are left out; None: there are no others.
+        Mean cosine of the weights, weighted by their number of elements. Weights that are initially all zero (new
+        biases) are excluded; None if there are no others.
     relative_change : tuple of float
-        How far the weights and the running statistics, each as one vector, are from where they started, as a multiple
-        of the length of that start. Shorter ways than 1e-3 are not told apart.
+        Distance of the weights, and of the running statistics, from their initial values, each as one vector and
+        relative to the norm of the initial values. Values below 1e-3 are reported as 1e-3.
     """
 
     weights: dict[str, float]
@@ -94,12 +95,12 @@ class Cosines:
 
     @property
     def finite(self) -> bool:
-        """Whether every value of the client is finite."""
+        """Whether all values of the client are finite."""
         return self.first_invalid is None
 
 
 class ReferenceLayers:
-    """The layers that clients start a round from, to which their updates are compared."""
+    """The initial layers of clients in a round, to which their updates are compared."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
@@ -116,7 +117,7 @@ class ReferenceLayers:
         Raises
         ------
         InputError
-            A layer is missing, was not asked for, or has another shape or dtype.
+            If a layer is missing or unknown, or has another shape or dtype.
         """
         for name, array in self.layers.items():
             if name not in layers:
@@ -131,57 +132,57 @@ class ReferenceLayers:
             raise InputError(f"layer {unknown} is not part of the global model")
 
     def cosines_of(self, layers: Layers) -> Cosines:
-        """Cosines of a client's layers, which passed `check`; reads every array once."""
+        """Return the cosines of a client's layers, which passed `check`; reads each array once."""
         return self.cosines_of_all([layers])[0]
 
     def cosines_of_all(self, clients: Sequence[Layers]) -> list[Cosines]:
-        """`cosines_of` for several clients, with the same bits; reads the global layers once for all."""
+        """Return `cosines_of` for several clients, bit-identical; reads the global layers once for all."""
         return [self._cosines(measured) for measured in self._measure(clients)]
 
     def parallel_for(self, work: Callable[[str], None]) -> None:
-        """Call ``work(name)`` for every layer, the largest first, on as many threads as torch may use.
+        """Call ``work(name)`` for each layer, the largest first, on torch's number of threads.
 
-        NumPy and torch let go of the interpreter while they compute. Threads take layers from one list, so a core that
-        is busy with something else delays nobody; within ``work`` torch itself stays on one thread, because its own
-        threads wait for each other and cut an array where it suits their number.
+        NumPy and torch release the interpreter lock while they compute. Threads share one queue of layers, so that a
+        busy core delays no other. Inside ``work`` torch uses one thread, because its own threads synchronize and split
+        arrays depending on their number.
         """
-        todo = iter(self._by_size)
+        queue = iter(self._by_size)
 
-        def take() -> None:
-            for name in todo:
+        def consume() -> None:
+            for name in queue:
                 work(name)
 
         numbers = sum(array.size for array in self.layers.values())
         threads = torch.get_num_threads()
         others = min(threads - 1, numbers // _NUMBERS_PER_THREAD)
-        torch.set_num_threads(1)  # new threads take this over
+        torch.set_num_threads(1)  # inherited by new threads
         try:
             with ThreadPoolExecutor(max(others, 1)) as pool:
-                running = [pool.submit(take) for _ in range(others)]
-                take()
+                running = [pool.submit(consume) for _ in range(others)]
+                consume()
                 for thread in running:
                     thread.result()
         finally:
             torch.set_num_threads(threads)
 
     def _measure(self, clients: Sequence[Layers]) -> list[dict[str, tuple[float, float]]]:
-        """For every client w.g and w.w of the floating-point layers, in the order of the global layers."""
+        """Return w.g and w.w of the floating-point layers for each client, in the order of the global layers."""
         floats = dict.fromkeys(name for name, array in self.layers.items() if array.dtype.kind == "f")
-        found: list[dict[str, tuple[float, float]]] = [dict.fromkeys(floats, (0.0, 0.0)) for _ in clients]
+        products: list[dict[str, tuple[float, float]]] = [dict.fromkeys(floats, (0.0, 0.0)) for _ in clients]
 
         def measure(name: str) -> None:
             if name in floats:
                 arrays = [layers[name] for layers in clients]
-                for measured, pair in zip(found, inner_products(arrays, self.layers[name]), strict=True):
+                for measured, pair in zip(products, inner_products(arrays, self.layers[name]), strict=True):
                     measured[name] = pair
 
         self.parallel_for(measure)
-        return found
+        return products
 
     def _cosines(self, measured: dict[str, tuple[float, float]]) -> Cosines:
         weights, statistics = {}, {}
         model_wg = model_ww = model_gg = 0.0
-        buffers_way = buffers_gg = 0.0
+        buffers_delta = buffers_gg = 0.0
         total, numbers = 0.0, 0
         for name, (wg, ww) in measured.items():
             gg = self._squares[name]
@@ -193,7 +194,7 @@ class ReferenceLayers:
                     total, numbers = total + size * weights[name], numbers + size
             else:
                 statistics[name] = cosine(wg, ww, gg)
-                buffers_way, buffers_gg = buffers_way + ww - 2 * wg + gg, buffers_gg + gg
+                buffers_delta, buffers_gg = buffers_delta + ww - 2 * wg + gg, buffers_gg + gg
         return Cosines(
             weights=weights,
             statistics=statistics,
@@ -202,16 +203,16 @@ class ReferenceLayers:
             mean=total / numbers if numbers else None,
             relative_change=(
                 _relative(model_ww - 2 * model_wg + model_gg, model_gg),
-                _relative(buffers_way, buffers_gg),
+                _relative(buffers_delta, buffers_gg),
             ),
         )
 
 
 def _relative(square: float, of: float) -> float:
-    """The length of a vector, by its square, as a multiple of another's; by float32 products no better than to 1e-3."""
+    """Return the norm of a vector relative to another's, from their squares; at least `_MIN_CHANGE`."""
     if not math.isfinite(square):
         return math.inf
-    return max(math.sqrt(max(square, 0.0) / of), _SHORTEST_WAY) if of else _SHORTEST_WAY if square <= 0 else math.inf
+    return max(math.sqrt(max(square, 0.0) / of), _MIN_CHANGE) if of else _MIN_CHANGE if square <= 0 else math.inf
 
 
 def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:
@@ -220,9 +221,9 @@ def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtyp
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         y = g[end:].astype(dtype, copy=False)
         rests = [w[end:].astype(dtype, copy=False) for w in clients]
-        found = [(float(x @ y), float(x @ x)) for x in rests]
+        products = [(float(x @ y), float(x @ x)) for x in rests]
         if not rows:
-            return found
+            return products
         g = g[:end].reshape(rows, ROW)
         clients = [w[:end].reshape(rows, ROW) for w in clients]
         sums = np.empty((len(clients), 2, rows), dtype)
@@ -234,4 +235,4 @@ def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtyp
                 np.vecdot(x, y, out=wg[tile])
                 np.vecdot(x, x, out=ww[tile])
         whole = sums.sum(axis=2, dtype=np.float64).tolist()
-    return [(wg + rest_wg, ww + rest_ww) for (wg, ww), (rest_wg, rest_ww) in zip(whole, found, strict=True)]
+    return [(wg + rest_wg, ww + rest_ww) for (wg, ww), (rest_wg, rest_ww) in zip(whole, products, strict=True)]

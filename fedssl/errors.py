@@ -1,22 +1,22 @@
-"""The exceptions whose messages are written for people."""
+"""Exceptions whose messages are shown to users."""
 
 
 class InputError(ValueError):
-    """Setting, file or folder that cannot be used: one sentence with what, found, allowed and what to do.
+    """Invalid setting, file or folder: one sentence with what, found, allowed and remedy.
 
     The command line prints the sentence without a traceback and exits with status 2.
     """
 
 
 class RunError(RuntimeError):
-    """Run that could not be finished; the message is the reason.
+    """Run that could not be completed; the message is the reason.
 
     The command line prints it without a traceback and exits with status 1.
     """
 
 
 class RequestRefused(InputError):
-    """What a device does not do for a server: one sentence, which goes back to the server as it is.
+    """Request of a server that a device refuses: one sentence, which is sent to the server unchanged.
 
-    It is made of what the server said and of the device's limits, and has nothing else of the device in it.
+    It contains values from the server's request and the device's limits, and no other data of the device.
     """

@@ -1,16 +1,16 @@
-"""A fingerprint of the source code, by which server and clients can tell that they run the same."""
+"""Fingerprint of the source code, by which server and clients detect different versions."""
 
 import functools
 import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("client_app", "fedssl", "server_app", "strategies")  # those that travel in the bundle
+PACKAGES = ("client_app", "fedssl", "server_app", "strategies")  # included in Flower's app bundle
 
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Hash of all source files of `PACKAGES`, 16 hexadecimal digits."""
+    """Return a hash of all source files of `PACKAGES`, 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Layers out of a model and into it."""
+"""Reading layers from a model and loading them into it."""
 
 import warnings
 from collections.abc import Iterable
@@ -9,22 +9,22 @@ from torch import Tensor
 from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 
-# Layers that came through shared memory are read-only; they are only read here.
+# Layers from shared memory are read-only; they are never written here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def exchanged_layers(method: SSLMethod) -> Layers:
-    """Copies of the layers of all parts that are exchanged, on the CPU."""
+    """Return copies of all exchanged layers, on the CPU."""
     return copy_layers(method, exchanged_names(method))
 
 
 def copy_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
-    """Copies of the named layers, on the CPU."""
+    """Return copies of the named layers, on the CPU."""
     return {name: value.numpy() for name, value in clone_tensors(method, names).items()}
 
 
 def names_in_parts(method: SSLMethod, parts: Iterable[str]) -> list[str]:
-    """Names of all layers of these parts."""
+    """Return the names of all layers of these parts."""
     wanted = set(parts)
     return [name for name in method.named_tensors if part_name(name) in wanted]
 
@@ -45,13 +45,13 @@ def move_layers_out(method: SSLMethod, names: Iterable[str]) -> Layers:
 
 
 def clone_tensors(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
-    """Copies of the named layers, on the CPU."""
+    """Return copies of the named layers as tensors, on the CPU."""
     usual = torch.contiguous_format
     return {name: method.named_tensors[name].detach().to("cpu", copy=True, memory_format=usual) for name in names}
 
 
 def local_names(method: SSLMethod) -> list[str]:
-    """Names of the layers in use of the parts that never leave the client."""
+    """Return the names of the active layers of the parts that never leave the client."""
     return [
         name
         for name in method.named_tensors
@@ -60,7 +60,7 @@ def local_names(method: SSLMethod) -> list[str]:
 
 
 def exchanged_names(method: SSLMethod) -> list[str]:
-    """Names of the layers in use of all parts that are exchanged, but for what the method's server side deals with."""
+    """Return the names of the active layers of all exchanged parts, without those of the method's server side."""
     others = {*method.local_parts, *method.uploaded_parts, *method.broadcast_parts}
     return [
         name for name in method.named_tensors if part_name(name) not in others and name not in method.inactive_names
@@ -68,7 +68,7 @@ def exchanged_names(method: SSLMethod) -> list[str]:
 
 
 def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
-    """Load layers and prepare the method for a client's local training; returns the layers."""
+    """Load layers, prepare the method for a client's local training, and return the layers."""
     load_layers(method, layers)
     method.start_round(first=not layers.keys() >= set(local_names(method)))
     return layers
@@ -81,7 +81,7 @@ def load_layers(method: SSLMethod, layers: Layers) -> None:
     Raises
     ------
     ValueError
-        A layer that the module does not have, or has with another shape.
+        If the method has no such layer, or has it with another shape.
     """
     for name, array in layers.items():
         tensor = method.named_tensors.get(name)
@@ -92,5 +92,5 @@ def load_layers(method: SSLMethod, layers: Layers) -> None:
 
 
 def part_name(name: str) -> str:
-    """Name of the part that a layer belongs to."""
+    """Return the name of the part that a layer belongs to."""
     return name.partition(".")[0]

@@ -55,8 +55,8 @@ class Augmentation:
             raise InputError(f"augmentation.views has {len(views)} recipes; set exactly two")
         if not len(mean) == len(std) > 0 or min(std) <= 0:
             raise InputError(
-                f"dataset.mean={list(mean)} and dataset.std={list(std)} are not valid; set one mean and one std above 0 "
-                "for each channel"
+                f"dataset.mean={list(mean)} and dataset.std={list(std)} are not valid; set one mean and one std "
+                "above 0 for each channel"
             )
         if gpu_augmentation not in ("torch", "triton"):
             raise InputError(

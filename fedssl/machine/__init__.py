@@ -1,1 +1,1 @@
-"""The machine a process runs on: its device, its threads and its memory."""
+"""Hardware of a process: its device, threads and memory."""

@@ -1,4 +1,4 @@
-"""The device a process computes on, and the way of images to it."""
+"""The device a process computes on, and the transfer of images to it."""
 
 import logging
 
@@ -10,26 +10,29 @@ from fedssl.machine.memory import gigabytes
 
 log = logging.getLogger("fedssl")
 
-GPU = "cuda"  # kind of device that computes on its own while the process goes on
+GPU = "cuda"  # type of devices that compute asynchronously
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether work is best given to it in few large pieces, and never waited for."""
+    """Return whether the device computes asynchronously.
+
+    Such devices need few large operations without synchronization.
+    """
     return device.type == GPU
 
 
 def select_device(name: str) -> torch.device:
-    """Choose the device.
+    """Select the device.
 
     Parameters
     ----------
     name : {"auto", "cpu", "cuda"}
-        "auto" takes the GPU if there is one.
+        "auto" selects the GPU if there is one.
 
     Raises
     ------
     InputError
-        If there is no such device.
+        If the device does not exist.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
@@ -38,22 +41,22 @@ def select_device(name: str) -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device; a GPU takes it from pinned memory, so that nothing waits for the copy."""
+    """Copy a CPU tensor to the device; to a GPU asynchronously, from pinned memory."""
     if is_gpu(device):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def place_images(images: Tensor, device: torch.device) -> Tensor:
-    """Images on the device, or where they are if they would take more than half of its free memory.
+    """Copy images to the device, or return them unchanged if they would fill more than half of its free memory.
 
-    A GPU has room for the model, its activations and other processes then. On a CPU nothing is copied.
+    The other half remains for the model, its activations and other processes. On a CPU nothing is copied.
     """
     if is_gpu(device):
         free = torch.cuda.mem_get_info(device)[0]
         if 2 * images.nbytes > free:
             log.info(
-                "the images (%s) stay in the memory of the host, since the GPU has %s free: batches are fetched",
+                "the images (%s) stay in host memory, because the GPU has %s free; batches are copied to the GPU",
                 *(gigabytes(images.nbytes), gigabytes(free)),
             )
             return images

@@ -1,4 +1,4 @@
-"""A process made ready for computing, as the settings say."""
+"""Process-wide settings for computing."""
 
 import torch
 
@@ -9,7 +9,7 @@ from fedssl.machine.threads import tune_allocator
 
 
 def configure_process(machine: MachineSettings) -> torch.device:
-    """Set threads and allocator, and return the device; raises `InputError` if there is no such device."""
+    """Set threads and allocator, and return the device; raise `InputError` if the device does not exist."""
     torch.set_num_threads(machine.threads)
     if machine.keep_freed_memory:
         tune_allocator()

@@ -10,22 +10,24 @@ from pathlib import Path
 
 from fedssl.machine.memory import available_memory
 
-SMALL = 2**26  # bytes that need not be asked for
-_MAX_SLOTS = 8  # images at a time, however much memory there is
-_SHARE = 4  # of the memory there is, large images get one part in so many
-_PATIENCE = 0.01  # seconds between two looks
+SMALL = 2**26  # bytes that need no slot
+_MAX_SLOTS = 8  # images at a time, for any amount of memory
+_SHARE = 4  # large images use at most one part in four of the available memory
+_PATIENCE = 0.01  # seconds between two attempts
 
 
 @contextmanager
 def decode_slot(needed: int, *, largest: int) -> Iterator[None]:
-    """Wait until an image that needs so many bytes may be decoded.
+    """Wait until an image that needs this number of bytes may be decoded.
+
+    Slots are shared by all processes of the user on this host.
 
     Parameters
     ----------
     needed : int
-        Bytes; what is small does not wait.
+        Bytes of the image; small ones do not wait.
     largest : int
-        Bytes of the largest image there can be: as many images have room as would of this size.
+        Bytes of the largest valid image; the number of slots is the number of such images that fit.
     """
     if needed <= SMALL:
         yield
@@ -36,11 +38,11 @@ def decode_slot(needed: int, *, largest: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(descriptor)  # which lets go of the lock
+        os.close(descriptor)  # releases the lock
 
 
 def _acquire_slot(slots: int) -> int:
-    """The descriptor of a locked file, one of so many that all processes of the user on this host share."""
+    """Lock one of the slot files and return its descriptor."""
     files = [Path(tempfile.gettempdir(), f"fedssl-{os.getuid()}-decoding-{number}") for number in range(slots)]
     while True:
         for file in files:

@@ -6,32 +6,32 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Environment variables to set before torch is imported: OpenMP threads that wait for each other spin for a tenth of a
-# millisecond and then sleep. If they slept at once, a training step would take a fifth longer; if they spun longer, a
-# second program on the same cores would slow training down not by half but tenfold.
+# Environment variables to set before torch is imported: waiting OpenMP threads spin for a tenth of a millisecond and
+# then sleep. Sleeping at once makes a training step a fifth slower. Spinning longer makes training ten times slower
+# instead of two times if a second program uses the same cores.
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # parameters of glibc's mallopt
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def default_threads(size: int) -> int:
-    """CPU threads for images of ``size`` x ``size``: 1 below 32 pixels, else the available cores, at most 4.
+    """Return the number of CPU threads for images of ``size`` x ``size``: 1 below 32 pixels, else at most 4.
 
-    Operations on smaller images are over before a second thread has begun; more than 4 gain little on batches of
-    usual size, while Ray runs clients side by side.
+    Operations on smaller images finish before a second thread starts. More than 4 threads gain little on batches of
+    usual size, and Ray runs clients in parallel.
     """
     return 1 if size < 32 else min(4, available_cores())
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one CPU thread inside the block: right for operations that end before a second one has woken up."""
-    import torch  # here: reading settings needs no torch
+    """Use one CPU thread inside the block, for operations shorter than the start of a second thread."""
+    import torch  # here: reading settings does not need torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 class _HalfSquaredDistance(torch.autograd.Function):
-    """``weight / 2 ||weights - start||^2`` over lists of tensors, with fewer operations than autograd (7 per tensor)."""
+    """``weight / 2 ||weights - start||^2`` over lists of tensors, with few operations (autograd needs 7 per tensor)."""
 
     @staticmethod
     def forward(ctx: Any, weight: float, start: list[Tensor], *weights: Tensor) -> Tensor:

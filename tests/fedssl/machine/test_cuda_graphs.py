@@ -74,7 +74,7 @@ def both_ways(*overrides, rounds=3, **how):
     + [("byol", "adam")]
     + [pytest.param(method, "adam", marks=pytest.mark.heavy) for method in METHODS if method != "byol"],
 )
-def test_a_recorded_step_gives_the_same_bits_for_every_method(method, optimizer):
+def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer):
     """3 rounds of 2 epochs of 3 batches are 18 steps: 3 as they are, the fourth is recorded, and 14 are done again."""
     recorded, recorder, plain = both_ways(f"method={method}", f"optimizer={optimizer}")
     assert (recorder.recorded, recorder.replayed) == (1, 14)
@@ -96,14 +96,14 @@ def test_a_recorded_step_gives_the_same_bits_for_every_method(method, optimizer)
     ],
     ids=" ".join,
 )
-def test_a_recorded_step_gives_the_same_bits_with_all_that_belongs_to_it(overrides):
+def test_a_captured_step_gives_the_same_bits_with_all_that_belongs_to_it(overrides):
     recorded, recorder, plain = both_ways(*overrides, rounds=2)
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 
 
 @pytest.mark.parametrize("variant", ["uot", "tangent_swd"])
-def test_fur_as_a_gpu_computes_it_can_be_recorded(monkeypatch, variant):
+def test_fur_as_a_gpu_computes_it_can_be_captured(monkeypatch, variant):
     """A GPU takes a fixed number of steps and draws from torch's own generator, which goes on from step to step."""
     monkeypatch.setattr(fur, "is_gpu", lambda device: True)
     recorded, recorder, plain = both_ways("regularizer=fur", f"regularizer.variant={variant}", rounds=2)
@@ -111,7 +111,7 @@ def test_fur_as_a_gpu_computes_it_can_be_recorded(monkeypatch, variant):
     assert recorded.is_like(plain)
 
 
-def test_batches_of_another_size_are_recorded_by_themselves(monkeypatch):
+def test_batches_of_another_size_are_captured_by_themselves(monkeypatch):
     """25 images are batches of 7, 6, 6 and 6: in 4 epochs 4 steps of the one kind and 12 of the other."""
     recorded, recorder, plain = both_ways(num_images=25, rounds=2)
     assert (recorder.recorded, recorder.replayed) == (2, 8)
@@ -125,7 +125,7 @@ def test_batches_of_another_size_are_recorded_by_themselves(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "schedule"), [("simclr", "layer_wise"), ("byol", "layer_wise"), ("byol", "progressive")]
 )
-def test_a_new_stage_is_recorded_anew(method, schedule):
+def test_a_new_stage_is_captured_anew(method, schedule):
     """What was recorded trains the layers of the stage before."""
     recorder = Recorder()
     overrides = [f"method={method}", f"schedule={schedule}"]
@@ -163,7 +163,7 @@ def test_a_term_that_is_made_anew_for_every_client_is_not_recorded():
         (["regularizer=fur", "regularizer.gpu_iter=0"], "no step of FUR is"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_on_every_machine(overrides, sentence):
+def test_what_cannot_be_captured_is_refused_on_every_machine(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
         Client("cuda_graphs=true", *overrides)
     Client(*overrides)
@@ -220,5 +220,5 @@ def test_a_gpu_records_its_steps(method):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_says_what_cannot_be_recorded():
     record = cuda_graphs.capture_on_gpu()
-    with pytest.raises(RequestRefused, match=r"a training step cannot be recorded \(.*\); set cuda_graphs=false"):
+    with pytest.raises(RequestRefused, match=r"a training step cannot be captured \(.*\); set cuda_graphs=false"):
         record(lambda: torch.ones(2, device="cuda") * torch.ones((), device="cuda").item())
