@@ -33,7 +33,7 @@ class Augmentation:
         One number per channel, for images with values in [0, 1]; a view is ``(image - mean) / std``.
     views : sequence of mapping
         Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
-    gpu_views : {"torch", "triton"}
+    gpu_augmentation : {"torch", "triton"}
         Implementation on a GPU: torch operations, or `fedssl.augmentation.kernel`.
 
     Raises
