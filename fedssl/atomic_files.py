@@ -1,6 +1,6 @@
-"""Files that are written whole or not at all, one for each round, and the folder of a new run.
+"""Atomic file writes, files with one version per round, and the folder of a new run.
 
-What is written whole takes the place of what is there at once, and a crash leaves that as it was.
+Atomic writes replace an existing file at once; a crash leaves the previous version.
 """
 
 import errno
@@ -19,17 +19,18 @@ import torch
 from fedssl.errors import InputError
 from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file
 
-_PARTIAL = ".partial"  # end of the names of files that are being written
+_PARTIAL = ".partial"  # suffix of incomplete files
 
 
 def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` make a file under a temporary name beside ``file``, then put it in the place of ``file``.
+    """Write a temporary file by ``write`` and rename it to ``file``.
 
-    Both are on the disk when this returns: neither a crash nor a loss of power leaves a part of it.
+    Both are flushed to the disk before this returns, so that neither a crash nor a power failure leaves an incomplete
+    file.
     """
     partial = file.with_name(f".{file.name}.{os.getpid()}{_PARTIAL}")
     try:
-        partial.unlink(missing_ok=True)  # it may be a link of somebody else's
+        partial.unlink(missing_ok=True)  # it may be a link that another user made
         with partial.open("xb") as stream:
             write(stream)
             stream.flush()
@@ -37,7 +38,7 @@ def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
         partial.replace(file)
         _sync_folder(file.parent)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch hides what the disk says
+        if isinstance(error.__context__, OSError):  # torch hides the error of the file system
             raise error.__context__ from None
         raise
     finally:
@@ -46,59 +47,59 @@ def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file, UTF-8."""
+    """Write a text file atomically, UTF-8."""
     atomic_write(file, lambda stream: stream.write(text.encode()))
 
 
 def append_text(file: Path, text: str) -> None:
-    """Write at the end of a text file, UTF-8; `fsync_file` sees to it that it is on the disk."""
+    """Append to a text file, UTF-8; `fsync_file` flushes it to the disk."""
     with file.open("ab") as stream:
         stream.write(text.encode())
 
 
 def fsync_file(file: Path) -> None:
-    """Wait until what was written to a file is on the disk; nothing if there is none."""
+    """Flush a file to the disk if it exists."""
     with suppress(FileNotFoundError), file.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what killed processes have left unfinished in a folder and below it; nobody may be at work there."""
-    for place, _, files in os.walk(folder):
+    """Remove incomplete files of killed processes from a folder and its subfolders; no process may be writing there."""
+    for parent, _, files in os.walk(folder):
         for name in files:
             if name.startswith(".") and name.endswith(_PARTIAL):
-                remove(Path(place, name))
+                remove(Path(parent, name))
 
 
 def reject_symlinks(folder: Path) -> None:
-    """Refuse, by an `InputError`, links in a folder and below it: what is written there would go elsewhere."""
-    for place, folders, files in os.walk(folder):
-        for one in (Path(place, name) for name in (*folders, *files)):
-            if one.is_symlink():
-                raise InputError(f"{one} is a link, which leads out of the folder; put what is meant in its place")
+    """Reject, by an `InputError`, symbolic links in a folder and its subfolders, which would redirect writes."""
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                raise InputError(f"{path} is a symbolic link; replace it by the file or folder it refers to")
 
 
 def make_subfolder(folder: Path, name: str) -> Path:
-    """Make a folder within a folder if it is not there.
+    """Create a subfolder if it does not exist.
 
     Raises
     ------
     InputError
-        It is a link: what is written there would go elsewhere.
+        If it is a symbolic link, which would redirect writes.
     OSError
-        It cannot be made.
+        If it cannot be created.
     """
     inner = folder / name
     if inner.is_symlink():
-        raise InputError(f"{inner} is a link, which leads out of the folder; put what is meant in its place")
+        raise InputError(f"{inner} is a symbolic link; replace it by the folder it refers to")
     inner.mkdir(exist_ok=True)
     return inner
 
 
 def mmap_bytes(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> torch.Tensor:
-    """The bytes of a file that is not empty ``(n,)``, uint8, in place and for reading only.
+    """Map the bytes of a non-empty file into memory, read-only: ``(n,)``, uint8.
 
-    All processes that map it share the memory; what is too large for the memory is read anew from the disk.
+    All processes that map the file share its memory; pages that do not fit are reread from the disk.
     """
     with open_regular_file(file, max_bytes=max_bytes) as stream, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -106,7 +107,7 @@ def mmap_bytes(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> torch.Tenso
 
 
 def remove(file: Path) -> None:
-    """Remove a file if there is one; raises `InputError` if something else has its place."""
+    """Remove a file if it exists; raise `InputError` if it cannot be removed."""
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
@@ -114,18 +115,18 @@ def remove(file: Path) -> None:
 
 
 def round_file(folder: Path, round: int, kind: str = "pt") -> Path:
-    """Where the version of a round is, or would be; ``kind`` is the end of the name."""
+    """Return the path of the version of a round; ``kind`` is the file name extension."""
     return folder / f"round-{round:06d}.{kind}"
 
 
 def saved_rounds(folder: Path, kind: str = "pt") -> list[int]:
-    """Rounds of which there is a version, ascending."""
+    """Return the rounds with a saved version, ascending."""
     names = (re.fullmatch(rf"round-(\d+)\.{kind}", file.name) for file in folder.glob(f"round-*.{kind}"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def new_run_folder() -> Path:
-    """Make a new folder ``runs/<date>_<time>`` at once, so that two runs of the same second do not share it."""
+    """Create a new folder ``runs/<date>_<time>``; runs that start in the same second get different folders."""
     base = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
     for attempt in range(1000):
         folder = base.with_name(f"{base.name}-{attempt}") if attempt else base
@@ -134,18 +135,18 @@ def new_run_folder() -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise InputError(f"the folder {folder} cannot be made ({error.strerror}); set output_dir=...") from error
+            raise InputError(f"the folder {folder} cannot be created ({error.strerror}); set output_dir=...") from error
         return folder
     raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Flush the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by the file system
             raise
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""When a run ends before its last round: a rule over the results of its evaluations.
+"""Early stopping: a rule over the results of evaluations that ends a run before its last round.
 
-The rule has no memory of its own: it is a function of the results on record, so that a resumed run ends where the
-uninterrupted one does.
+The rule is a pure function of the recorded results, so that a resumed run ends in the same round as an uninterrupted
+one.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -13,24 +13,24 @@ from fedssl.evaluation.scores import ACCURACY
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """By which results a run ends early.
+    """Settings of early stopping.
 
     Attributes
     ----------
     monitor : str or None
-        Name of a result of ``evaluation``, of which more is better; None: all rounds run.
+        Name of a result of ``evaluation``; higher is better. None disables early stopping.
     patience : int or None
-        How many evaluations in a row may pass without an improvement, at least 1; None: any number.
+        Number of consecutive evaluations without improvement after which the run ends, at least 1; None: unlimited.
     min_delta : float
-        What the result must exceed the best one so far by, to count as an improvement; 0 or more, in the unit of the
-        result (an accuracy is a share in [0, 1]).
+        Minimum increase over the best result that counts as an improvement; at least 0, in the unit of the result
+        (accuracies are in [0, 1]).
     threshold : float or None
-        The result that is enough; None: none is.
+        The run ends when the result reaches this value; None: no threshold.
 
     Raises
     ------
     InputError
-        One of them is not such a value, or they do not fit each other.
+        If a value is not valid, or the values contradict each other.
     """
 
     monitor: str | None = None
@@ -42,25 +42,26 @@ class EarlyStopping:
         if self.monitor is not None and not isinstance(self.monitor, str):
             raise InputError(f"early_stopping.monitor={self.monitor} must be the name of a result, e.g. knn, or null")
         if self.patience is not None and (type(self.patience) is not int or self.patience < 1):
-            raise InputError(f"early_stopping.patience={self.patience} must be a whole number of at least 1, or null")
+            raise InputError(f"early_stopping.patience={self.patience} must be an integer of at least 1, or null")
         if not self.min_delta >= 0:
-            raise InputError(f"early_stopping.min_delta={self.min_delta} must be 0 or more")
+            raise InputError(f"early_stopping.min_delta={self.min_delta} must be at least 0")
         if self.threshold is not None and type(self.threshold) not in (int, float):
             raise InputError(f"early_stopping.threshold={self.threshold} must be a number, e.g. 0.5 for 50%, or null")
-        said = self.patience is not None or self.threshold is not None
-        if self.monitor is None and said:
+        has_criterion = self.patience is not None or self.threshold is not None
+        if self.monitor is None and has_criterion:
             raise InputError(
-                "early_stopping has no monitor; name the result that decides, e.g. early_stopping.monitor=knn, or leave "
-                "early_stopping.patience and early_stopping.threshold null"
+                "early_stopping has a criterion but no monitor; set e.g. early_stopping.monitor=knn, or set "
+                "early_stopping.patience and early_stopping.threshold to null"
             )
-        if self.monitor is not None and not said:
+        if self.monitor is not None and not has_criterion:
             raise InputError(
-                f"early_stopping.monitor={self.monitor} says no more; add early_stopping.patience=3 or early_stopping.threshold=0.5"
+                f"early_stopping.monitor={self.monitor} needs a criterion; set early_stopping.patience=3 or "
+                "early_stopping.threshold=0.5"
             )
 
 
 def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: EarlyStopping) -> str | None:
-    """Say why a run is to end; None: it goes on.
+    """Return the reason to end a run; None: the run continues.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: Ea
     Raises
     ------
     InputError
-        An evaluation has no such result.
+        If an evaluation does not have the monitored result.
     """
     if rule.monitor is None:
         return None
@@ -93,19 +94,19 @@ def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: Ea
 
 
 def check_monitor(rule: EarlyStopping, names: Collection[str]) -> None:
-    """Refuse, by an `InputError`, a rule over a result that no evaluation has."""
+    """Reject, by an `InputError`, a rule whose result is not part of the evaluation."""
     if rule.monitor is not None and rule.monitor not in names:
-        given = f"gives {', '.join(names)}; choose one of these, or" if names else "gives none; choose"
+        available = f"has {', '.join(names)}; choose one of these, or" if names else "has none; choose"
         raise InputError(
-            f"early_stopping.monitor={rule.monitor} is no result of evaluation, which {given} another evaluation"
+            f"early_stopping.monitor={rule.monitor} is not a result of evaluation, which {available} another evaluation"
         )
 
 
 def check_threshold_unit(rule: EarlyStopping, unit: str) -> None:
-    """Refuse, by an `InputError`, a rule that asks for more than a result of this unit can be."""
+    """Reject, by an `InputError`, thresholds that a result of this unit cannot reach."""
     for name, value in (("threshold", rule.threshold), ("min_delta", rule.min_delta)):
         if unit == ACCURACY and value is not None and value > 1:
             raise InputError(
-                f"early_stopping.{name}={value:g} but {rule.monitor} is a share in [0, 1]; for {value:g}% set "
+                f"early_stopping.{name}={value:g} but {rule.monitor} is in [0, 1]; for {value:g}% set "
                 f"early_stopping.{name}={value / 100:g}"
             )

@@ -1,8 +1,7 @@
 """Losses of two views: pure functions of projections z and predictions p, all ``(batch, dim)``.
 
-Each is written down in its docstring. They have the standard forms, but for two of L-DAWA's code,
-`nt_xent_one_sided` and `barlow_twins_unbiased`, which methods take if asked. All are computed in at least float32, also
-inside autocast.
+They have the standard forms, as written in the docstrings, except for two of L-DAWA's code, `nt_xent_one_sided` and
+`barlow_twins_unbiased`, which are options of methods. All are computed in at least float32, also inside autocast.
 """
 
 import torch
@@ -11,26 +10,26 @@ from torch import Tensor
 
 
 def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | None = None) -> Tensor:
-    """Normalized temperature-scaled cross entropy of SimCLR (arXiv 2002.05709, Eq. 1).
+    """Return SimCLR's normalized temperature-scaled cross entropy (arXiv 2002.05709, Eq. 1).
 
-    With s the cosine divided by the temperature and j the other view of i among the ``2 * batch`` vectors,
-    the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``. Further negatives d add ``sum_d exp(s_id)`` to
+    With s the cosine divided by the temperature and j the other view of i among the ``2 * batch`` vectors, the loss is
+    the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``. Additional negatives d add ``sum_d exp(s_id)`` to
     the denominator.
 
     Parameters
     ----------
     z1, z2 : Tensor
-        Projections of the two views, ``(batch, dim)``; need not be normalized. The gradient flows into both.
+        Projections of the two views, ``(batch, dim)``; normalized here. The gradient flows into both.
     temperature : float
-        Positive; the smaller, the more the most similar other images weigh.
+        Positive; smaller values increase the weight of the most similar other images.
     negatives : Tensor, optional
-        Vectors of images that are no image's of the batch, ``(n, dim)``; need not be normalized, but none is zero.
-        None, or n = 0: there are no others.
+        Vectors of images outside of the batch, ``(n, dim)``, none of them zero; normalized here. None or n = 0: no
+        additional negatives.
 
     Returns
     -------
     Tensor
-        Scalar >= 0; 0 without gradient for one image, which has no negatives, unless there are further ones.
+        Scalar >= 0; 0 without gradient for a single image without additional negatives.
     """
     batch = z1.shape[0]
     z = F.normalize(at_least_float32(torch.cat((z1, z2))), dim=1)
@@ -43,10 +42,11 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | N
 
 
 def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
-    """NT-Xent as the code of L-DAWA (arXiv 2307.07393) has it: one direction, an image among its own negatives.
+    """Return NT-Xent as in the code of L-DAWA (arXiv 2307.07393): one direction, with self-similarity.
 
     With s the cosine divided by the temperature, i one of the ``batch`` vectors of view 1 and j its other view, the
-    mean over i of ``-log( exp(s_ij) / sum_k exp(s_ik) )``, k over all ``2 * batch`` vectors, i among them.
+    loss is the mean over i of ``-log( exp(s_ij) / sum_k exp(s_ik) )``, with k over all ``2 * batch`` vectors including
+    i.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
     Returns
     -------
     Tensor
-        Scalar >= log 2, which it comes near to where both views are alike and all other images far away.
+        Scalar >= log 2, the limit for equal views and distant other images.
     """
     z1, z2 = F.normalize(at_least_float32(z1), dim=1), F.normalize(at_least_float32(z2), dim=1)
     similarity = _product(z1 / temperature, torch.cat((z1, z2)).T)
@@ -65,18 +65,18 @@ def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
 
 
 def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
-    """InfoNCE with the other keys of the batch as negatives, in one direction (arXiv 2104.02057, Eq. 1).
+    """Return InfoNCE with the other keys of the batch as negatives, in one direction (arXiv 2104.02057, Eq. 1).
 
-    With s_ij the cosine of query i and key j divided by the temperature, the mean over i of
-    ``-log( exp(s_ii) / sum_j exp(s_ij) )``.
+    With s_ij the cosine of query i and key j divided by the temperature, the loss is the mean over i of ``-log(
+    exp(s_ii) / sum_j exp(s_ij) )``.
 
-    MoCo v3 multiplies by ``2 * temperature`` and adds the other direction; both are left to the method, and so is
-    computing the keys without gradient.
+    MoCo v3 multiplies by ``2 * temperature`` and adds the other direction. The method does both, and computes keys
+    without gradient.
 
     Parameters
     ----------
     q, k : Tensor
-        Queries and keys, ``(batch, dim)``; need not be normalized. The gradient flows into both.
+        Queries and keys, ``(batch, dim)``; normalized here. The gradient flows into both.
     temperature : float
         Positive.
 
@@ -90,14 +90,14 @@ def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
 
 
 def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
-    """Mean of ``-cos(p, z)`` with a stop-gradient on z (SimSiam, arXiv 2011.10566, Eq. 1 and 3).
+    """Return the mean of ``-cos(p, z)`` with a stop-gradient on z (SimSiam, arXiv 2011.10566, Eq. 1 and 3).
 
     Parameters
     ----------
     p : Tensor
         Predictions from one view, ``(batch, dim)``.
     z : Tensor
-        Projections of the other view, ``(batch, dim)``; no gradient flows into them.
+        Projections of the other view, ``(batch, dim)``; without gradient.
 
     Returns
     -------
@@ -108,14 +108,14 @@ def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
 
 
 def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
-    """Loss of BYOL (arXiv 2006.07733, Eq. 2): the mean of ``2 - 2 cos(p1, z2)`` plus that of ``2 - 2 cos(p2, z1)``.
+    """Return BYOL's loss (arXiv 2006.07733, Eq. 2): mean of ``2 - 2 cos(p1, z2)`` plus mean of ``2 - 2 cos(p2, z1)``.
 
     Parameters
     ----------
     p1, p2 : Tensor
         Predictions of the online network from view 1 and 2, ``(batch, dim)``.
     z2, z1 : Tensor
-        Projections of the target network from view 2 and 1, ``(batch, dim)``; no gradient flows into them.
+        Projections of the target network from view 2 and 1, ``(batch, dim)``; without gradient.
 
     Returns
     -------
@@ -155,18 +155,18 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -
 
 
 def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
-    """Redundancy reduction of Barlow Twins (arXiv 2103.03230, Eq. 1 and 2).
+    """Return Barlow Twins' redundancy reduction loss (arXiv 2103.03230, Eq. 1 and 2).
 
-    With C the cross-correlation of the two views' features over the batch, ``sum_i (1 - C_ii)^2 + lambd sum_{i != j}
-    C_ij^2``. Features are standardized by the standard deviation of the batch (divided by ``batch``) with 1e-5
-    added to the variance, as in the authors' code: a feature that is constant counts as uncorrelated.
+    With C the cross-correlation of the two views' features over the batch, the loss is ``sum_i (1 - C_ii)^2 + lambd
+    sum_{i != j} C_ij^2``. Features are standardized by the standard deviation of the batch (divisor ``batch``) with
+    1e-5 added to the variance, as in the authors' code: a constant feature counts as uncorrelated.
 
     Parameters
     ----------
     z1, z2 : Tensor
         Projections of the two views, ``(batch, dim)``. The gradient flows into both.
     lambd : float
-        Weight of the redundancy term, >= 0; 0 turns it off.
+        Weight of the redundancy term, >= 0; 0 disables it.
 
     Returns
     -------
@@ -177,15 +177,15 @@ def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
 
 
 def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
-    """Barlow Twins as the code of L-DAWA (arXiv 2307.07393) has it: the standard deviation has the divisor batch - 1.
+    """Return Barlow Twins as in the code of L-DAWA (arXiv 2307.07393): the standard deviation has divisor batch - 1.
 
-    The correlation is divided by ``batch`` nevertheless, so that its diagonal reaches ``(batch - 1) / batch`` at most.
-    Nothing is added to the variance; a feature that is constant counts as uncorrelated here, there it gives NaN.
+    The correlation is still divided by ``batch``, so that its diagonal is at most ``(batch - 1) / batch``. Nothing is
+    added to the variance. A constant feature counts as uncorrelated here; in the authors' code it gives NaN.
 
     Parameters
     ----------
     z1, z2, lambd
-        As in `barlow_twins`; two images or more.
+        As in `barlow_twins`; at least two images.
 
     Returns
     -------
@@ -196,7 +196,7 @@ def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
 
 
 def at_least_float32(z: Tensor) -> Tensor:
-    """``z`` in float32, or as it is if it is more precise."""
+    """Return ``z`` in float32, or unchanged if its precision is higher."""
     return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
@@ -221,14 +221,14 @@ def _standardized(z: Tensor) -> Tensor:
 
 
 def _others(square: Tensor) -> Tensor:
-    """Matrices ``(..., n, n)`` without their diagonals, ``(..., n, n - 1)``."""
+    """Return matrices ``(..., n, n)`` without their diagonals, ``(..., n, n - 1)``."""
     n = square.shape[-1]
-    # Behind the first number, every (n + 1)-th is on the diagonal.
+    # After the first number, every (n + 1)-th is on the diagonal.
     rows = square.flatten(-2)[..., 1:].reshape(*square.shape[:-2], n - 1, n + 1)
     return rows[..., :-1].reshape(*square.shape[:-1], n - 1)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply ``a @ b`` in the precision of the two, also inside autocast."""
+    """Return ``a @ b`` in the precision of its factors, also inside autocast."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b

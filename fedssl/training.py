@@ -1,4 +1,4 @@
-"""Local training: some epochs of a self-supervised method on one client's images, or on the server's own."""
+"""Local training: epochs of a self-supervised method on one client's images, or on the server's images."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,44 +21,44 @@ Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 
 class TwoViews(Protocol):
-    """How images become two views, in two parts; `fedssl.augmentation.Augmentation` says more."""
+    """Augmentation of images to two views, in two steps; see `fedssl.augmentation.Augmentation`."""
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Both parts at once."""
+        """Run both steps."""
 
     def sample_params(
         self, sizes: Sequence[int], *, image_shape: Sequence[int], device: torch.device, generator: torch.Generator
     ) -> Iterable[Any]:
-        """Draw all that is random for batches of these sizes."""
+        """Draw all random parameters for batches of these sizes."""
 
     def apply(self, images: Tensor, params: Any, *, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
-        """Make the views of a batch of what was drawn for it."""
+        """Compute the views of a batch from its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTrainer:
-    """How a method is trained: one value for clients, calibration and the measurement of costs.
+    """Training of a method; used by clients, calibration and cost measurement.
 
     Attributes
     ----------
     augment : TwoViews
-        Makes two views of images.
+        Computes two views of images.
     optimizer : torch.optim.Optimizer
-        Over all that the method ever trains.
+        Optimizer of all parameters that the method trains in any phase.
     base_lrs : tuple of float
         Learning rates of the optimizer's groups, before any factor.
     regularizer : Regularizer
     epochs : int
     batch_size : int
-        Most images per step; an epoch is cut into batches of nearly equal size, see `batches`.
+        Maximum number of images per step; an epoch is split into batches of nearly equal size, see `batches`.
     precision : {"fp32", "bf16"}
         bf16 runs the forward pass under autocast.
     clip_norm : float or None
-        Longest gradient (2-norm over all trained weights) that is taken as it is; None: any.
+        Maximum gradient norm (2-norm over all trained weights); None disables clipping.
     channels_last : bool
-        Whether views have all channels of a pixel side by side in memory, which convolutions are fastest on.
+        Whether views are stored channels last, which is fastest for convolutions.
     graphs : CudaGraphCache or None
-        What records the steps of a GPU and does them again; None: every step is asked for kernel by kernel.
+        Captures and replays the steps on a GPU; None: every step launches its kernels separately.
     """
 
     augment: TwoViews
@@ -74,24 +74,24 @@ class LocalTrainer:
 
     @classmethod
     def build(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTrainer":
-        """Build the parts for a method, whose weights take the views' layout on a GPU.
+        """Build the parts for a method, whose weights are converted to the views' memory format on a GPU.
 
         Raises
         ------
         InputError
-            A part refuses its settings, the regularizer needs a part that the method does not have, or steps are to be
-            recorded that differ.
+            If a setting is not valid, the regularizer needs a part that the method does not have, or steps to be
+            captured are not equal.
         """
         regularizer: Regularizer = settings.regularizer.make()
         part = regularizer.resolve_part(method)
         if part not in (None, *(name for name, _ in method.named_children())):
             raise InputError(
-                f"{type(regularizer).__name__} works on the {part}, which {type(method).__name__} does not "
+                f"{type(regularizer).__name__} needs a {part}, which {type(method).__name__} does not "
                 "have; set another regularizer or method"
             )
         device = next(method.parameters()).device
         if settings.channels_last and is_gpu(device):
-            method.to(memory_format=torch.channels_last)  # else every convolution would bring its weights there
+            method.to(memory_format=torch.channels_last)  # else every convolution would convert its weights
         optimizer = settings.optimizer.make([method.named_tensors[name] for name in method.trainable])
         base_lrs = tuple(group["lr"] for group in optimizer.param_groups)
         if settings.cuda_graphs:
@@ -99,8 +99,8 @@ class LocalTrainer:
             for kind in (method, regularizer):
                 if not kind.cuda_graph_safe:
                     raise InputError(
-                        f"cuda_graphs=true but no step of {type(kind).__name__} is, with these settings, like the one "
-                        "before; set cuda_graphs=false"
+                        f"cuda_graphs=true but the steps of {type(kind).__name__} differ with these settings; "
+                        "set cuda_graphs=false"
                     )
         return cls(
             augment=settings.augmentation.make(),
@@ -116,11 +116,11 @@ class LocalTrainer:
         )
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """What forward passes run under."""
+        """Return the autocast context of forward passes."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def reset_optimizer(self, *, lr_factor: float) -> None:
-        """Let the optimizer forget what it was used for before, and set its learning rates."""
+        """Reset the optimizer's state, and set its learning rates."""
         lrs = [lr * lr_factor for lr in self.base_lrs]
         if self.graphs is not None:
             self.graphs.reset_optimizer(lrs)
@@ -132,14 +132,14 @@ class LocalTrainer:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Outcome of local training.
+    """Result of local training.
 
     Attributes
     ----------
     loss : float
-        Mean loss per image over the last epoch, regularizer included; NaN if there was no epoch.
+        Mean loss per image over the last epoch, including the regularizer; NaN without epochs.
     num_examples : int
-        Images of the client.
+        Number of images of the client.
     """
 
     loss: float
@@ -161,22 +161,22 @@ def train(
     Parameters
     ----------
     images : Tensor
-        All images of the data set ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
+        All images of the dataset ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
     indices : Tensor
-        The client's images ``(m,)``, int64, on the CPU.
+        Indices of the client's images ``(m,)``, int64, on the CPU.
     training : LocalTrainer
-        How. Its optimizer goes on from where it is; see `LocalTrainer.reset_optimizer`.
+        Training parts. The optimizer keeps its state; see `LocalTrainer.reset_optimizer`.
     generator : torch.Generator
-        CPU generator of everything random in this training.
+        CPU generator of all random numbers of this training.
     labels : Tensor or None
-        Classes of all images ``(n,)``, int64, on the method's device; needed by methods that use them.
+        Classes of all images ``(n,)``, int64, on the method's device; required by methods that use them.
     on_step_start : callable
-        Called before every step; what it raises ends the training.
+        Called before every step; an exception that it raises ends the training.
 
     Notes
     -----
-    What is random in the views of an epoch is drawn at its start. The loss stays on the device until the end: one
-    synchronization per call, if the regularizer needs none.
+    Random parameters of views are drawn at the start of an epoch. The loss stays on the device until the end: one
+    synchronization per call, unless the regularizer synchronizes.
     """
     method.train()
     training.regularizer.on_train_start(method)
@@ -208,7 +208,7 @@ def train(
 
 
 def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator, *inputs: Tensor) -> Tensor:
-    """One step of the optimizer on what `SSLMethod.loss` takes; the loss, regularizer included, without gradient."""
+    """Run one optimizer step on the inputs of `SSLMethod.loss`; return the loss including the regularizer, detached."""
     optimizer, regularizer = training.optimizer, training.regularizer
     optimizer.zero_grad(set_to_none=True)
     with training.autocast(inputs[0].device):
@@ -226,14 +226,14 @@ def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator,
 
 
 def index_rows(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    """Rows of a tensor, on the device; ``rows`` is where the tensor is, or on the CPU."""
-    found = source.index_select(0, rows.to(source.device))
-    return found if found.device == device else to_device(found, device)
+    """Return rows of a tensor on the device; ``rows`` is on the device of the tensor or on the CPU."""
+    selected = source.index_select(0, rows.to(source.device))
+    return selected if selected.device == device else to_device(selected, device)
 
 
 @contextmanager
 def capture_outputs(method: SSLMethod, part: str | None) -> Iterator[list[Tensor]]:
-    """What a part of the method puts out meanwhile, one tensor per forward pass; None: nothing is collected."""
+    """Collect the outputs of a part of the method inside the block, one per forward pass; None collects nothing."""
     outputs: list[Tensor] = []
     if part is None:
         yield outputs
@@ -248,17 +248,17 @@ def capture_outputs(method: SSLMethod, part: str | None) -> Iterator[list[Tensor
 def batches(
     indices: Tensor, batch_size: int, *, generator: torch.Generator, min_batch_size: int = 2
 ) -> Iterator[Tensor]:
-    """One epoch: the indices in random order, cut into `number_of_batches` of nearly equal size.
+    """Yield one epoch: the indices in random order, split into `number_of_batches` of nearly equal size.
 
-    Sizes differ by at most 1, so that every image is seen in every epoch.
+    Sizes differ by at most 1, so that each image is used in each epoch.
     """
     order = indices[torch.randperm(len(indices), generator=generator)]
     yield from order.tensor_split(number_of_batches(len(order), batch_size, min_batch_size=min_batch_size))
 
 
 def number_of_batches(num_images: int, batch_size: int, *, min_batch_size: int = 2) -> int:
-    """``ceil(num_images / batch_size)``, or fewer, so that none has less than ``min_batch_size`` if there are so many images.
+    """Return ``ceil(num_images / batch_size)``, or fewer to avoid batches smaller than ``min_batch_size``.
 
-    An odd number of images in batches of 2 therefore makes one of 3.
+    With batches of 2, an odd number of images therefore gives one batch of 3.
     """
     return max(1, min(-(-num_images // batch_size), num_images // min_batch_size))

@@ -212,7 +212,7 @@ def test_images_that_would_not_fit_are_refused_before_they_are_read(plan, node, 
         ("epochs: 1.5", "has epochs: 1.5; give a whole number above 0"),
         ("memory: .inf", "has memory: inf; give a number above 0"),
         ("memory: true", "has memory: True; give a number above 0"),
-        ("- epochs", "it holds a list instead of a dict"),
+        ("- epochs", "it contains a list instead of a dict"),
     ],
 )
 def test_limits_that_are_none(text, sentence, tmp_path):

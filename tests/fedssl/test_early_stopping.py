@@ -67,10 +67,10 @@ def test_settings():
     [
         ("monitor=knn patience=0", "whole number of at least 1"),
         ("monitor=knn patience=1.5", "whole number of at least 1"),
-        ("monitor=knn patience=1 min_delta=-0.1", "must be 0 or more"),
+        ("monitor=knn patience=1 min_delta=-0.1", "must be at least 0"),
         ("monitor=knn threshold=much", "must be a number"),
         ("monitor=3 threshold=0.5", "must be the name of a result"),
-        ("patience=3", "early_stopping has no monitor"),
+        ("patience=3", "early_stopping has a criterion but no monitor"),
         ("monitor=knn", "add early_stopping.patience=3"),
         ("monitor=knn patience=1 patient=2", "there is no setting 'early_stopping.patient'"),
     ],
@@ -86,5 +86,5 @@ def test_without_evaluations_it_is_refused():
 
 
 def test_a_result_that_an_evaluation_lacks_is_refused():
-    with pytest.raises(InputError, match="no result of evaluation, which gives knn, linear; choose"):
+    with pytest.raises(InputError, match="not a result of evaluation, which has knn, linear; choose"):
         stop_reason([(1, {"knn": 0.5, "linear": 0.4})], EarlyStopping(monitor="nearest", patience=1))

@@ -188,5 +188,5 @@ def test_a_checkpoint_larger_than_its_models_is_not_read(tmp_path):
     save_checkpoint(tmp_path, state(), keep=1)
     with (tmp_path / "round-000002.pt").open("r+b") as stream:
         stream.truncate(SCHEMA.max_bytes + 1)
-    with pytest.raises(InputError, match="bytes and may have"):
+    with pytest.raises(InputError, match="bytes but the maximum is"):
         latest_checkpoint(tmp_path, SCHEMA)

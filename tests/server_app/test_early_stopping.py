@@ -73,13 +73,13 @@ def test_the_rule_may_come_with_the_resumption(folders):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["evaluation=linear"], "early_stopping.monitor=knn is no result of evaluation, which gives linear; choose"),
-        (["evaluation=none"], "which gives none; choose another evaluation"),
+        (["evaluation=linear"], "early_stopping.monitor=knn is not a result of evaluation, which has linear; choose"),
+        (["evaluation=none"], "which has none; choose another evaluation"),
         (
             ["early_stopping.threshold=92", "early_stopping.min_delta=0"],
-            r"early_stopping.threshold=92 but knn is a share in \[0, 1\]; for 92% set early_stopping.threshold=0.92",
+            r"early_stopping.threshold=92 but knn is in \[0, 1\]; for 92% set early_stopping.threshold=0.92",
         ),
-        (["early_stopping.min_delta=1.5"], r"early_stopping.min_delta=1.5 but knn is a share in \[0, 1\]"),
+        (["early_stopping.min_delta=1.5"], r"early_stopping.min_delta=1.5 but knn is in \[0, 1\]"),
         (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
         (
             ["dataset.splits.test=null"],

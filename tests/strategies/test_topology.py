@@ -234,7 +234,7 @@ def test_a_file_that_is_none(tmp_path):
     (tmp_path / "edges").write_bytes(b"\xff\x00")
     with pytest.raises(InputError, match="is not UTF-8 text"):
         make_graph("file", 4, file=tmp_path / "edges")
-    with pytest.raises(InputError, match="no regular file"):
+    with pytest.raises(InputError, match="not a regular file"):
         make_graph("file", 4, file=tmp_path)
 
 

@@ -41,11 +41,11 @@ def test_words_are_a_list_of_text(file, text):
         ("seed: 3\n", "seed: three\n", "does not hold the settings of a run"),
         ("seed: 3\n", "seed: ${rounds}\n", "an interpolation"),
         ("batch_size: 64\n", "batch_size: ${oc.env:HOME}\n", "an interpolation"),
-        ("seed: 3\n", "seed: [3\n", "no YAML"),
+        ("seed: 3\n", "seed: [3\n", "not valid YAML"),
         ("  size: 8\n", "  size: large\n", "dataset.size is missing or of the wrong kind"),
         ("batch_size: 64\n", 'batch_size: "\\x24{oc.env:HOME}"\n', "an interpolation"),  # written in another way
         ("batch_size: 64\n", "batch_size: &a [1]\nother: *a\n", "an alias"),
-        ("batch_size: 64\n", f"batch_size: {'[' * 40}{']' * 40}\n", "nested more than 32 times"),
+        ("batch_size: 64\n", f"batch_size: {'[' * 40}{']' * 40}\n", "nested more than 32 levels"),
         (
             "  channels: 1\n",
             "  channels: 1\n  x: [{_target_: os.mkdir, path: /tmp/x}]\n",

@@ -159,8 +159,8 @@ def test_a_term_that_is_made_anew_for_every_client_is_not_recorded():
             ["+optimizer.dampening=0.1"],
             r"dampening=0\.1 .*; set optimizer\.dampening=0 or cuda_graphs=false",
         ),
-        (["method=fedca"], r"no step of FedCA is, with these settings, like the one before; set cuda_graphs=false"),
-        (["regularizer=fur", "regularizer.gpu_iter=0"], "no step of FUR is"),
+        (["method=fedca"], r"the steps of FedCA differ with these settings; set cuda_graphs=false"),
+        (["regularizer=fur", "regularizer.gpu_iter=0"], "the steps of FUR differ"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_on_every_machine(overrides, sentence):

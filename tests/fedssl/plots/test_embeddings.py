@@ -226,7 +226,7 @@ def test_what_is_written_is_read_again(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"nonsense"])
 def test_a_damaged_file_is_one_sentence(tmp_path, content: bytes):
     (tmp_path / "representations.npz").write_bytes(content)
-    with pytest.raises(InputError, match=r"representations\.npz cannot be used \(it .*\); put a good copy of it there"):
+    with pytest.raises(InputError, match=r"representations\.npz cannot be used \(it .*\); restore it from a copy"):
         draw_embeddings(tmp_path)
 
 
