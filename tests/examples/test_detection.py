@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 from examples import detection
-from fedssl.encoders import conv_small
-from fedssl.export import save_encoder
+from fedssl.encoders import conv_small, resnet18, vit_tiny
+from fedssl.errors import InputError
+from fedssl.export import load_encoder, save_encoder
 from fedssl.seeding import torch_generator
+
+TARGET = {"boxes": torch.tensor([[4.0, 4.0, 20.0, 24.0]]), "labels": torch.tensor([1])}
 
 
 def test_boxes_hold_exactly_the_pixels_of_their_shapes() -> None:
@@ -17,7 +20,7 @@ def test_boxes_hold_exactly_the_pixels_of_their_shapes() -> None:
         image, target = detection.scene(generator, channels=3, size=32)
         assert image.shape == (3, 32, 32)
         assert ((image >= 0) & (image <= 1)).all()
-        assert target["masks"].sum(0).max() == 1  # none covers another
+        assert target["masks"].sum(0).max() == 1  # shapes do not overlap
         for box, mask in zip(target["boxes"].long().tolist(), target["masks"], strict=True):
             left, top, right, bottom = box
             assert mask.sum() == mask[top:bottom, left:right].sum()
@@ -29,8 +32,8 @@ def test_boxes_hold_exactly_the_pixels_of_their_shapes() -> None:
     assert seen == {1, 2, 3}
 
 
-class Answers(nn.Module):
-    """Knows what is on the images, and says so but for `mistakes`."""
+class PerfectDetector(nn.Module):
+    """Returns the targets, except for the labels of the first `mistakes` images."""
 
     def __init__(self, targets, mistakes):
         super().__init__()
@@ -46,12 +49,14 @@ class Answers(nn.Module):
 
 
 @pytest.mark.parametrize("mistakes", [0, 2])
-def test_a_wrong_class_is_a_shape_not_found_and_a_wrong_box(mistakes: int) -> None:
-    form = {"channels": 1, "size": 32}
-    _, targets = detection.batch(torch_generator(5), 4, **form)
+def test_a_wrong_class_reduces_recall_and_precision(mistakes: int) -> None:
+    image_shape = {"channels": 1, "size": 32}
+    _, targets = detection.batch(torch_generator(5), 4, **image_shape)
     shapes = sum(len(target["labels"]) for target in targets)
-    found, right = detection.judge(Answers(targets, mistakes), torch_generator(5), number=4, **form)
-    assert found == right == (shapes - mistakes) / shapes
+    recall, precision = detection.evaluate(
+        PerfectDetector(targets, mistakes), torch_generator(5), number=4, **image_shape
+    )
+    assert recall == precision == (shapes - mistakes) / shapes
 
 
 @pytest.fixture
@@ -59,34 +64,89 @@ def encoder(tmp_path):
     settings = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 32, "width": 4, "norm": "batch"}
     path = tmp_path / "encoder.pt"
     made = conv_small(channels=3, size=32, width=4)
-    save_encoder(path, made, settings=settings, mean=(0.5,) * 3, std=(0.5,) * 3, metadata={})
+    save_encoder(path, made, settings=settings, mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3), metadata={})
     return path
 
 
 @pytest.mark.parametrize("detector", ["faster_rcnn", pytest.param("mask_rcnn", marks=pytest.mark.heavy)])
-def test_it_trains_and_says_how_good_it_is(detector, encoder, monkeypatch, capsys) -> None:
+def test_the_command_prints_recall_and_precision(detector, encoder, monkeypatch, capsys) -> None:
     overrides = [str(encoder), "--detector", detector, "--steps", "2", "--scratch"]
     monkeypatch.setattr(sys, "argv", ["detection.py", *overrides])
     monkeypatch.setattr(detection, "TESTS", 3)
     detection.main()
-    assert "of the shapes found" in capsys.readouterr().out
+    assert "precision" in capsys.readouterr().out
 
 
 @pytest.mark.heavy
 def test_it_learns(encoder) -> None:
-    from fedssl.detection import faster_rcnn
-    from fedssl.export import load_encoder
-
     torch.manual_seed(0)
-    form = {"channels": 3, "size": 32}
-    detector = faster_rcnn(load_encoder(encoder), num_classes=4, out_channels=32, regions=32)
-    before, _ = detection.judge(detector, torch_generator(0, "test"), number=30, **form)
-    detection.train(detector, torch_generator(0, "train"), steps=150, **form)
-    after, _ = detection.judge(detector, torch_generator(0, "test"), number=30, **form)
+    image_shape = {"channels": 3, "size": 32}
+    detector = detection.faster_rcnn(load_encoder(encoder), num_classes=4, out_channels=32, regions=32)
+    before, _ = detection.evaluate(detector, torch_generator(0, "test"), number=30, **image_shape)
+    detection.train(detector, torch_generator(0, "train"), steps=150, **image_shape)
+    after, _ = detection.evaluate(detector, torch_generator(0, "test"), number=30, **image_shape)
     assert after > before + 0.3
 
 
-def test_no_encoder_is_one_sentence(tmp_path, monkeypatch) -> None:
+def test_a_missing_encoder_exits_with_one_sentence(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["detection.py", str(tmp_path / "none.pt")])
     with pytest.raises(SystemExit, match=r"detection: .*none.pt does not exist"):
         detection.main()
+
+
+def test_levels_of_the_pyramid_by_hand() -> None:
+    # conv_small at 32 pixels: strides 1, 2, 2, 2, so that the maps of its blocks are 32, 16, 8 and 4 wide.
+    network = conv_small(channels=3, size=32, width=4)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    backbone, levels, strides = detection.pyramid(network, size=32, out_channels=8)
+    assert levels == ["blocks_0", "blocks_1", "blocks_2", "blocks_3"]
+    assert strides == [1, 2, 4, 8, 16]
+    assert network.training
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+    maps = backbone(torch.zeros(2, 3, 32, 32))
+    assert [tuple(level.shape) for level in maps.values()] == [(2, 8, side, side) for side in (32, 16, 8, 4, 2)]
+
+
+def test_levels_of_a_resnet() -> None:
+    network = resnet18(channels=3, size=32).eval()
+    backbone, levels, strides = detection.pyramid(network, size=32, out_channels=8)
+    assert levels == ["layer1", "layer2", "layer3", "layer4"]
+    assert strides == [1, 2, 4, 8, 16]
+    images = torch.rand(1, 3, 32, 32)
+    assert torch.equal(network.pool(backbone.body(images)["layer4"]), network(images))
+
+
+def test_a_detector_uses_and_trains_the_encoder_with_its_statistics(encoder) -> None:
+    network = load_encoder(encoder)
+    detector = detection.faster_rcnn(network, num_classes=4, out_channels=8, regions=8)
+    assert detector.transform.image_mean == pytest.approx([0.4, 0.5, 0.6])
+    assert detector.transform.image_std == pytest.approx([0.1, 0.2, 0.3])
+    # Anchors are four positions wide: 4 pixels at the finest level, 64 at the coarsest.
+    assert detector.rpn.anchor_generator.sizes == ((4,), (8,), (16,), (32,), (64,))
+    assert detector.roi_heads.box_predictor.cls_score.out_features == 4
+    losses = detector.train()([torch.rand(3, 32, 32)], [TARGET])
+    sum(losses.values()).backward()
+    gradient = network.stages()[0][0].weight.grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+    (result,) = detector.eval()([torch.rand(3, 40, 32)])  # scaled to the encoder's size
+    assert set(result) == {"boxes", "labels", "scores"}
+
+
+def test_mask_rcnn_returns_masks(encoder) -> None:
+    detector = detection.mask_rcnn(load_encoder(encoder), num_classes=4, out_channels=8, regions=8)
+    mask = torch.zeros(1, 32, 32, dtype=torch.uint8)
+    mask[0, 4:24, 4:20] = 1
+    losses = detector.train()([torch.rand(3, 32, 32)], [TARGET | {"masks": mask}])
+    assert losses["loss_mask"].isfinite()
+    (result,) = detector.eval()([torch.rand(3, 32, 32)])
+    assert result["masks"].shape[1:] == (1, 32, 32)
+
+
+def test_encoders_without_maps_or_statistics_are_rejected() -> None:
+    with pytest.raises(InputError, match=r"ViTEncoder return tokens.*such as encoder=resnet18"):
+        detection.pyramid(vit_tiny(channels=3, size=32, depth=1), size=32)
+    with pytest.raises(InputError, match="load it by load_encoder"):
+        detection.faster_rcnn(conv_small(channels=3, size=32), num_classes=2)
+    with pytest.raises(InputError, match="load it by load_encoder"):
+        detection.faster_rcnn(nn.Linear(2, 2), num_classes=2)

@@ -65,13 +65,13 @@ def test_settings():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ("monitor=knn patience=0", "whole number of at least 1"),
-        ("monitor=knn patience=1.5", "whole number of at least 1"),
+        ("monitor=knn patience=0", "must be an integer of at least 1"),
+        ("monitor=knn patience=1.5", "must be an integer of at least 1"),
         ("monitor=knn patience=1 min_delta=-0.1", "must be at least 0"),
         ("monitor=knn threshold=much", "must be a number"),
         ("monitor=3 threshold=0.5", "must be the name of a result"),
         ("patience=3", "early_stopping has a criterion but no monitor"),
-        ("monitor=knn", "add early_stopping.patience=3"),
+        ("monitor=knn", "set early_stopping.patience=3"),
         ("monitor=knn patience=1 patient=2", "there is no setting 'early_stopping.patient'"),
     ],
 )

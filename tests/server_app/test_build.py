@@ -64,7 +64,10 @@ def test_other_images_are_told(tmp_path, caplog):
         (["teacher={file}", "method.alignment_weight=0"], "FedCA learns from no teacher; set method=fedca method"),
         (["teacher={file}", "method.alignment_weight=0", "encoder.width=8"], "FedCA learns from no teacher"),
         (["teacher={file}", "encoder.width=8"], "holds another encoder than this run's"),
-        (["teacher={file}", "schedule=layer_wise", "rounds=5"], "the schedule trains parts of the encoder but the teacher"),
+        (
+            ["teacher={file}", "schedule=layer_wise", "rounds=5"],
+            "the schedule trains parts of the encoder but the teacher",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):

@@ -178,7 +178,7 @@ def test_cuda_makes_the_same_views_as_the_cpu():
         ([{"pad": 1.5}, {}], r"augmentation.views.0.pad=1.5 is not a number of pixels; set it to an integer of at"),
         ([{"pad": True}, {}], "pad=True is not a number of pixels"),
         ([{"pad": -1}, {}], "pad=-1 is out of range"),
-        ([{"solarize": 0.5}, {}], "solarize is not a setting of a view; use one of: solarize"),
+        ([{"solarise": 0.5}, {}], "solarise is not a setting of a view; use one of: solarize"),
     ],
 )
 def test_bad_recipes(views, message):

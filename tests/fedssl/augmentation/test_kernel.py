@@ -44,7 +44,7 @@ def test_what_the_kernel_does_not_make_is_refused():
         made(way="cuda")
     for wrong, found in (({"size": 65}, "dataset.size=65 with 3"), ({"channels": 2}, "dataset.size=8 with 2 channels")):
         with pytest.raises(
-            InputError, match=f"at most 64 pixels with 1 or 3 channels, and {found}.*; set gpu_augmentation="
+            InputError, match=f"at most 64 pixels with 1 or 3 channels but {found}.*; set gpu_augmentation="
         ):
             made(**wrong)
 
@@ -54,7 +54,7 @@ def test_a_gpu_without_triton_and_images_that_are_too_large_are_refused_and_a_cp
     assert made()(images, generator)[0].shape == (2, 3, 8, 8)
     monkeypatch.setattr(devices, "GPU", "cpu")
     with pytest.raises(
-        InputError, match="takes images of at most 64 pixels and these have 8x70; set gpu_augmentation=torch"
+        InputError, match="supports images of at most 64 pixels but these have 8x70; set gpu_augmentation=torch"
     ):
         made()(images, generator)
     monkeypatch.setattr("fedssl.augmentation.augmentation.find_spec", lambda name: None)
