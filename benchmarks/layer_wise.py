@@ -129,7 +129,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         timeout=settings.reply_timeout,
         client_config=settings.client_text,
         code_fingerprint="0123456789abcdef",
-        metrics=settings.algorithm.metrics,
+        metrics=settings.algorithm.reported_metrics,
         calibration=Same() if settings.calibration is not None else None,
     )
     state, total = ServerState(), np.zeros(2)

@@ -167,7 +167,7 @@ def check_metrics(metrics: Iterable[str]) -> None:
     """Refuse names of metrics that clients do not know; raises `InputError`."""
     unknown = [name for name in metrics if name not in CLIENT_METRICS]
     if unknown:
-        raise InputError(f"strategy.metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
+        raise InputError(f"strategy.reported_metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
 
 
 def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int, attempt: int = 0) -> list[int]:

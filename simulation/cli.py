@@ -198,7 +198,7 @@ def print_communication(overrides: Sequence[str]) -> None:
     method = build_method(settings.model)
     phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
     communication = settings.algorithm.strategy.make().describe_communication(method)
-    metrics = dict.fromkeys([*communication.required_metrics, *settings.algorithm.metrics])
+    metrics = dict.fromkeys([*communication.required_metrics, *settings.algorithm.reported_metrics])
     frozen = "all frozen ones, which calibration changes" if settings.calibration else "frozen ones that it lacks"
     print(
         f"\n# down, to the clients: {communication.download}"

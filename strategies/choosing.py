@@ -40,12 +40,12 @@ class SelectByFeatures(ClientStrategy):
 
     Parameters
     ----------
-    pictures : int
+    num_images : int
         Of how many of its images, at least 1.
     """
 
-    def __init__(self, *, pictures: int) -> None:
-        self.pictures = pictures
+    def __init__(self, *, num_images: int) -> None:
+        self.num_images = num_images
 
     def select_model(
         self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData
@@ -60,11 +60,11 @@ class SelectByFeatures(ClientStrategy):
         encoders = [{name: plan.layers[name] for name in encoder_names(plan)} for plan in plans]
         # Where the encoder has grown since, what is new is in the client's own model as in the first that is offered.
         load_layers(method, encoders[0] | {name: array for name, array in own.items() if name in encoders[0]})
-        mine = local_data.features(method, self.pictures)
+        mine = local_data.features(method, self.num_images)
         distances = []
         for encoder in encoders:
             load_layers(method, encoder)
-            distances.append(feature_distance(mine, local_data.features(method, self.pictures)))
+            distances.append(feature_distance(mine, local_data.features(method, self.num_images)))
         return argmin(distances)
 
     def state_to_save(
@@ -90,12 +90,12 @@ class SelectByLoss(ClientStrategy):
 
     Parameters
     ----------
-    pictures : int
+    num_images : int
         On how many of its images, at least 1.
     """
 
-    def __init__(self, *, pictures: int) -> None:
-        self.pictures = pictures
+    def __init__(self, *, num_images: int) -> None:
+        self.num_images = num_images
 
     def select_model(
         self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData
@@ -103,5 +103,5 @@ class SelectByLoss(ClientStrategy):
         losses = []
         for plan in plans:
             self.load_start(method, plan, state)
-            losses.append(local_data.loss(method, self.pictures))
+            losses.append(local_data.loss(method, self.num_images))
         return argmin(losses)

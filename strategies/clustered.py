@@ -1,7 +1,7 @@
 """Clustered federated learning: several models under any rule, by the clients' losses or the angles of their updates.
 
-``choose_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client receives all models and trains
-the one with the smallest loss on its own images. ``choose_by="weights"`` is hierarchical clustering of the updates of
+``assign_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client receives all models and trains
+the one with the smallest loss on its own images. ``assign_by="update_cosine"`` is hierarchical clustering of the updates of
 one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by representations.
 
 Ours: IFCA's models begin alike, and clients that cannot tell them apart are dealt to them in turn, where the paper
@@ -16,7 +16,7 @@ from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.choosing import SelectByLoss
 from strategies.clusters import ClientAssignedClusters, OneShotClusters
 from strategies.eua import EUA
-from strategies.featarc import check_pictures
+from strategies.featarc import check_num_images
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
 from strategies.loss import LossWeighted
@@ -25,8 +25,12 @@ from strategies.robust import Median
 from strategies.weighted_sum import check_choice
 
 WEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA, "m_dawa": MDAWA}
-UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"eua": EUA, "loss": LossWeighted, "median": Median}
-CHOICES = ("loss", "weights")
+UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {
+    "eua": EUA,
+    "loss_weighted": LossWeighted,
+    "median": Median,
+}
+CHOICES = ("loss", "update_cosine")
 
 
 class Clustered(FedSSLStrategy):
@@ -36,16 +40,16 @@ class Clustered(FedSSLStrategy):
     ----------
     clusters : int
         The number of models, at least 1 and at most that of clients.
-    choose_by : {"loss", "weights"}
+    assign_by : {"loss", "update_cosine"}
         As in the module.
     rule : str
         The aggregation within a cluster: a key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with the options that it has by itself.
     weighting : str or None
         Of those in `WEIGHTED_RULES`; None: their own.
-    pictures : int
+    num_images : int
         On how many images losses are compared, at least 2.
-    after : int
-        In which round updates are sorted, for ``choose_by="weights"``.
+    cluster_round : int
+        In which round updates are sorted, for ``assign_by="update_cosine"``.
 
     Raises
     ------
@@ -57,22 +61,22 @@ class Clustered(FedSSLStrategy):
         self,
         *,
         clusters: int = 2,
-        choose_by: str = "loss",
+        assign_by: str = "loss",
         rule: str = "fedavg",
         weighting: str | None = None,
-        pictures: int = 512,
-        after: int = 1,
+        num_images: int = 512,
+        cluster_round: int = 1,
     ) -> None:
-        check_choice("strategy.choose_by", choose_by, CHOICES)
-        check_pictures(pictures)
+        check_choice("strategy.assign_by", assign_by, CHOICES)
+        check_num_images(num_images)
         server: ServerStrategy
         client: ClientStrategy | None = None
-        if choose_by == "weights":
-            server = OneShotClusters(base_strategy_of(rule, weighting), clusters=clusters, after=after)
+        if assign_by == "update_cosine":
+            server = OneShotClusters(base_strategy_of(rule, weighting), clusters=clusters, cluster_round=cluster_round)
         else:
             server, client = (
                 ClientAssignedClusters(base_strategy_of(rule, weighting), clusters=clusters),
-                SelectByLoss(pictures=pictures),
+                SelectByLoss(num_images=num_images),
             )
         super().__init__(server, client)
 

@@ -139,9 +139,9 @@ class ClientAssignedClusters(ClusteredServer):
 class ServerAssignedClusters(ClusteredServer):
     """The server compares what clients' models make of its own images with what the new models make of them."""
 
-    def __init__(self, base_strategy: ServerStrategy, *, clusters: int, pictures: int) -> None:
+    def __init__(self, base_strategy: ServerStrategy, *, clusters: int, num_images: int) -> None:
         super().__init__(base_strategy, clusters=clusters)
-        self.num_comparison_images = pictures if clusters > 1 else 0
+        self.num_comparison_images = num_images if clusters > 1 else 0
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         if len(self.model_names) == 1:
@@ -176,15 +176,15 @@ class OneShotClusters(ClusteredServer):
 
     Parameters
     ----------
-    after : int
+    cluster_round : int
         The round.
     """
 
-    def __init__(self, base_strategy: ServerStrategy, *, clusters: int, after: int) -> None:
+    def __init__(self, base_strategy: ServerStrategy, *, clusters: int, cluster_round: int) -> None:
         super().__init__(base_strategy, clusters=clusters)
-        if after < 1:
-            raise InputError(f"strategy.after={after} must be the number of a round, from 1 on")
-        self.after = after
+        if cluster_round < 1:
+            raise InputError(f"strategy.cluster_round={cluster_round} must be the number of a round, from 1 on")
+        self.cluster_round = cluster_round
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
@@ -195,7 +195,7 @@ class OneShotClusters(ClusteredServer):
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
         return (
             self.model_names
-            if len(self.model_names) > 1 and round >= self.after and ASSIGNMENTS not in state.strategy_state
+            if len(self.model_names) > 1 and round >= self.cluster_round and ASSIGNMENTS not in state.strategy_state
             else ()
         )
 
@@ -204,21 +204,23 @@ class OneShotClusters(ClusteredServer):
         return {client: self.model_names[place] for client, place in zip(ways, places, strict=True)}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
-        return super().on_round_end(state, outcome) if outcome.round >= self.after else (state.strategy_state, {})
+        return (
+            super().on_round_end(state, outcome) if outcome.round >= self.cluster_round else (state.strategy_state, {})
+        )
 
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)
         asked, clients = context.clients_per_round, context.num_clients - context.num_unseen_clients
         if len(self.model_names) == 1:
             return
-        if self.after > context.rounds:
+        if self.cluster_round > context.rounds:
             raise InputError(
-                f"strategy.after={self.after} is the round in which clients are sorted, and there are "
-                f"rounds={context.rounds}; lower strategy.after or raise rounds"
+                f"strategy.cluster_round={self.cluster_round} is the round in which clients are sorted, and there are "
+                f"rounds={context.rounds}; lower strategy.cluster_round or raise rounds"
             )
         if asked < clients:
             raise InputError(
-                f"strategy.choose_by=weights sorts all clients in round {self.after}, but clients_per_round={asked} of "
+                f"strategy.assign_by=update_cosine sorts all clients in round {self.cluster_round}, but clients_per_round={asked} of "
                 f"num_clients={clients} take part; set clients_per_round={clients}"
             )
 

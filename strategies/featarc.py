@@ -34,7 +34,7 @@ class FeatARC(FedSSLStrategy):
         C, the number of models, at least 1 and at most that of clients.
     assign_at : {"client", "server"}
         Who compares: every client, on its own images, for which it receives all models; or the server, on its own.
-    pictures : int
+    num_images : int
         On how many images models are compared, at least 2.
     weighting : {"uniform", "examples"}
         Of the members of a cluster: alike, or by their numbers of images.
@@ -46,20 +46,20 @@ class FeatARC(FedSSLStrategy):
     """
 
     def __init__(
-        self, *, clusters: int = 2, assign_at: str = "client", pictures: int = 512, weighting: str = "uniform"
+        self, *, clusters: int = 2, assign_at: str = "client", num_images: int = 512, weighting: str = "uniform"
     ) -> None:
         check_choice("strategy.assign_at", assign_at, PLACES)
-        check_pictures(pictures)
+        check_num_images(num_images)
         base_strategy = ServerStrategy(mean(weighting))
         if assign_at == "server":
-            super().__init__(ServerAssignedClusters(base_strategy, clusters=clusters, pictures=pictures))
+            super().__init__(ServerAssignedClusters(base_strategy, clusters=clusters, num_images=num_images))
         else:
             super().__init__(
-                ClientAssignedClusters(base_strategy, clusters=clusters), SelectByFeatures(pictures=pictures)
+                ClientAssignedClusters(base_strategy, clusters=clusters), SelectByFeatures(num_images=num_images)
             )
 
 
-def check_pictures(pictures: int) -> None:
+def check_num_images(num_images: int) -> None:
     """Refuse, by an `InputError`, too few images to compare models on."""
-    if pictures < 2:
-        raise InputError(f"strategy.pictures={pictures} must be at least 2, on which models are compared")
+    if num_images < 2:
+        raise InputError(f"strategy.num_images={num_images} must be at least 2, on which models are compared")

@@ -4,7 +4,7 @@ The server averages models by examples. A client measures how far its encoder mo
 participation it begins with mu w_k + (1 - mu) w, a mixture of its own weights w_k and the global ones w of online
 encoder, projector and predictor, where mu = min(lambda d, 1). The client sets lambda = tau / d by its first d, so that
 mu is tau at its second participation, and never changes it. Its target networks stay its own (those that travel,
-``method.target=average``, are mixed like the others), and in its first participation it takes everything from the
+``method.target_init=average``, are mixed like the others), and in its first participation it takes everything from the
 global model.
 
 As in the authors' code:

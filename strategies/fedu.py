@@ -102,15 +102,15 @@ class FedUClient(ClientStrategy):
                 f"strategy.aggregate={options.aggregate} strategy.update={options.update} needs a method with target "
                 f"networks and {kind} has none; set both to online, or method=byol"
             )
-        if method.target_mode == "average":
+        if method.target_init == "average":
             raise InputError(
-                "method.target=average lets target networks travel beside the online ones, against strategy.aggregate "
-                "and strategy.update, which choose one of the two; set method.target=keep, or strategy=fedavg"
+                "method.target_init=average lets target networks travel beside the online ones, against strategy.aggregate "
+                "and strategy.update, which choose one of the two; set method.target_init=persist, or strategy=fedavg"
             )
-        if method.target_mode == "copy" and options.update != "both":
+        if method.target_init == "reset" and options.update != "both":
             raise InputError(
-                f"method.target=copy makes the target anew every round, against strategy.update={options.update}; "
-                "set method.target=keep or strategy.update=both"
+                f"method.target_init=reset makes the target anew every round, against strategy.update={options.update}; "
+                "set method.target_init=persist or strategy.update=both"
             )
         if options.predictor != "global" and _head(method) not in _parts(exchanged_names(method)):
             raise InputError(

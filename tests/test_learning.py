@@ -18,8 +18,8 @@ IMAGES = ["experiment=cifar_methods", "seed=0", "precision=bf16", "threads=1"]
 NO_LEARNING = ["optimizer.lr=0", "rounds=1"]
 METHODS = {
     "simclr": [],
-    "byol": ["method.projector.last_norm=true"],
-    "simsiam": ["method.projector.layers=1"],
+    "byol": ["method.projector.last_batch_norm=true"],
+    "simsiam": ["method.projector.num_layers=1"],
     "barlow_twins": [],
     "moco_v3": [],
     "fedx": [],
@@ -62,7 +62,14 @@ def test_a_collapse_is_told_while_it_happens(tmp_path):
     """Without normalisation behind its projector SimSiam lets images vary along one line only."""
     overrides = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]
     overrides += ["rounds=8", "evaluate_every=8", "collapse_images=256", "measure_resources=false"]
-    run([*overrides, "method.projector.last_norm=false", "method.projector.layers=2", f"output_dir={tmp_path / 'run'}"])
+    run(
+        [
+            *overrides,
+            "method.projector.last_batch_norm=false",
+            "method.projector.num_layers=2",
+            f"output_dir={tmp_path / 'run'}",
+        ]
+    )
     assert "the representation has collapsed in the global model" in (tmp_path / "run" / "run.log").read_text()
 
 

@@ -36,7 +36,7 @@ def test_every_choice_has_a_page_with_its_settings_its_equations_and_an_example(
     choices = {file.relative_to(ROOT / "conf").with_suffix(".html") for file in (ROOT / "conf/method").rglob("*.yaml")}
     assert all((site / "settings" / choice).exists() for choice in choices)
     assert "method.projector" not in page
-    assert "projector.hidden 512" in text(site / "settings/method/simclr.html")  # a setting in a setting
+    assert "projector.hidden_dim 512" in text(site / "settings/method/simclr.html")  # a setting in a setting
 
 
 @pytest.mark.parametrize("group", ["strategy", "method", "regularizer", "partition", "evaluation"])

@@ -130,7 +130,10 @@ def _words(rule: str) -> tuple[str, ...]:
 
 
 # What a method needs beyond the settings of all; docs/learning.md tells why.
-_BYOL, _SIMSIAM = ("method=byol", "method.projector.last_norm=true"), ("method=simsiam", "method.projector.layers=1")
+_BYOL, _SIMSIAM = (
+    ("method=byol", "method.projector.last_batch_norm=true"),
+    ("method=simsiam", "method.projector.num_layers=1"),
+)
 
 SUITES = {
     "cpu": Suite(

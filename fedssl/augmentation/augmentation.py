@@ -151,7 +151,11 @@ class Augmentation:
     ) -> Iterator[Matrices]:
         """Return the matrices of a view, batch by batch."""
         rows, columns = crop_matrices(view, params, height=image_shape[1], width=image_shape[2], size=self.size)
-        blur = blur_matrices(view, params.sigma, size=self.size).split(cut) if view.blur > 0 else repeat(None, len(cut))
+        blur = (
+            blur_matrices(view, params.sigma, size=self.size).split(cut)
+            if view.blur_prob > 0
+            else repeat(None, len(cut))
+        )
         return (Matrices(*maps) for maps in zip(rows.split(cut), columns.split(cut), blur, strict=True))
 
     def apply(

@@ -56,12 +56,12 @@ def apply_views(
             SIZE=size,
             SIDE=side,
             PAD=view.pad,
-            JITTER=view.jitter > 0 and max(view.brightness, view.contrast, view.saturation, view.hue) > 0,
-            HUE=color and view.jitter > 0 and view.hue > 0,
-            GRAY=color and view.gray > 0,
-            BLUR=view.blur > 0,
+            JITTER=view.jitter_prob > 0 and max(view.brightness, view.contrast, view.saturation, view.hue) > 0,
+            HUE=color and view.jitter_prob > 0 and view.hue > 0,
+            GRAY=color and view.gray_prob > 0,
+            BLUR=view.blur_prob > 0,
             RADIUS=min(math.ceil(3 * view.blur_sigma[1]), size - 1),
-            SOLARIZE=view.solarize > 0,
+            SOLARIZE=view.solarize_prob > 0,
             num_warps=side // 4,
         )
 

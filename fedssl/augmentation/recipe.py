@@ -35,41 +35,49 @@ class View:
     pad : int
         Width in pixels of the mirrored border, into which crops may extend; 0 disables it. With ``crop_scale`` ``[1,
         1]`` the image is shifted by up to ``pad`` pixels in each direction.
-    flip : float
+    flip_prob : float
         Probability of a left-right flip; 0 disables it.
-    jitter : float
+    jitter_prob : float
         Probability of the color jitter as a whole; 0 disables it.
     brightness, contrast, saturation : float
         The factor is uniform in [max(0, 1 - value), 1 + value]; 0 disables the operation.
     hue : float
         The hue rotates by up to this fraction of a full turn in either direction, in [0, 0.5]; 0 disables it.
-    gray : float
+    gray_prob : float
         Probability of grayscale; 0 disables it.
-    blur : float
+    blur_prob : float
         Probability of Gaussian blur; 0 disables it.
     blur_sigma : sequence of float
         Smallest and largest standard deviation of the blur, in pixels of the view.
-    solarize : float
+    solarize_prob : float
         Probability of inverting values of at least 0.5; 0 disables it.
     """
 
     crop_scale: Sequence[float] = (1.0, 1.0)
     crop_ratio: Sequence[float] = (3 / 4, 4 / 3)
     pad: int = 0
-    flip: float = 0.0
-    jitter: float = 1.0
+    flip_prob: float = 0.0
+    jitter_prob: float = 1.0
     brightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
-    gray: float = 0.0
-    blur: float = 0.0
+    gray_prob: float = 0.0
+    blur_prob: float = 0.0
     blur_sigma: Sequence[float] = (0.1, 2.0)
-    solarize: float = 0.0
+    solarize_prob: float = 0.0
 
 
 # Upper bounds of the fields that have one.
-LARGEST = {"crop_scale": 1.0, "flip": 1.0, "jitter": 1.0, "hue": 0.5, "gray": 1.0, "blur": 1.0, "solarize": 1.0}
+LARGEST = {
+    "crop_scale": 1.0,
+    "flip_prob": 1.0,
+    "jitter_prob": 1.0,
+    "hue": 0.5,
+    "gray_prob": 1.0,
+    "blur_prob": 1.0,
+    "solarize_prob": 1.0,
+}
 
 
 def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
@@ -164,21 +172,21 @@ def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Param
     """
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
     flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
-    jittered = jitter < view.jitter
+    jittered = jitter < view.jitter_prob
 
     def factor(number: Tensor, strength: float) -> Tensor:
         return torch.where(jittered, _between(number, max(0.0, 1 - strength), 1 + strength), 1.0)
 
     return Parameters(
         *crop_boxes(boxes, height=height, width=width, scale=view.crop_scale, ratio=view.crop_ratio, pad=view.pad),
-        flip=flip < view.flip,
+        flip=flip < view.flip_prob,
         brightness=factor(brightness, view.brightness),
         contrast=factor(contrast, view.contrast),
         saturation=factor(saturation, view.saturation),
         hue=torch.where(jittered, _between(hue, -view.hue, view.hue), 0.0),
-        color=gray >= view.gray,
-        sigma=torch.where(blur < view.blur, _between(sigma, *view.blur_sigma), 0.0),
-        solarize=solarize < view.solarize,
+        color=gray >= view.gray_prob,
+        sigma=torch.where(blur < view.blur_prob, _between(sigma, *view.blur_sigma), 0.0),
+        solarize=solarize < view.solarize_prob,
     )
 
 

@@ -91,7 +91,7 @@ def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[in
         (view.hue > 0 and color, operations.hue, params.hue),
     )
     for used, operation, factor in (steps[index] for index in order):
-        if used and view.jitter > 0:
+        if used and view.jitter_prob > 0:
             planes = operation(planes, factor)
     return planes
 
@@ -120,13 +120,13 @@ def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequenc
     rows, columns = crop_matrices(view, params, height=planes.shape[2], width=planes.shape[3], size=size)
     planes = operations.separable(planes, rows=rows, columns=columns)
     planes = jitter(planes, view=view, params=params, order=order)
-    if view.gray > 0 and len(planes) == 3:
+    if view.gray_prob > 0 and len(planes) == 3:
         planes = operations.saturation(planes, params.color)
-    if view.blur > 0:
+    if view.blur_prob > 0:
         chosen = params.sigma.nonzero()[:, 0]
         weights = blur_matrices(view, params.sigma[chosen], size=size)
         planes[:, chosen] = operations.separable(planes[:, chosen], rows=weights, columns=weights)
-    if view.solarize > 0:
+    if view.solarize_prob > 0:
         planes = operations.solarize(planes, params.solarize)
     return planes
 
@@ -147,15 +147,15 @@ def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationPar
     turns = [order.index(HUE) for order in params.jitter_orders]
     each = list(zip(views, (params.of(0), params.of(1)), params.jitter_orders, turns, strict=True))
     made = [jitter(x, view=v, params=d, order=o[:at]) for x, (v, d, o, at) in zip(made, each, strict=True)]
-    if color and any(view.hue > 0 and view.jitter > 0 for view in views):
+    if color and any(view.hue > 0 and view.jitter_prob > 0 for view in views):
         made = list(operations.hue(torch.cat(made, 1), both.hue).chunk(2, 1))
     made = [jitter(x, view=v, params=d, order=o[at + 1 :]) for x, (v, d, o, at) in zip(made, each, strict=True)]
     planes = torch.cat(made, 1)
-    if color and any(view.gray > 0 for view in views):
+    if color and any(view.gray_prob > 0 for view in views):
         planes = operations.saturation(planes, both.color)
-    if any(view.blur > 0 for view in views):
+    if any(view.blur_prob > 0 for view in views):
         planes = _blur(planes, params.matrices)
-    if any(view.solarize > 0 for view in views):
+    if any(view.solarize_prob > 0 for view in views):
         planes = operations.solarize(planes, both.solarize)
     return planes
 

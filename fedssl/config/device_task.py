@@ -29,7 +29,7 @@ NEEDED = ("run_id", "seed", "rounds", "dataset.size")
 
 LONGEST_TEXT, LONGEST_LIST, LONGEST_WORD, DEEPEST = 65_536, 4096, 64, 4
 # Largest whole numbers by the last part of a key: what costs time before its memory can be told, and what may be more.
-LARGEST = {"depth": 256, "layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
+LARGEST = {"depth": 256, "num_layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
 LARGEST_ELSEWHERE = 2**16
 
 
@@ -172,7 +172,7 @@ def _check_single(key: str, value: Any) -> None:
 def _says(key: str) -> bool:
     """Whether a task may have this key."""
     first, *others = key.split(".")
-    if any(part.startswith("_") for part in others) or key in ("strategy.metrics", "strategy.file"):
+    if any(part.startswith("_") for part in others) or key in ("strategy.reported_metrics", "strategy.file"):
         return False
     return (first in GROUPS and bool(others)) or key in PLAIN or key in IMAGES
 

@@ -223,7 +223,7 @@ def client_settings(config: DictConfig, *, states: Path, partition: PartitionSet
 
 def learning_of(config: DictConfig) -> tuple[ModelSettings, TrainingSettings, Component]:
     """What is trained, how, and by which strategy."""
-    return _model(config), _training(config), _component(config.strategy, without=("metrics",))
+    return _model(config), _training(config), _component(config.strategy, without=("reported_metrics",))
 
 
 def read_data(node: DictConfig) -> DataSettings:
@@ -266,9 +266,9 @@ def _settings(
         model=_model(config),
         training=_training(config),
         algorithm=AlgorithmSettings(
-            strategy=_component(config.strategy, without=("metrics",)),
+            strategy=_component(config.strategy, without=("reported_metrics",)),
             server_optimizer=_component(config.server_optimizer),
-            metrics=tuple(config.strategy.get("metrics", ())),
+            reported_metrics=tuple(config.strategy.get("reported_metrics", ())),
         ),
         calibration=_calibration(config),
         teacher=None if config.teacher is None else Path(config.teacher),

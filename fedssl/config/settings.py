@@ -190,13 +190,13 @@ class AlgorithmSettings:
     Attributes
     ----------
     strategy, server_optimizer : Component
-    metrics : tuple of str
+    reported_metrics : tuple of str
         What clients report for the log beside what the algorithm needs.
     """
 
     strategy: Component
     server_optimizer: Component
-    metrics: tuple[str, ...]
+    reported_metrics: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

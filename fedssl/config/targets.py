@@ -23,6 +23,7 @@ MOVED = {
     "fedssl.schedules.": "fedssl.schedule.phases.",
     "fedssl.lr_schedules.": "fedssl.schedule.lr.",
     "server_app.trackers.base.Nothing": "server_app.trackers.base.NullTracker",
+    "fedssl.partition.classes": "fedssl.partition.pathological",
     "fedssl.partition.listed": "fedssl.partition.from_file",
     "fedssl.evaluation.linear.Linear": "fedssl.evaluation.linear_probe.LinearProbe",
     "fedssl.evaluation.trained_linear.TrainedLinear": "fedssl.evaluation.sgd_linear_probe.SGDLinearProbe",

@@ -27,7 +27,7 @@ class BarlowTwins(SSLMethod):
     encoder : Encoder
         Trained in place.
     projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=512)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=512)``.
     lambd : float
         Weight of the redundancy term; 0 disables it.
     loss : {"standard", "l_dawa"}

@@ -38,7 +38,7 @@ class SSLMethod(nn.Module):
         Number of encoder stages that are frozen in the current phase, see `fedssl.schedule.stages`.
     inactive_names : frozenset of str
         Layers that are not used in the current phase.
-    target_mode : {"keep", "copy", "average"} or None
+    target_init : {"persist", "reset", "average"} or None
         State of the target networks at the start of a round, see `fedssl.methods.momentum.EMATargetMethod`; None if the
         method has no target networks.
     min_batch_size : int
@@ -58,7 +58,7 @@ class SSLMethod(nn.Module):
     static_parts: tuple[str, ...] = ()
     frozen: int = 0
     inactive_names: frozenset[str] = frozenset()
-    target_mode: str | None = None
+    target_init: str | None = None
     min_batch_size: int = 2
     uses_labels: bool = False
     cuda_graph_safe: bool = True

@@ -9,8 +9,8 @@ There is no public code. These choices are ours:
 - A client uploads its first projections of the round's training, of view 1. They come from the downloaded model or a
   few steps later. The last projections would come from models that have drifted apart, and training would then separate
   models instead of images (docs/learning.md).
-- The server keeps the newest projections in a queue (`enqueue`). With ``entries`` equal to clients_per_round times
-  ``dictionary_size`` the queue is the union of the last round; a longer queue also holds projections of older models.
+- The server keeps the newest projections in a queue (`enqueue`). With ``dictionary_capacity`` equal to clients_per_round times
+  ``sent_per_round`` the queue is the union of the last round; a longer queue also holds projections of older models.
 - A client's own entries are among its negatives, because the server does not know which client uploaded which entry.
 - The alignment is the squared distance of normalized representations of the same view of the client's own images.
 - The teacher has the architecture of the run's encoder and is downloaded once, see `SSLMethod.static_parts`.
@@ -58,7 +58,7 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
     Parameters
     ----------
     queue : ndarray
-        ``(entries, dim)``; rows of zeros are empty.
+        ``(dictionary_capacity, dim)``; rows of zeros are empty.
     newest : sequence of ndarray
         Vectors of each client, ``(n, dim)``; normalized here, because clients are not trusted. Rows of zeros are
         ignored.
@@ -77,7 +77,7 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
 class FedCA(SSLMethod):
     """FedCA: SimCLR's encoder and projector, a dictionary of additional negatives, and a teacher.
 
-    Besides the networks its parts are ``local_dictionary`` ``(dictionary_size, dim)`` and ``dictionary`` ``(entries,
+    Besides the networks its parts are ``local_dictionary`` ``(sent_per_round, dim)`` and ``dictionary`` ``(dictionary_capacity,
     dim)`` (newest first), in which rows of zeros are empty, and ``teacher``, a frozen encoder in eval mode. Parts of a
     disabled component do not exist. Both views are concatenated into one forward pass.
 
@@ -86,13 +86,13 @@ class FedCA(SSLMethod):
     encoder : Encoder
         Trained in place.
     projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=128)``.
     temperature : float
         Temperature of the contrastive loss; positive.
-    dictionary_size : int
+    sent_per_round : int
         Number of projections that a client uploads per round; 0 disables the dictionary.
-    entries : int
-        Length of the dictionary; at least ``dictionary_size``.
+    dictionary_capacity : int
+        Length of the dictionary; at least ``sent_per_round``.
     alignment_weight : float
         Weight of `teacher_distance`, >= 0; 0 disables the teacher.
 
@@ -108,11 +108,11 @@ class FedCA(SSLMethod):
         *,
         projector: Callable[[int], MLP],
         temperature: float,
-        dictionary_size: int,
-        entries: int,
+        sent_per_round: int,
+        dictionary_capacity: int,
         alignment_weight: float,
     ) -> None:
-        _check(temperature, dictionary_size, entries, alignment_weight)
+        _check(temperature, sent_per_round, dictionary_capacity, alignment_weight)
         super().__init__()
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
@@ -120,10 +120,10 @@ class FedCA(SSLMethod):
         self.alignment_weight = alignment_weight
         self.local_dictionary: Tensor
         self.dictionary: Tensor
-        if dictionary_size:
+        if sent_per_round:
             dim = self.projector.out_features
-            self.register_buffer(LOCAL, torch.zeros(dictionary_size, dim))
-            self.register_buffer(GLOBAL, torch.zeros(entries, dim))
+            self.register_buffer(LOCAL, torch.zeros(sent_per_round, dim))
+            self.register_buffer(GLOBAL, torch.zeros(dictionary_capacity, dim))
             self.uploaded_parts, self.broadcast_parts = (LOCAL,), (GLOBAL,)
             self.cuda_graph_safe = False  # write position and number of negatives change from step to step
         self.teacher: nn.Module | None = None
@@ -174,15 +174,15 @@ class FedCA(SSLMethod):
         return {**broadcast, GLOBAL: enqueue(broadcast[GLOBAL], [layers[LOCAL] for layers in uploaded])}
 
 
-def _check(temperature: float, dictionary_size: int, entries: int, alignment_weight: float) -> None:
+def _check(temperature: float, sent_per_round: int, dictionary_capacity: int, alignment_weight: float) -> None:
     if not 0 < temperature < math.inf:
         raise InputError(f"method.temperature={temperature} must be positive; SimCLR uses 0.1 to 0.5")
-    if dictionary_size < 0:
-        raise InputError(f"method.dictionary_size={dictionary_size} must not be negative; 0 disables the dictionary")
-    if entries < max(dictionary_size, 1):
+    if sent_per_round < 0:
+        raise InputError(f"method.sent_per_round={sent_per_round} must not be negative; 0 disables the dictionary")
+    if dictionary_capacity < max(sent_per_round, 1):
         raise InputError(
-            f"method.entries={entries} must be at least method.dictionary_size={dictionary_size} and 1; "
-            "clients_per_round times dictionary_size holds the projections of one round"
+            f"method.dictionary_capacity={dictionary_capacity} must be at least method.sent_per_round={sent_per_round} and 1; "
+            "clients_per_round times sent_per_round holds the projections of one round"
         )
     if not 0 <= alignment_weight < math.inf:
         raise InputError(

@@ -40,7 +40,7 @@ class FedX(SSLMethod):
     encoder : Encoder
         Trained in place.
     projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=256)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=256)``.
     predictor : callable
         Builds the predictor from the length of a projection, which must equal the length of its output.
     temperature : float

@@ -42,7 +42,7 @@ class MoCoV3(EMAPredictorMethod):
         predictor: Callable[[int], MLP],
         temperature: float,
         ema_decay: float,
-        target: str = "keep",
+        target_init: str = "persist",
         loss_scale: float | None = None,
         train_patches: bool = True,
     ) -> None:
@@ -55,7 +55,9 @@ class MoCoV3(EMAPredictorMethod):
             )
         if not train_patches and encoder.patch_embedding is not None:
             encoder.get_submodule(encoder.patch_embedding).requires_grad_(False)
-        super().__init__(encoder, projector=projector, predictor=predictor, ema_decay=ema_decay, target=target)
+        super().__init__(
+            encoder, projector=projector, predictor=predictor, ema_decay=ema_decay, target_init=target_init
+        )
         self.temperature = temperature
         self.loss_scale = 2 * temperature if loss_scale is None else loss_scale
 

@@ -3,7 +3,7 @@
 As in the code of FedU and FedEMA the decay of the target is constant, and by default the target stays with the client
 between rounds. It starts as a copy of the online network. In FedU's code a client's first target *is* the online
 network and therefore identical to it at every step. In the code of FedU2 targets are exchanged and averaged
-(``target="average"``); in LW-FedSSL's Algorithm 2 they are copied in every round (``target="copy"``).
+(``target_init="average"``); in LW-FedSSL's Algorithm 2 they are copied in every round (``target_init="reset"``).
 """
 
 import copy
@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
 
-TARGETS = ("keep", "copy", "average")
+TARGET_INITS = ("persist", "reset", "average")
 
 
 class EMATargetMethod(SSLMethod):
@@ -35,15 +35,15 @@ class EMATargetMethod(SSLMethod):
     encoder : Encoder
         The online encoder, trained in place.
     projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=128)``.
     ema_decay : float
         Weight of the previous target in each update, in [0, 1]. 0 copies the online network at every step, 1 never
         changes the target.
-    target : {"keep", "copy", "average"}
-        Target at the start of a round. "keep": the target of this client's last participation, and a copy of the online
-        network in its first round. "copy": a copy of the online network in every round. "average": the downloaded
+    target_init : {"persist", "reset", "average"}
+        Target at the start of a round. "persist": the target of this client's last participation, and a copy of the online
+        network in its first round. "reset": a copy of the online network in every round. "average": the downloaded
         target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained online
-        network. If the encoder grows by stages, "keep" and "average" start with a copy of the online network in every
+        network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network in every
         stage.
 
     Raises
@@ -56,12 +56,14 @@ class EMATargetMethod(SSLMethod):
     min_batch_size = 3
 
     def __init__(
-        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target: str = "keep"
+        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target_init: str = "persist"
     ) -> None:
         if not 0 <= ema_decay <= 1:
             raise InputError(f"method.ema_decay={ema_decay} must be in [0, 1]; FedU uses 0.99")
-        if target not in TARGETS:
-            raise InputError(f"method.target={target} is unknown; set method.target to one of {', '.join(TARGETS)}")
+        if target_init not in TARGET_INITS:
+            raise InputError(
+                f"method.target_init={target_init} is unknown; set method.target_init to one of {', '.join(TARGET_INITS)}"
+            )
         super().__init__()
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
@@ -69,12 +71,12 @@ class EMATargetMethod(SSLMethod):
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
         self.ema_decay = ema_decay
         self._ema_pairs = self._pairs()
-        self.target_mode = target
-        if target == "average":
+        self.target_init = target_init
+        if target_init == "average":
             self.local_parts = tuple(part for part in self.local_parts if part not in EMATargetMethod.local_parts)
 
     def start_round(self, *, first: bool) -> None:
-        if self.target_mode == "copy" or (first and self.target_mode == "keep"):
+        if self.target_init == "reset" or (first and self.target_init == "persist"):
             self.target_encoder.load_state_dict(self.encoder.state_dict())
             self.target_projector.load_state_dict(self.projector.state_dict())
 
@@ -123,9 +125,9 @@ class EMAPredictorMethod(EMATargetMethod):
         projector: Callable[[int], MLP],
         predictor: Callable[[int], MLP],
         ema_decay: float,
-        target: str = "keep",
+        target_init: str = "persist",
     ) -> None:
-        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target=target)
+        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target_init=target_init)
         self.predictor = predictor_for(self.projector, predictor)
 
     def forward_views(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -141,7 +143,7 @@ def predictor_for(projector: MLP, predictor: Callable[[int], MLP]) -> MLP:
     made = predictor(projector.out_features)
     if made.out_features != projector.out_features:
         raise InputError(
-            f"method.predictor.out={made.out_features} must equal "
-            f"method.projector.out={projector.out_features}, because it predicts projections"
+            f"method.predictor.out_dim={made.out_features} must equal "
+            f"method.projector.out_dim={projector.out_features}, because it predicts projections"
         )
     return made

@@ -11,7 +11,7 @@ Differences from the authors' code:
 
 - The authors start with a round in which clients only cluster. Here the first centroids are zero: all clusters are
   equal, the consistency term is constant without gradient, and round 1 learns from rotations alone.
-- The authors exchange and average the target networks (``target="average"``). Here they stay with the client by
+- The authors exchange and average the target networks (``target_init="average"``). Here they stay with the client by
   default, like the memory, which is reset together with them.
 - The authors' memory starts with random numbers and is recreated in every round. Here it starts empty and stays with
   the client.
@@ -92,14 +92,14 @@ def rotate_quarters(images: Tensor) -> Tensor:
 class Orchestra(EMATargetMethod):
     """Orchestra's client: online and target networks, a rotation classifier, a memory and the centroids.
 
-    Besides the networks its parts are ``rotation``, ``memory`` ``(memory_size, dim)`` (newest first; rows of zeros are
+    Besides the networks its parts are ``rotation``, ``memory`` ``(queue_size, dim)`` (newest first; rows of zeros are
     empty), ``local_centroids`` ``(local_clusters, dim)`` and ``centroids`` ``(global_clusters, dim)``.
 
     Parameters
     ----------
     local_clusters, global_clusters : int
         L of each client, and G of the federation; at least 1 and 2.
-    memory_size : int
+    queue_size : int
         Number of the newest target projections that a client clusters; at least ``local_clusters``.
     temperature : float
         Temperature of the cluster assignments; positive.
@@ -123,20 +123,20 @@ class Orchestra(EMATargetMethod):
         projector: Callable[[int], MLP],
         local_clusters: int,
         global_clusters: int,
-        memory_size: int,
+        queue_size: int,
         temperature: float,
         ema_decay: float,
-        target: str = "keep",
+        target_init: str = "persist",
     ) -> None:
-        _check(local_clusters, global_clusters, memory_size, temperature)
-        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target=target)
+        _check(local_clusters, global_clusters, queue_size, temperature)
+        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target_init=target_init)
         dim = self.projector.out_features
         self.rotation = nn.Linear(dim, 4)
         self.temperature = temperature
         self.memory: Tensor
         self.local_centroids: Tensor
         self.centroids: Tensor
-        self.register_buffer("memory", torch.zeros(memory_size, dim))
+        self.register_buffer("memory", torch.zeros(queue_size, dim))
         self.register_buffer("local_centroids", torch.zeros(local_clusters, dim))
         self.register_buffer("centroids", torch.zeros(global_clusters, dim))
 
@@ -177,14 +177,14 @@ class Orchestra(EMATargetMethod):
         return {GLOBAL: global_centroids(local, old=torch.from_numpy(broadcast[GLOBAL])).numpy()}
 
 
-def _check(local_clusters: int, global_clusters: int, memory_size: int, temperature: float) -> None:
+def _check(local_clusters: int, global_clusters: int, queue_size: int, temperature: float) -> None:
     if local_clusters < 1:
         raise InputError(f"method.local_clusters={local_clusters} must be at least 1; the authors use 16")
     if global_clusters < 2:
         raise InputError(f"method.global_clusters={global_clusters} must be at least 2; the authors use 128")
-    if memory_size < local_clusters:
+    if queue_size < local_clusters:
         raise InputError(
-            f"method.memory_size={memory_size} must be at least method.local_clusters={local_clusters}; "
+            f"method.queue_size={queue_size} must be at least method.local_clusters={local_clusters}; "
             "the authors use 128"
         )
     if temperature <= 0:

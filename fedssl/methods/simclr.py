@@ -27,10 +27,10 @@ class SimCLR(SSLMethod):
     encoder : Encoder
         Trained in place.
     projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden=512, out=128)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=128)``.
     temperature : float
         Temperature of the loss; positive.
-    one_forward : bool
+    concat_views : bool
         Whether both views are concatenated into one forward pass, as in SimCLR itself. Batch normalization then uses
         the statistics of both views together and updates its running statistics once per step. False: each view has a
         separate forward pass with its own statistics.
@@ -49,7 +49,7 @@ class SimCLR(SSLMethod):
         *,
         projector: Callable[[int], MLP],
         temperature: float,
-        one_forward: bool = True,
+        concat_views: bool = True,
         loss: str = "standard",
     ) -> None:
         if temperature <= 0:
@@ -61,10 +61,10 @@ class SimCLR(SSLMethod):
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
         self.temperature = temperature
-        self.one_forward = one_forward
+        self.concat_views = concat_views
 
     def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        if self.one_forward:
+        if self.concat_views:
             z1, z2 = self.projector(self.encoder(torch.cat((view1, view2)))).chunk(2)
         else:
             z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))

@@ -4,13 +4,12 @@ from fedssl.partition.base import ImageSubset, Partition
 from fedssl.partition.feature_clustering import feature_clusters
 from fedssl.partition.partition import client_indices, make_partition, server_indices
 from fedssl.partition.partition_file import from_file, write_partition
-from fedssl.partition.partitioners import MIN_IMAGES, classes, dirichlet, iid, natural, skew
+from fedssl.partition.partitioners import MIN_IMAGES, dirichlet, iid, natural, pathological, skew
 
 __all__ = [
     "MIN_IMAGES",
     "ImageSubset",
     "Partition",
-    "classes",
     "client_indices",
     "dirichlet",
     "feature_clusters",
@@ -18,6 +17,7 @@ __all__ = [
     "iid",
     "make_partition",
     "natural",
+    "pathological",
     "server_indices",
     "skew",
     "write_partition",

@@ -1,8 +1,8 @@
 """Rules that divide images among clients: every image belongs to exactly one.
 
-``iid``, ``dirichlet`` and ``classes`` are flwr-datasets' partitioners, ``skew`` is the skewness of Dec-SSL
+``iid``, ``dirichlet`` and ``pathological`` are flwr-datasets' partitioners, ``skew`` is the skewness of Dec-SSL
 (arXiv 2210.10947). They deal out the images in an order shuffled by the run's seed, so that a sorted data set makes
-no difference. ``classes`` deals classes in turn, so that none is left out and each has as many holders as any other,
+no difference. ``pathological`` deals classes in turn, so that none is left out and each has as many holders as any other,
 give or take one; flwr-datasets' own assignment of several classes per client does not promise that. ``natural``
 follows the data: the images of one writer, device or hospital stay together. flwr-datasets' partitioners by owner
 are given owners per client, not clients, and their last client may get fewer than the others. ``feature_clusters``,
@@ -116,7 +116,7 @@ def dirichlet(
     return _checked([order[rows] for rows in parts], num_images)
 
 
-def classes(
+def pathological(
     labels: torch.Tensor | None,
     *,
     owners: torch.Tensor | None = None,
@@ -137,7 +137,7 @@ def classes(
         From 1 to the number of classes.
     """
     check_counts(num_images, num_clients)
-    names, codes, sizes = np.unique(_known(labels, "classes"), return_inverse=True, return_counts=True)
+    names, codes, sizes = np.unique(_known(labels, "pathological"), return_inverse=True, return_counts=True)
     if not 1 <= classes_per_client <= len(names):
         raise InputError(
             f"partition.classes_per_client={classes_per_client} must be from 1 to the {len(names)} classes of the data"

@@ -45,25 +45,25 @@ def constant(round: int, *, rounds: int, phase: Phase) -> float:
     return 1.0
 
 
-def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, least: float = 0.0) -> float:
-    """Decay from 1 in the first round to ``least`` along half a cosine; ``least`` would be the factor of round R + 1.
+def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, eta_min_factor: float = 0.0) -> float:
+    """Decay from 1 in the first round to ``eta_min_factor`` along half a cosine; ``eta_min_factor`` would be the factor of round R + 1.
 
     Parameters
     ----------
     per_stage : bool
         Whether the decay restarts with each phase of the schedule (LW-FedSSL's "cyclic").
-    least : float
+    eta_min_factor : float
         Final factor, in [0, 1].
 
     Raises
     ------
     InputError
-        If ``least`` is out of range.
+        If ``eta_min_factor`` is out of range.
     """
-    if not 0 <= least <= 1:
-        raise InputError(f"lr_schedule.least={least} must be in [0, 1]; 0 decays to zero")
+    if not 0 <= eta_min_factor <= 1:
+        raise InputError(f"lr_schedule.eta_min_factor={eta_min_factor} must be in [0, 1]; 0 decays to zero")
     done = (round - phase.first) / phase.rounds if per_stage else (round - 1) / rounds
-    return least + (1 - least) * (1 + math.cos(math.pi * done)) / 2
+    return eta_min_factor + (1 - eta_min_factor) * (1 + math.cos(math.pi * done)) / 2
 
 
 def step(round: int, *, rounds: int, phase: Phase, milestones: Sequence[float], factor: float) -> float:

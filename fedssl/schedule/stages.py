@@ -79,7 +79,7 @@ class Stages:
     def __init__(self, method: SSLMethod) -> None:
         self._stage_ranges = {name: stage_range(method, name) for name in method.named_tensors}
         self._names = [f"encoder.{name}." for name in method.encoder.stage_names]
-        self._averages_target = method.target_mode == "average"
+        self._averages_target = method.target_init == "average"
 
     def trained(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the layers that clients train."""

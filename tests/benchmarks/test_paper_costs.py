@@ -17,12 +17,12 @@ IMAGE = torch.zeros(1, 3, 32, 32)
 SCHEDULES = {
     schedule.__name__: schedule(rounds=ROUNDS, depth=BLOCKS) for schedule in (end_to_end, layer_wise, progressive)
 }
-PROJECTOR = partial(MLP, hidden=4096, out=256, layers=3, last_norm=True)
+PROJECTOR = partial(MLP, hidden_dim=4096, out_dim=256, num_layers=3, last_batch_norm=True)
 
 
 @pytest.fixture(scope="module")
 def moco():
-    predictor = partial(MLP, hidden=4096, out=256, layers=2, last_norm=True)
+    predictor = partial(MLP, hidden_dim=4096, out_dim=256, num_layers=2, last_batch_norm=True)
     encoder = vit_tiny(channels=3, size=32, patch=4, depth=BLOCKS, pool="mean")
     return MoCoV3(encoder, projector=PROJECTOR, predictor=predictor, temperature=0.2, ema_decay=0.99)
 

@@ -134,7 +134,7 @@ def small(config: DictConfig, *, data: Path) -> list[str]:
         overrides += ["encoder.depth=2", "encoder.width=16", "encoder.heads=2", "rounds=2"]
     elif "conv_small" not in config.encoder._target_:
         overrides += ["encoder=conv_small", "encoder.width=4"]
-    overrides += [f"method.{name}.hidden=8" for name in ("projector", "predictor") if name in config.method]
+    overrides += [f"method.{name}.hidden_dim=8" for name in ("projector", "predictor") if name in config.method]
     return overrides + [word for key, _ in flatten(config) for word in _places(key, data)]
 
 

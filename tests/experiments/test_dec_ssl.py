@@ -34,8 +34,8 @@ def test_the_numbers_of_dec_ssl(name):
     assert (config.encoder._target_, config.encoder.stem) == ("fedssl.encoders.resnet18", "small")
     assert config.dataset.hub == ("uoft-cs/cifar100" if name == "table2_transfer" else "uoft-cs/cifar10")
     head = config.method.projector
-    assert (head.hidden, head.out, head.layers, config.method.temperature) == (512, 512, 2, 0.5)
-    assert all(view.crop_scale == [0.08, 1.0] and "blur" not in view for view in config.augmentation.views)
+    assert (head.hidden_dim, head.out_dim, head.num_layers, config.method.temperature) == (512, 512, 2, 0.5)
+    assert all(view.crop_scale == [0.08, 1.0] and "blur_prob" not in view for view in config.augmentation.views)
     featarc = name in ("figure5", "figure16", "table2")
     if featarc:
         assert (config.strategy._target_, config.strategy.clusters) == ("strategies.featarc.FeatARC", 2)

@@ -34,13 +34,30 @@ def test_the_numbers_of_lw_fedssl(name):
     assert config.partition._target_ == "fedssl.partition.iid"
     assert (config.strategy._target_, config.strategy.weighting) == ("strategies.fedavg.FedAvg", "examples")
     first, second = config.augmentation.views
-    assert (first.blur, first.get("solarize", 0), second.blur, second.solarize) == (1.0, 0, 0.1, 0.2)
+    assert (first.blur_prob, first.get("solarize_prob", 0), second.blur_prob, second.solarize_prob) == (
+        1.0,
+        0,
+        0.1,
+        0.2,
+    )
     head = config.method.projector
-    assert (head.hidden, head.out, head.layers, head.norm, head.last_norm) == (4096, 256, 3, True, True)
+    assert (head.hidden_dim, head.out_dim, head.num_layers, head.batch_norm, head.last_batch_norm) == (
+        4096,
+        256,
+        3,
+        True,
+        True,
+    )
     if not simclr:
         head = config.method.predictor
-        assert (head.hidden, head.out, head.layers, head.norm, head.last_norm) == (4096, 256, 2, True, True)
-        assert (config.method.ema_decay, config.method.target) == (0.99, "copy")
+        assert (head.hidden_dim, head.out_dim, head.num_layers, head.batch_norm, head.last_batch_norm) == (
+            4096,
+            256,
+            2,
+            True,
+            True,
+        )
+        assert (config.method.ema_decay, config.method.target_init) == (0.99, "reset")
     if "moco" in config.method._target_:
         assert (config.method.loss_scale, config.method.train_patches) == (1, True)
 

@@ -9,15 +9,15 @@ from tests.experiments.every import some
 L_DAWA = {  # arXiv 2307.07393, sections 4.1 and 4.2 and the captions of the tables
     "table1": (10, 10, 10, 10, "cifar10", "dirichlet", 0.1),
     "table2": (10, 10, 200, 10, "cifar10", "dirichlet", 0.1),
-    "table3_single_class": (10, 10, 200, 10, "cifar10", "classes", 1),
+    "table3_single_class": (10, 10, 200, 10, "cifar10", "pathological", 1),
     "table4": (10, 10, 200, 1, "cifar10", "dirichlet", 0.1),
     "table5": (10, 10, 200, 10, "tiny_imagenet", "dirichlet", 0.1),
     "table6": (100, 10, 100, 10, "cifar10", "dirichlet", 0.1),
     "figure4": (10, 10, 100, 10, "cifar10", "dirichlet", 0.1),
 }
 FEDU = {  # arXiv 2108.06492, section 4.1
-    "table1": (5, 5, 100, 5, "cifar10", "classes", 2),
-    "table4": (5, 5, 800, 1, "cifar10", "classes", 2),
+    "table1": (5, 5, 100, 5, "cifar10", "pathological", 2),
+    "table4": (5, 5, 800, 1, "cifar10", "pathological", 2),
 }
 FEDU2 = {"table2": (10, 10, 100, 5, "cifar10", "dirichlet", 0.1)}  # arXiv 2403.16398, section 4.1
 
@@ -61,4 +61,4 @@ def test_the_numbers_of_fedu2(name):
     assert sgd(config) == (128, 0.048, 0.9, 1e-4)
     assert (choices["encoder"], choices["method"], choices["strategy"]) == ("resnet18", "fedu2/byol", "eua")
     assert (config.regularizer.weight, config.regularizer.tau_a, config.regularizer.tau_b) == (0.1, 0.8, 0.8)
-    assert config.method.projector.out == 512
+    assert config.method.projector.out_dim == 512

@@ -58,7 +58,7 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
         up = plan["config"].get("upload-names")
         assert set(update["arrays"]) == (travelling if up is None else set(up.splitlines()))
         assert set(update["method-upload"]) == set(method.uploaded_parts)
-        assert set(update["metrics"]) == needs | set(federation.settings.algorithm.metrics)
+        assert set(update["metrics"]) == needs | set(federation.settings.algorithm.reported_metrics)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

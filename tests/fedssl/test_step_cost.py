@@ -35,10 +35,13 @@ HEADS = 3 * (PROJECTOR + PREDICTOR) + PROJECTOR  # the target has no predictor
 SCORES = 2 * BATCH * 4  # an image's similarities to the batch, and their gradient for one of the two views
 
 
-def moco(*, depth=2, size=4, width=4, heads=2, hidden=8):
+def moco(*, depth=2, size=4, width=4, heads=2, hidden_dim=8):
     torch.manual_seed(0)
     encoder = vit_tiny(channels=1, size=size, patch=2, depth=depth, width=width, heads=heads, pool="mean")
-    projector, predictor = partial(MLP, hidden=hidden, out=4), partial(MLP, hidden=hidden, out=4, layers=1)
+    projector, predictor = (
+        partial(MLP, hidden_dim=hidden_dim, out_dim=4),
+        partial(MLP, hidden_dim=hidden_dim, out_dim=4, num_layers=1),
+    )
     return MoCoV3(encoder, projector=projector, predictor=predictor, temperature=0.2, ema_decay=0.9)
 
 
@@ -117,15 +120,15 @@ def test_parameters():
     # Two layer normalisations of 2 * 4, linear layers with biases.
     block = 2 * 2 * 4 + (4 + 1) * 12 + (4 + 1) * 4 + (4 + 1) * 16 + (16 + 1) * 4
     stem = (4 + 1) * 4 + 4 * 4  # patch embedding, positions
-    last_norm, projector, predictor = 2 * 4, 4 * 8 + 2 * 8 + (8 + 1) * 4, (4 + 1) * 4
+    last_batch_norm, projector, predictor = 2 * 4, 4 * 8 + 2 * 8 + (8 + 1) * 4, (4 + 1) * 4
     cost = cost_of(method)
-    assert cost.trained_parameters == stem + 2 * block + last_norm + projector + predictor
-    assert cost.parameters_in_memory == cost.trained_parameters + stem + 2 * block + last_norm + projector
+    assert cost.trained_parameters == stem + 2 * block + last_batch_norm + projector + predictor
+    assert cost.parameters_in_memory == cost.trained_parameters + stem + 2 * block + last_batch_norm + projector
     with set_active_stages(method, depth=2, frozen=1):
         cost = cost_of(method)
-    assert cost.trained_parameters == block + last_norm + projector + predictor
+    assert cost.trained_parameters == block + last_batch_norm + projector + predictor
     # The frozen part is there once: the target uses what it puts out.
-    assert cost.parameters_in_memory == cost.trained_parameters + stem + block + block + last_norm + projector
+    assert cost.parameters_in_memory == cost.trained_parameters + stem + block + block + last_batch_norm + projector
 
 
 # --- memory ---
@@ -171,7 +174,7 @@ def test_memory_of_activations_by_hand():
 
 
 def test_memory_is_what_the_profiler_says(tmp_path):
-    method = moco(depth=3, size=16, width=32, hidden=64)
+    method = moco(depth=3, size=16, width=32, hidden_dim=64)
     images, optimizer, regularizer = make_images(64, size=16), adam(method), Alignment()
     with set_active_stages(method, depth=3, frozen=1):
         measured = cost_of(method, images=images, optimizer=optimizer, regularizer=regularizer).peak_memory

@@ -156,12 +156,12 @@ class Outputs(Regularizer):
         return loss
 
 
-@pytest.mark.parametrize("one_forward", [True, False])
-def test_a_regularizer_sees_the_representations_of_both_views(one_forward):
+@pytest.mark.parametrize("concat_views", [True, False])
+def test_a_regularizer_sees_the_representations_of_both_views(concat_views):
     class Sums(Toy):
         def loss(self, view1, view2):
             flat = [view.flatten(1) for view in (view1, view2)]
-            h = [self.encoder(torch.cat(flat))] if one_forward else [self.encoder(view) for view in flat]
+            h = [self.encoder(torch.cat(flat))] if concat_views else [self.encoder(view) for view in flat]
             return torch.cat(h).sum()
 
     method, regularizer = Sums(), Outputs()

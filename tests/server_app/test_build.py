@@ -101,6 +101,6 @@ def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, o
         Round(federation.components.context, federation.state)
     norm = [word for word in overrides if word.startswith("encoder.norm")]
     file, _ = save(tmp_path, *norm)
-    overrides += ["method.dictionary_size=0", "method.alignment_weight=0.1", f"teacher={file}"]
+    overrides += ["method.sent_per_round=0", "method.alignment_weight=0.1", f"teacher={file}"]
     federation = Federation(tmp_path, *overrides)
     Round(federation.components.context, federation.state)

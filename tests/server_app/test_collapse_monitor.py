@@ -55,7 +55,7 @@ def test_models_are_measured_on_the_same_images():
 
 
 def test_representations_of_test_images_are_kept():
-    watch, layers = monitor("collapse_images=40", "method.projector.out=5")
+    watch, layers = monitor("collapse_images=40", "method.projector.out_dim=5")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
     kept = watch.finish({GLOBAL: layers}).representations
@@ -94,7 +94,7 @@ def test_a_spectrum_takes_two_test_images_for_every_dimension():
 
 
 def test_projections_are_kept_where_they_have_three_dimensions():
-    watch, layers = monitor("collapse_images=40", "method.projector.out=3")
+    watch, layers = monitor("collapse_images=40", "method.projector.out_dim=3")
     watch.observe(1, {name: array for name, array in layers.items() if name.startswith("encoder.")})  # no projector
     watch.observe(2, layers)
     kept = watch.finish({GLOBAL: layers}).representations

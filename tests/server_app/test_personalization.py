@@ -98,7 +98,7 @@ def test_every_client_alone_shows_its_own_model(tmp_path):
 
 
 def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, monkeypatch):
-    federation = Federation(tmp_path, "strategy=featarc", "strategy.pictures=16", *NEW)
+    federation = Federation(tmp_path, "strategy=featarc", "strategy.num_images=16", *NEW)
     federation.run(1)
     learned = []  # whether the client had an encoder of its own when it chose
     original = choosing.SelectByFeatures.select_model

@@ -237,7 +237,9 @@ def test_rows_of_a_round():
 
 
 def test_unknown_metrics_are_refused():
-    with pytest.raises(InputError, match="strategy.metrics has loss; allowed are num-examples, train-loss, seconds"):
+    with pytest.raises(
+        InputError, match="strategy.reported_metrics has loss; allowed are num-examples, train-loss, seconds"
+    ):
         configure(FedAvg(), make_grid([good]), metrics=["loss"])
 
 

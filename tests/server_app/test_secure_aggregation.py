@@ -22,7 +22,7 @@ from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation
 
 SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "partition=iid"]
-SMALL += ["encoder.width=4", "method.projector.hidden=8", "method.projector.out=4"]
+SMALL += ["encoder.width=4", "method.projector.hidden_dim=8", "method.projector.out_dim=4"]
 UNIFORM = ["strategy=fedavg", "strategy.weighting=uniform"]
 SECURE = ["secure_aggregation=secagg_plus", *UNIFORM]
 

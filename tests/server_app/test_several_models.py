@@ -21,7 +21,7 @@ from strategies.state import GLOBAL, ServerState
 from tests.federation import Federation, model_of
 from tests.server_app import algorithms
 
-PLUGGED = ["strategy=median", "strategy.metrics=[train-loss,num-examples]"]
+PLUGGED = ["strategy=median", "strategy.reported_metrics=[train-loss,num-examples]"]
 TWO_GROUPS = [*PLUGGED, "strategy._target_=tests.server_app.algorithms.TwoGroups"]
 RING = [*PLUGGED, "strategy._target_=tests.server_app.algorithms.Ring"]
 FOUR = ["num_clients=4", "clients_per_round=4"]

@@ -145,7 +145,7 @@ class Broken:
     """A tracker whose server goes away in round 1."""
 
     def begin(self, run: TrackedRun) -> None:
-        assert run.settings["strategy.metrics"] == ["seconds"]
+        assert run.settings["strategy.reported_metrics"] == ["seconds"]
 
     def round(self, round: int, numbers: dict[str, float]) -> None:
         raise ConnectionError(f"round {round} [{numbers['dropped']}]\nis lost")

@@ -39,13 +39,23 @@ EVERY = {
     "eua": ["strategy=eua", "server_optimizer=fedadam"],
     "local_only": ["strategy=local_only"],
     "gossip": ["strategy=gossip"],
-    "featarc": ["strategy=featarc", "strategy.pictures=16"],
-    "clustered": ["strategy=clustered", "strategy.pictures=16", "strategy.rule=l_dawa"],
+    "featarc": ["strategy=featarc", "strategy.num_images=16"],
+    "clustered": ["strategy=clustered", "strategy.num_images=16", "strategy.rule=l_dawa"],
     "per_ssl": ["strategy=per_ssl"],
 }
 OTHERS = {
     name: [f"strategy={name}", "num_clients=5"]
-    for name in ("fedavg", "fedprox", "krum", "l_dawa_fedu", "loss", "m_dawa", "median", "per_ssl", "trimmed_mean")
+    for name in (
+        "fedavg",
+        "fedprox",
+        "krum",
+        "l_dawa_fedu",
+        "loss_weighted",
+        "m_dawa",
+        "median",
+        "per_ssl",
+        "trimmed_mean",
+    )
 }
 
 
@@ -84,7 +94,9 @@ def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(overrides, wir
     for row, other, sent, received in zip(rows, other_rows, grid.sent, grid.received, strict=True):
         assert (row.bytes_up, row.bytes_down) == (other.bytes_up, other.bytes_down)
         assert row.cosine == other.cosine
-        several = "strategy.pictures=16" in overrides  # Flower sends equal things once: models that begin alike, tables
+        several = (
+            "strategy.num_images=16" in overrides
+        )  # Flower sends equal things once: models that begin alike, tables
         if row.round > 1 or not several:
             assert row.bytes_down == pytest.approx(sent[0], rel=0.02 if several else 0.01)
         assert row.bytes_up == pytest.approx(received[0], rel=0.01)

@@ -31,9 +31,9 @@ from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import good, make_grid
 
-FEATARC = ["strategy=featarc", "strategy.pictures=16"]
-IFCA = ["strategy=clustered", "strategy.pictures=16"]
-SORTED = ["strategy=clustered", "strategy.choose_by=weights"]
+FEATARC = ["strategy=featarc", "strategy.num_images=16"]
+IFCA = ["strategy=clustered", "strategy.num_images=16"]
+SORTED = ["strategy=clustered", "strategy.assign_by=update_cosine"]
 AVERAGE = ["strategy=fedavg", "strategy.weighting=uniform"]
 
 
@@ -127,7 +127,7 @@ PLANS = [plan(-1, 1, 1), plan(1, 1, 1), plan(1, -1, -1)]
 
 
 def test_a_client_takes_the_model_that_sees_as_its_own_last_one_did():
-    half, method = SelectByFeatures(pictures=8), Small()
+    half, method = SelectByFeatures(num_images=8), Small()
     own = {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
     assert half.select_model(method, PLANS, own, FakeImages()) == 2  # signs of all three agree
     assert (
@@ -147,7 +147,10 @@ def test_what_of_the_encoder_is_new_does_not_depend_on_what_a_process_held_befor
         def features(self, method, max_images):
             return super().features(method, max_images) + method.encoder.bn.running_mean
 
-    half, own = SelectByFeatures(pictures=8), {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
+    half, own = (
+        SelectByFeatures(num_images=8),
+        {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])},
+    )
     for held in (0.0, 50.0, math.nan):
         method = Small()
         method.encoder.bn.running_mean.fill_(held)
@@ -155,8 +158,8 @@ def test_what_of_the_encoder_is_new_does_not_depend_on_what_a_process_held_befor
 
 
 def test_a_client_takes_the_model_with_the_least_loss():
-    assert SelectByLoss(pictures=8).select_model(Small(), PLANS, None, FakeImages()) == 2
-    assert SelectByLoss(pictures=8).select_model(Small(), [PLANS[1], PLANS[1]], None, FakeImages()) == 0
+    assert SelectByLoss(num_images=8).select_model(Small(), PLANS, None, FakeImages()) == 2
+    assert SelectByLoss(num_images=8).select_model(Small(), [PLANS[1], PLANS[1]], None, FakeImages()) == 0
 
 
 # --- what travels ---
@@ -181,7 +184,7 @@ def played(state, *chosen):
         return Message(content, reply_to=message)
 
     grid = LocalGrid(app, num_clients=len(chosen))
-    one = Round(small_federation(grid, Clustered(pictures=2)), state)
+    one = Round(small_federation(grid, Clustered(num_images=2)), state)
     return one, one.finish(receive(grid, one.messages, timeout=60))
 
 
@@ -265,7 +268,7 @@ def test_the_server_compares_what_models_see():
 
     Clients at 30, 60 and 120 degrees are nearest to 0, 1 and 1, and one on the diagonal stays where it is.
     """
-    half = ServerAssignedClusters(ServerStrategy(mean("uniform")), clusters=2, pictures=8)
+    half = ServerAssignedClusters(ServerStrategy(mean("uniform")), clusters=2, num_images=8)
     seen = {client: torch.tensor([on_circle(angle)]) for client, angle in ((3, 30), (5, 60), (9, 120))}
     views = {"0": torch.tensor([[1.0, 0.0]]), "1": torch.tensor([[0.0, 1.0]])}
     state = ServerState(round=1, models={name: GlobalModel(layers={"name": name}) for name in views})
@@ -301,7 +304,7 @@ def test_updates_are_sorted_in_their_round_and_clients_stay(tmp_path):
         return {**layers, "encoder.weight": layers["encoder.weight"] + step * (1 + partition)}
 
     grid = make_grid([two_ways] * 5)
-    federation = small_federation(grid, Clustered(choose_by="weights", weighting="uniform", after=2))
+    federation = small_federation(grid, Clustered(assign_by="update_cosine", weighting="uniform", cluster_round=2))
     state, exchange = ServerState(), MessageExchange(grid)
     state, _ = run_round(exchange, lambda: federation, state)
     # Steps of 1 and 4 along x, of 2, 3 and 5 along y: the mean is [1, 2, 0] from [1, 2, 2].
@@ -326,7 +329,7 @@ def test_clusters_begin_with_the_model_that_their_clients_came_from():
         return {**layers, "encoder.weight": layers["encoder.weight"] + steps[partition]}
 
     grid = make_grid([step] * 4)
-    federation = small_federation(grid, Clustered(choose_by="weights", rule="eua", after=2))
+    federation = small_federation(grid, Clustered(assign_by="update_cosine", rule="eua", cluster_round=2))
     first, _ = run_round(MessageExchange(grid), lambda: federation, ServerState())
     second, _ = run_round(MessageExchange(grid), lambda: federation, first)
     begun = first.models["0"].layers
@@ -412,18 +415,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
     [
         (["strategy=featarc", "strategy.clusters=0"], "strategy.clusters=0 must be at least 1"),
         (["strategy=featarc", "strategy.clusters=6"], "strategy.clusters=6 but num_clients=5; give at most one"),
-        (["strategy=featarc", "strategy.pictures=1"], "strategy.pictures=1 must be at least 2"),
+        (["strategy=featarc", "strategy.num_images=1"], "strategy.num_images=1 must be at least 2"),
         (["strategy=featarc", "strategy.assign_at=moon"], "strategy.assign_at=moon is not a choice"),
         (["strategy=featarc", "method=orchestra"], "Orchestra has a server side of its own for one model"),
         (["strategy=featarc", "calibration=auxiliary"], "calibration=auxiliary trains the one model"),
-        (["strategy=clustered", "strategy.choose_by=x"], "strategy.choose_by=x is not a choice"),
+        (["strategy=clustered", "strategy.assign_by=x"], "strategy.assign_by=x is not a choice"),
         (["strategy=clustered", "strategy.rule=x"], "strategy.rule=x is not a choice"),
         (
             ["strategy=clustered", "strategy.rule=eua", "strategy.weighting=uniform"],
             "strategy.rule=eua has no weighting",
         ),
-        ([*SORTED, "strategy.after=0"], "strategy.after=0 must be the number of a round"),
-        ([*SORTED, "strategy.after=30"], "strategy.after=30 is the round in which clients are sorted, and there are"),
+        ([*SORTED, "strategy.cluster_round=0"], "strategy.cluster_round=0 must be the number of a round"),
+        (
+            [*SORTED, "strategy.cluster_round=30"],
+            "strategy.cluster_round=30 is the round in which clients are sorted, and there are",
+        ),
         ([*SORTED, "clients_per_round=3"], "sorts all clients in round 1, but clients_per_round=3 of num_clients=5"),
         (
             ["strategy=featarc", "secure_aggregation=secagg_plus"],

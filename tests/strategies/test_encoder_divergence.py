@@ -23,7 +23,7 @@ from fedssl.schedule.stages import set_active_stages
 from simulation.cli import run
 from strategies.encoder_divergence import DISTANCES, distance_names, divergence, encoder_divergence
 
-HEAD = partial(MLP, hidden=6, out=4)
+HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 
 
 class Small(Encoder):
@@ -145,7 +145,7 @@ SMALL = {
 )
 def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
     overrides = [f"encoder={encoder}", f"schedule={schedule}", *SMALL.get(encoder, [])]
-    settings = compose([*overrides, "method.projector.hidden=8"]).model
+    settings = compose([*overrides, "method.projector.hidden_dim=8"]).model
     method = build_method(settings)
     phases = make_phases(settings.schedule, stages=len(method.encoder.stage_names))
     assert schedule == "end_to_end" or len(phases) > 2

@@ -24,7 +24,7 @@ from strategies.fedu import FedUClient
 from strategies.state import GLOBAL
 from tests.federation import Federation
 
-HEAD = partial(MLP, hidden=6, out=4)
+HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 
 # A kernel of n numbers that all move by s moves by s sqrt(n). conv_small of width 2 on 8x8 has kernels of 9 times
 # 1 * 2, 2 * 4, 4 * 8 and 8 * 8 numbers, so d = s * 3 (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4.

@@ -25,11 +25,13 @@ from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
 from strategies.state import GLOBAL
 
-HEAD = partial(MLP, hidden=6, out=4)
+HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 
 
-def make_byol(*, target: str = "keep") -> BYOL:
-    return BYOL(conv_small(channels=1, size=8, width=2), projector=HEAD, predictor=HEAD, ema_decay=0.9, target=target)
+def make_byol(*, target_init: str = "persist") -> BYOL:
+    return BYOL(
+        conv_small(channels=1, size=8, width=2), projector=HEAD, predictor=HEAD, ema_decay=0.9, target_init=target_init
+    )
 
 
 def make_simclr() -> SimCLR:
@@ -152,7 +154,7 @@ def test_the_first_target_is_a_copy():
 
 
 def test_a_target_that_is_copied_every_round_goes_with_update_both(tmp_path):
-    method, strategy = make_byol(target="copy"), FedU(update="both")
+    method, strategy = make_byol(target_init="reset"), FedU(update="both")
     strategy.validate(in_pairs(method))
     for round in (1, 2):
         plan = make_plan(round, some_layers(method, round))
@@ -256,8 +258,12 @@ def make_bare():
     [
         ({"aggregate": "target"}, make_simclr, "strategy.aggregate=target .* SimCLR has none; set both to online"),
         ({"update": "both"}, make_simclr, "strategy.update=both needs a method with target networks"),
-        ({}, partial(make_byol, target="copy"), "strategy.update=online; set method.target=keep"),
-        ({"update": "target"}, partial(make_byol, target="copy"), "strategy.update=target; set method.target=keep"),
+        ({}, partial(make_byol, target_init="reset"), "strategy.update=online; set method.target_init=persist"),
+        (
+            {"update": "target"},
+            partial(make_byol, target_init="reset"),
+            "strategy.update=target; set method.target_init=persist",
+        ),
         ({}, make_bare, "strategy.predictor=dapu needs .* Bare has neither; set strategy.predictor=global"),
     ],
 )

@@ -22,13 +22,13 @@ from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
 from strategies.state import GLOBAL
 from tests.federation import Federation
 
-HEAD = partial(MLP, hidden=6, out=4)
+HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 NOTHING = torch.empty(0)
 
 
-def make_byol(target: str = "keep") -> BYOL:
+def make_byol(target_init: str = "persist") -> BYOL:
     encoder = conv_small(channels=1, size=8, width=2)
-    return BYOL(encoder, projector=HEAD, predictor=HEAD, ema_decay=0.9, target=target)
+    return BYOL(encoder, projector=HEAD, predictor=HEAD, ema_decay=0.9, target_init=target_init)
 
 
 def plan_of(layers, round=1):
@@ -110,7 +110,7 @@ def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way(
         np.testing.assert_array_equal(array, first[name] + 1)
 
 
-@pytest.mark.parametrize("target", ["keep", "copy", "average"])
+@pytest.mark.parametrize("target", ["persist", "reset", "average"])
 def test_targets_of_a_personal_model(target):
     method, half = make_byol(target), PersonalClient(weight=0.1)
     received = exchanged_layers(make_byol(target))
@@ -120,7 +120,7 @@ def test_targets_of_a_personal_model(target):
     found = snapshot(method)
     for name in found:
         if name.startswith("target_encoder."):
-            expected = state[PERSONAL + name.removeprefix("target_")] if target == "copy" else moved[PERSONAL + name]
+            expected = state[PERSONAL + name.removeprefix("target_")] if target == "reset" else moved[PERSONAL + name]
             np.testing.assert_array_equal(found[name], expected.numpy())
 
 
@@ -152,7 +152,7 @@ def personal_layers(folder, client, *, before):
 @pytest.mark.parametrize("overrides", [["method=simclr", "regularizer=prox"], ["method=byol"], ["method=orchestra"]])
 def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(tmp_path, overrides):
     if overrides == ["method=orchestra"]:  # whose centroids are the server's, and so those of all clients: one client
-        overrides = [*overrides, "method.local_clusters=3", "method.memory_size=24", "num_clients=1"]
+        overrides = [*overrides, "method.local_clusters=3", "method.queue_size=24", "num_clients=1"]
     overrides = ["num_clients=2", "optimizer.momentum=0.9", *overrides]
     personal = Federation(tmp_path / "personal", *overrides, "strategy=per_ssl", "strategy.weight=0")
     alone = Federation(tmp_path / "alone", *overrides, "strategy=local_only")

@@ -416,7 +416,7 @@ def test_trimming_needs_a_client_to_trim(beta):
 )
 def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog, name, kind, rule):
     caplog.set_level(logging.DEBUG, "flwr")
-    federation = Federation(tmp_path, f"strategy={name}", "strategy.metrics=[]")
+    federation = Federation(tmp_path, f"strategy={name}", "strategy.reported_metrics=[]")
     start = federation.layers
     result = federation.run(1)
     updates = [

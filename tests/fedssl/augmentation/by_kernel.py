@@ -41,7 +41,7 @@ def main() -> None:
     forms = [(channels, size) for channels in (1, 3) for size in (8, 24, 32, 64)]
     forms = forms if sys.argv[1] == "all" else [(1, 8), (3, 24)]
     cases = [(name, channels, (size, size), size) for name in recipes for channels, size in forms]
-    recipes["everything"] = [EVERYTHING | {"pad": 3}, EVERYTHING | {"blur": 0.0}]
+    recipes["everything"] = [EVERYTHING | {"pad": 3}, EVERYTHING | {"blur_prob": 0.0}]
     cases += [("everything", 3, (12, 20), 16), ("everything", 1, (20, 9), 33)]
     failed = False
     for number, (name, channels, form, size) in enumerate(cases):

@@ -10,15 +10,15 @@ from fedssl.augmentation import Augmentation
 RECIPES = Path(__file__).parents[3] / "conf" / "augmentation"
 EVERYTHING = {
     "crop_scale": [0.2, 1.0],
-    "flip": 0.5,
-    "jitter": 0.8,
+    "flip_prob": 0.5,
+    "jitter_prob": 0.8,
     "brightness": 0.4,
     "contrast": 0.4,
     "saturation": 0.4,
     "hue": 0.1,
-    "gray": 0.2,
-    "blur": 0.5,
-    "solarize": 0.3,
+    "gray_prob": 0.2,
+    "blur_prob": 0.5,
+    "solarize_prob": 0.3,
 }
 JITTER = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
 

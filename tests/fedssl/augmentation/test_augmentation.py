@@ -28,12 +28,12 @@ from tests.fedssl.augmentation.made import (
 
 def test_views_equal_a_torchvision_pipeline_with_the_same_parameters():
     images = random_images(40, 3, 20, 20)
-    actual = augmentation(EVERYTHING, {**EVERYTHING, "blur": 0.0})(images, generator(3))
+    actual = augmentation(EVERYTHING, {**EVERYTHING, "blur_prob": 0.0})(images, generator(3))
     source = generator(3)
     orders = [torch.randperm(4, generator=source).tolist() for _ in range(2)]
     uniform = torch.rand(40, 2, UNIFORMS, generator=source, dtype=torch.float64)
     for index, blur in enumerate((0.5, 0.0)):
-        drawn = parameters(View(**{**EVERYTHING, "blur": blur}), uniform[:, index], height=20, width=20)
+        drawn = parameters(View(**{**EVERYTHING, "blur_prob": blur}), uniform[:, index], height=20, width=20)
         for k in range(40):
             one = {name: float(values[k]) for name, values in drawn._asdict().items()}
             box = [int(one[name]) for name in ("top", "left", "height", "width")]
@@ -92,7 +92,7 @@ def test_a_image_gets_the_same_views_in_a_longer_batch():
 @pytest.mark.parametrize("channels", [1, 2])
 def test_color_operations_need_three_channels(channels):
     images = random_images(12, channels, 8, 8)
-    colorless = {**EVERYTHING, "saturation": 0.0, "hue": 0.0, "gray": 0.0}
+    colorless = {**EVERYTHING, "saturation": 0.0, "hue": 0.0, "gray_prob": 0.0}
     views = augmentation(EVERYTHING, size=8, channels=channels)(images, generator())
     expected = augmentation(colorless, size=8, channels=channels)(images, generator())
     assert views[0].shape == (12, channels, 8, 8)
@@ -111,7 +111,7 @@ def test_images_are_not_changed():
 @pytest.mark.parametrize(("channels", "height", "width", "size"), [(3, 16, 16, 16), (1, 12, 20, 8), (3, 20, 12, 24)])
 def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, height, width, size):
     """Both views at once, with matrices made for several batches, on a CPU that stands in for a GPU."""
-    views = [EVERYTHING, EVERYTHING | {"blur": 0.0, "pad": 2}]
+    views = [EVERYTHING, EVERYTHING | {"blur_prob": 0.0, "pad": 2}]
     if recipe != "everything":
         views = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{recipe}.yaml").views)
     sizes = [5, 4, 4, 7]
@@ -138,7 +138,7 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
 def test_drawn_ahead_or_one_after_the_other_views_are_the_same():
     sizes = [5, CHUNK + 3, 4]
     images = random_images(sum(sizes), 3, 16, 16).split(sizes)
-    make, source, ahead = augmentation(EVERYTHING, {"flip": 0.5}), generator(), generator()
+    make, source, ahead = augmentation(EVERYTHING, {"flip_prob": 0.5}), generator(), generator()
     drawn = make.sample_params(sizes, image_shape=(3, 16, 16), device=torch.device("cpu"), generator=ahead)
     for batch, of_batch in zip(images, drawn, strict=True):
         for one, other in zip(make(batch, source), make.apply(batch, of_batch), strict=True):
@@ -148,7 +148,7 @@ def test_drawn_ahead_or_one_after_the_other_views_are_the_same():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_makes_the_same_views_as_the_cpu():
     images = random_images(2 * CHUNK + 30, 3, 16, 16)
-    make = augmentation({**EVERYTHING, "solarize": 0.0})
+    make = augmentation({**EVERYTHING, "solarize_prob": 0.0})
     on_cpu = make(images, generator())
     for cpu, cuda in zip(on_cpu, make(images.cuda(), generator()), strict=True):
         assert cuda.is_cuda
@@ -163,12 +163,12 @@ def test_cuda_makes_the_same_views_as_the_cpu():
     [
         ([{}], "augmentation.views has 1 recipes; set exactly two"),
         ([{}, {}, {}], "3 recipes"),
-        ([{"flip": 1.5}, {}], r"augmentation.views.0.flip=1.5 .* at least 0 and at most 1"),
-        ([{}, {"gray": -0.1}], "augmentation.views.1.gray=-0.1"),
+        ([{"flip_prob": 1.5}, {}], r"augmentation.views.0.flip_prob=1.5 .* at least 0 and at most 1"),
+        ([{}, {"gray_prob": -0.1}], "augmentation.views.1.gray_prob=-0.1"),
         ([{"hue": 0.6}, {}], "at most 0.5"),
         ([{"brightness": -1}, {}], "brightness=-1"),
-        ([{"blur": float("nan")}, {}], "blur=nan"),
-        ([{"solarize": "often"}, {}], "solarize=often"),
+        ([{"blur_prob": float("nan")}, {}], "blur_prob=nan"),
+        ([{"solarize_prob": "often"}, {}], "solarize_prob=often"),
         ([{"crop_scale": [0.2, 1.2]}, {}], "at most 1"),
         ([{"crop_scale": [0.0, 1.0]}, {}], "above 0"),
         ([{"crop_scale": [0.9, 0.2]}, {}], r"\[low, high\]"),
@@ -178,7 +178,7 @@ def test_cuda_makes_the_same_views_as_the_cpu():
         ([{"pad": 1.5}, {}], r"augmentation.views.0.pad=1.5 is not a number of pixels; set it to an integer of at"),
         ([{"pad": True}, {}], "pad=True is not a number of pixels"),
         ([{"pad": -1}, {}], "pad=-1 is out of range"),
-        ([{"solarise": 0.5}, {}], "solarise is not a setting of a view; use one of: solarize"),
+        ([{"solarise": 0.5}, {}], "solarise is not a setting of a view; use one of: solarize_prob"),
     ],
 )
 def test_bad_recipes(views, message):

@@ -17,9 +17,19 @@ MIXED = [
     ["strategy=fedprox", "regularizer.weight=1", "method=fedu2/byol", "optimizer=adam", "optimizer.fused=true"],
     ["strategy=l_dawa_fedu", "method=original/moco_v3_resnet", "encoder=resnet18", "clip_norm=3", "precision=bf16"],
     ["schedule=layer_wise", "schedule.rounds_per_stage=left_skewed", "rounds=6", "regularizer=alignment"],
-    ["encoder=vit_tiny", "encoder.depth=2", "augmentation=byol", "method=orchestra", "method.target=copy"],
-    ["method=byol", "method.predictor.out=64", "method.projector.out=64", "channels_last=false", "seed=123456789012"],
-    ["augmentation.views=[{flip: 1.0}, {crop_scale: [0.5, 1.0], pad: 2}]", "dataset.mean=[0,0.1,1]", "dataset.size=48"],
+    ["encoder=vit_tiny", "encoder.depth=2", "augmentation=byol", "method=orchestra", "method.target_init=reset"],
+    [
+        "method=byol",
+        "method.predictor.out_dim=64",
+        "method.projector.out_dim=64",
+        "channels_last=false",
+        "seed=123456789012",
+    ],
+    [
+        "augmentation.views=[{flip_prob: 1.0}, {crop_scale: [0.5, 1.0], pad: 2}]",
+        "dataset.mean=[0,0.1,1]",
+        "dataset.size=48",
+    ],
 ]
 WORDS = [*([f"experiment={name}"] for name in EXPERIMENTS), *MIXED]
 
@@ -61,15 +71,15 @@ NOT_PLAIN = [
     ("encoder.width", 1.5, "encoder.width=1.5 is not a whole number"),
     ("encoder.width", True, "encoder.width=True is not a whole number"),
     ("encoder.width", 2**20, "encoder.width is beyond 65536"),
-    ("method.projector.layers", 1000, "method.projector.layers is beyond 256"),
+    ("method.projector.num_layers", 1000, "method.projector.num_layers is beyond 256"),
     ("optimizer.lr", float("inf"), "optimizer.lr is inf, which is no number"),
     ("clip_norm", "${x}", "clip_norm is not a plain word"),
     ("clip_norm", {"_target_": "os.mkdir"}, "clip_norm has the key '_target_'"),
     ("optimizer.fused", {"_target_": "os.mkdir"}, "optimizer.fused has the key '_target_'"),
     (
         "augmentation.views",
-        [{"flip": {"_target_": "os.mkdir"}}, {}],
-        "augmentation.views.0.flip has the key '_target_'",
+        [{"flip_prob": {"_target_": "os.mkdir"}}, {}],
+        "augmentation.views.0.flip_prob has the key '_target_'",
     ),
     ("augmentation.views", [[[[[[1]]]]]], "nested more than 4 deep"),
     ("augmentation.views", [0] * 5000, "augmentation.views is longer than 4096 values"),

@@ -31,7 +31,7 @@ def encoder(*, channels, size, width):
     return conv_small(channels=channels, size=size, width=width)
 """
 FILES = {
-    "strategy/mine.yaml": "_target_: {package}.Mine\nweighting: uniform\nmetrics: [seconds]\n",
+    "strategy/mine.yaml": "_target_: {package}.Mine\nweighting: uniform\nreported_metrics: [seconds]\n",
     "encoder/mine.yaml": "_target_: {package}.encoder\nchannels: 1\nsize: ${{dataset.size}}\nwidth: 4\n",
     "method/lab/simclr.yaml": "defaults:\n  - /method/simclr@_here_\ntemperature: 0.07\n",
     "experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /strategy: mine\nrounds: 7\n",

@@ -140,7 +140,7 @@ def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, 
     encoder.norm.running_mean.fill_(100.0)
     before, judged = copy.deepcopy(encoder.state_dict()), subject(encoder)
     # A view that changes nothing, so that all three run the encoder in every epoch.
-    found = evaluate(protocol(batch_norm_epochs=epochs, view={"flip": 0.0}), judged, seed=0)
+    found = evaluate(protocol(batch_norm_epochs=epochs, view={"flip_prob": 0.0}), judged, seed=0)
     assert found["mine"].value == right
     assert encoder.training
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
@@ -148,7 +148,7 @@ def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, 
 
 def test_features_are_computed_once_where_they_are_the_same_in_every_epoch():
     """60 + 20 images at once; else two to learn the length, 60 in each of 5 epochs, 20 at the end."""
-    for changes, seen in ({}, 80), ({"view": {"flip": 0.5}}, 322), ({"batch_norm_epochs": 1}, 322):
+    for changes, seen in ({}, 80), ({"view": {"flip_prob": 0.5}}, 322), ({"batch_norm_epochs": 1}, 322):
         encoder = Halves()
         evaluate(protocol(**changes), subject(encoder), seed=0)
         assert encoder.seen == [seen], changes
@@ -159,7 +159,7 @@ def test_with_a_share_of_the_labels_only_the_drawn_images_teach():
 
     Of the encoder in every epoch 2 images to learn the length, 6 in each of 5 epochs, 20 at the end.
     """
-    for changes, encoder in ({}, None), ({"view": {"flip": 0.5}}, Halves()):
+    for changes, encoder in ({}, None), ({"view": {"flip_prob": 0.5}}, Halves()):
         judged = subject(encoder)
         place = (0, "linear probe", "mine", "0.1")
         drawn = stratified_sample(judged.train.labels, share=0.1, generator=numpy_generator(*place))
@@ -177,7 +177,9 @@ def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
     images = subject(None).train.images
 
     def view(place):
-        made = Views(subject(None), transform=lambda one: drop(one.float()).byte(), view={"flip": 0.5}, place=place)
+        made = Views(
+            subject(None), transform=lambda one: drop(one.float()).byte(), view={"flip_prob": 0.5}, place=place
+        )
         return made(images)
 
     assert torch.equal(view((0, "a")), view((0, "a")))
@@ -309,7 +311,7 @@ def test_every_protocol_serves_at_the_end_of_a_run_too():
         (["evaluation.batch_norm_epochs=-1"], "batch_norm_epochs=-1 of a linear probe must be at least 0"),
         (["evaluation.epochs=-1"], "epochs=-1 of a linear probe must be at least 0"),
         (["evaluation.batch_size=1"], "batch_size=1 of a linear probe must be at least 2"),
-        (["evaluation.view={flip: 2}"], "view.flip=2 is out of range"),
+        (["evaluation.view={flip_prob: 2}"], "view.flip_prob=2 is out of range"),
         (["evaluation.optimizer.lr=-1"], "optimizer or lr_schedule of a linear probe refuses its settings"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer)
         ["channels_last=false"],
         ["optimizer=adamw"],
         ["optimizer.momentum=0"],
-        ["method=fedca", "method.dictionary_size=0"],
+        ["method=fedca", "method.sent_per_round=0"],
     ],
     ids=" ".join,
 )

@@ -28,9 +28,9 @@ from simulation.cli import run
 from strategies.state import GLOBAL
 from tests.federation import Federation
 
-HEAD = partial(MLP, hidden=16, out=4)
-WORDS = ["method=fedca", "strategy=fedavg", "method.projector.hidden=16", "method.projector.out=8"]
-WORDS += ["method.dictionary_size=3", "method.entries=8"]
+HEAD = partial(MLP, hidden_dim=16, out_dim=4)
+WORDS = ["method=fedca", "strategy=fedavg", "method.projector.hidden_dim=16", "method.projector.out_dim=8"]
+WORDS += ["method.sent_per_round=3", "method.dictionary_capacity=8"]
 ALIGNED = ["method.alignment_weight=0.5"]
 
 
@@ -42,14 +42,14 @@ def images(batch: int = 6) -> tuple[Tensor, Tensor]:
     return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
 
 
-def make_method(*, temperature=0.5, dictionary_size=3, entries=5, alignment_weight=0.0) -> FedCA:
+def make_method(*, temperature=0.5, sent_per_round=3, dictionary_capacity=5, alignment_weight=0.0) -> FedCA:
     torch.manual_seed(0)
     return FedCA(
         conv_small(channels=1, size=8, width=4),
         projector=HEAD,
         temperature=temperature,
-        dictionary_size=dictionary_size,
-        entries=entries,
+        sent_per_round=sent_per_round,
+        dictionary_capacity=dictionary_capacity,
         alignment_weight=alignment_weight,
     )
 
@@ -178,7 +178,7 @@ def test_what_clients_send_is_normalized_whoever_sends_it():
 
 
 def test_a_client_sends_its_first_projections():
-    method = make_method(dictionary_size=5, entries=8)
+    method = make_method(sent_per_round=5, dictionary_capacity=8)
     rows = torch.eye(4)
     method.store_projections(2 * rows[:3])
     assert torch.equal(method.local_dictionary, torch.cat((rows[:3], torch.zeros(2, 4))))
@@ -208,12 +208,12 @@ def test_parts():
     assert {name.partition(".")[0] for name in exchanged_names(method)} == {"encoder", "projector"}
     assert (method.uploaded_parts, method.broadcast_parts) == (("local_dictionary",), ("dictionary", "teacher"))
     assert (method.static_parts, method.local_parts) == (("teacher",), ())
-    plain = make_method(dictionary_size=0)
+    plain = make_method(sent_per_round=0)
     assert (plain.uploaded_parts, plain.broadcast_parts, plain.static_parts) == ((), (), ())
     assert {name.partition(".")[0] for name in plain.named_tensors} == {"encoder", "projector"}
 
 
-@pytest.mark.parametrize("off", ["method.dictionary_size=0", "method.dictionary_size=8"])
+@pytest.mark.parametrize("off", ["method.sent_per_round=0", "method.sent_per_round=8"])
 def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
     overrides = ["encoder.width=4", "batch_size=16"]
     ours = build_method(compose([*overrides, "method=fedca", off]).model)
@@ -232,9 +232,9 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
     ("settings", "message"),
     [
         ({"temperature": 0}, "method.temperature=0 must be positive"),
-        ({"dictionary_size": -1}, "method.dictionary_size=-1 must not be negative"),
-        ({"entries": 2}, "method.entries=2 must be at least method.dictionary_size=3"),
-        ({"dictionary_size": 0, "entries": 0}, "method.entries=0 must be at least"),
+        ({"sent_per_round": -1}, "method.sent_per_round=-1 must not be negative"),
+        ({"dictionary_capacity": 2}, "method.dictionary_capacity=2 must be at least method.sent_per_round=3"),
+        ({"sent_per_round": 0, "dictionary_capacity": 0}, "method.dictionary_capacity=0 must be at least"),
         ({"alignment_weight": -1}, "method.alignment_weight=-1 must be finite and at least 0"),
         ({"alignment_weight": math.nan}, "method.alignment_weight=nan"),
     ],
@@ -340,7 +340,7 @@ def test_clients_learn_from_the_teacher(tmp_path, teacher):
         ["strategy=fedbn"],
         ["strategy=local_only", "server_optimizer=none"],
         ["calibration=auxiliary", "precision=bf16"],
-        ["method.dictionary_size=0"],
+        ["method.sent_per_round=0"],
     ],
 )
 def test_other_federations(tmp_path, teacher, overrides):

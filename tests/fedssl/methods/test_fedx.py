@@ -19,7 +19,7 @@ from fedssl.model_arrays import local_names
 from fedssl.wire.messages import TrainPlan
 from tests.federation import Federation
 
-HEAD = partial(MLP, hidden=16, out=8)
+HEAD = partial(MLP, hidden_dim=16, out_dim=8)
 E1, E2 = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
 
 
@@ -223,10 +223,10 @@ def test_training_lowers_the_loss() -> None:
 def test_a_temperature_of_zero_is_refused() -> None:
     with pytest.raises(InputError, match=r"method.temperature=0 must be positive"):
         make(temperature=0)
-    with pytest.raises(InputError, match=r"method.predictor.out=9 must equal method.projector.out=8"):
+    with pytest.raises(InputError, match=r"method.predictor.out_dim=9 must equal method.projector.out_dim=8"):
         FedX(
             conv_small(channels=1, size=8, width=4),
             projector=HEAD,
-            predictor=partial(MLP, hidden=4, out=9),
+            predictor=partial(MLP, hidden_dim=4, out_dim=9),
             temperature=0.1,
         )

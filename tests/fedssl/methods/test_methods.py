@@ -32,7 +32,7 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.methods.simsiam import SimSiam
 
 CONF = Path(__file__).parents[3] / "conf"
-HEAD = partial(MLP, hidden=16, out=8)
+HEAD = partial(MLP, hidden_dim=16, out_dim=8)
 
 
 def encoder():
@@ -45,8 +45,8 @@ def views(batch: int = 6) -> tuple[Tensor, Tensor]:
     return torch.rand(batch, 1, 8, 8, generator=generator), torch.rand(batch, 1, 8, 8, generator=generator)
 
 
-def make_byol(*, ema_decay: float = 0.9, target: str = "keep") -> BYOL:
-    return BYOL(encoder(), projector=HEAD, predictor=HEAD, ema_decay=ema_decay, target=target)
+def make_byol(*, ema_decay: float = 0.9, target_init: str = "persist") -> BYOL:
+    return BYOL(encoder(), projector=HEAD, predictor=HEAD, ema_decay=ema_decay, target_init=target_init)
 
 
 def pairs(method: BYOL) -> list[tuple[Tensor, Tensor]]:
@@ -68,12 +68,12 @@ def kinds(head: MLP) -> list[type]:
 
 def test_mlp_layers() -> None:
     linear, norm, relu = nn.Linear, nn.BatchNorm1d, nn.ReLU
-    assert kinds(MLP(5, hidden=7, out=3, layers=1)) == [linear]
-    assert kinds(MLP(5, hidden=7, out=3)) == [linear, norm, relu, linear]
-    plain = MLP(5, hidden=7, out=3, norm=False)
+    assert kinds(MLP(5, hidden_dim=7, out_dim=3, num_layers=1)) == [linear]
+    assert kinds(MLP(5, hidden_dim=7, out_dim=3)) == [linear, norm, relu, linear]
+    plain = MLP(5, hidden_dim=7, out_dim=3, batch_norm=False)
     assert kinds(plain) == [linear, relu, linear]
     assert plain[0].bias is not None
-    head = MLP(5, hidden=7, out=3, layers=3, last_norm=True)
+    head = MLP(5, hidden_dim=7, out_dim=3, num_layers=3, last_batch_norm=True)
     assert kinds(head) == [linear, norm, relu, linear, norm, relu, linear, norm]
     assert [layer.weight.shape for layer in head if isinstance(layer, linear)] == [(7, 5), (7, 7), (3, 7)]
     assert head[-1].weight is None
@@ -81,12 +81,12 @@ def test_mlp_layers() -> None:
 
 
 def test_the_linear_head_of_l_dawa_has_its_parameters() -> None:
-    assert sum(p.numel() for p in MLP(512, hidden=1, out=128, layers=1).parameters()) == 512 * 128 + 128
+    assert sum(p.numel() for p in MLP(512, hidden_dim=1, out_dim=128, num_layers=1).parameters()) == 512 * 128 + 128
 
 
 def test_a_head_without_layers_is_refused() -> None:
-    with pytest.raises(InputError, match="layers=0"):
-        MLP(5, hidden=7, out=3, layers=0)
+    with pytest.raises(InputError, match="num_layers=0"):
+        MLP(5, hidden_dim=7, out_dim=3, num_layers=0)
 
 
 def test_simclr_in_one_forward_normalizes_both_views_together() -> None:
@@ -97,18 +97,18 @@ def test_simclr_in_one_forward_normalizes_both_views_together() -> None:
 
 
 def test_simclr_in_two_forwards_normalizes_each_view_alone() -> None:
-    method = SimCLR(encoder(), projector=HEAD, temperature=0.5, one_forward=False)
+    method = SimCLR(encoder(), projector=HEAD, temperature=0.5, concat_views=False)
     view1, view2 = views()
     z1, z2 = method.projector(method.encoder(view1)), method.projector(method.encoder(view2))
     apart = method.loss(view1, view2)
     torch.testing.assert_close(apart, nt_xent(z1, z2, temperature=0.5), rtol=0, atol=0)
-    method.one_forward = True
+    method.concat_views = True
     assert abs(method.loss(view1, view2) - apart) > 1e-4
 
 
-@pytest.mark.parametrize(("one_forward", "updates"), [(True, 1), (False, 2)])
-def test_simclr_updates_running_statistics_once_per_forward(one_forward: bool, updates: int) -> None:
-    method = SimCLR(encoder(), projector=HEAD, temperature=0.5, one_forward=one_forward)
+@pytest.mark.parametrize(("concat_views", "updates"), [(True, 1), (False, 2)])
+def test_simclr_updates_running_statistics_once_per_forward(concat_views: bool, updates: int) -> None:
+    method = SimCLR(encoder(), projector=HEAD, temperature=0.5, concat_views=concat_views)
     method.loss(*views())
     counters = [value for name, value in method.state_dict().items() if name.endswith("num_batches_tracked")]
     assert {int(counter) for counter in counters} == {updates}
@@ -199,11 +199,11 @@ def test_byol_kept_parts_are_the_targets() -> None:
 
 @pytest.mark.parametrize(
     ("target", "first", "copied"),
-    [("keep", True, True), ("keep", False, False), ("copy", True, True), ("copy", False, True)],
+    [("persist", True, True), ("persist", False, False), ("reset", True, True), ("reset", False, True)],
 )
 def test_byol_start_of_a_round(target: str, first: bool, copied: bool) -> None:
     """A first target is a copy of what was just received, later ones are the client's own unless told otherwise."""
-    method = make_byol(target=target)
+    method = make_byol(target_init=target)
     step(method)
     online = {name: value.clone() for name, value in method.encoder.state_dict().items()}
     before = [value.clone() for value, _ in pairs(method)]
@@ -283,7 +283,7 @@ def test_barlow_twins_loss_compares_projections_of_each_view_by_itself() -> None
 def test_the_loss_is_chosen(method: str, standard, l_dawa) -> None:
     """Each choice is its function of the two views' projections; the recipe with L-DAWA's head takes L-DAWA's."""
     recipe = build_method(compose([f"method=l_dawa/{method}", "encoder.width=4"]).model)
-    head = ["encoder.width=4", "method.projector.layers=1"]
+    head = ["encoder.width=4", "method.projector.num_layers=1"]
     for overrides, function in (
         ([f"method={method}"], standard),
         ([f"method={method}", "method.loss=standard"], standard),
@@ -324,7 +324,7 @@ def test_training_lowers_the_loss(make) -> None:
     [
         (lambda: SimCLR(encoder(), projector=HEAD, temperature=0), "method.temperature=0"),
         (lambda: make_byol(ema_decay=1.5), "method.ema_decay=1.5"),
-        (lambda: make_byol(target="alias"), "method.target=alias"),
+        (lambda: make_byol(target_init="alias"), "method.target_init=alias"),
         (lambda: BarlowTwins(encoder(), projector=HEAD, lambd=-1), "method.lambd=-1"),
         (
             lambda: BarlowTwins(encoder(), projector=HEAD, lambd=1, loss="hsic"),
@@ -342,12 +342,12 @@ def test_training_lowers_the_loss(make) -> None:
         (lambda: make_moco(loss_scale="big"), "method.loss_scale=big must be a positive number"),
         (lambda: make_moco(loss_scale=True), "method.loss_scale=True must be a positive number"),
         (
-            lambda: SimSiam(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9)),
-            "method.predictor.out=9 must equal method.projector.out=8",
+            lambda: SimSiam(encoder(), projector=HEAD, predictor=partial(MLP, hidden_dim=4, out_dim=9)),
+            "method.predictor.out_dim=9 must equal method.projector.out_dim=8",
         ),
         (
-            lambda: BYOL(encoder(), projector=HEAD, predictor=partial(MLP, hidden=4, out=9), ema_decay=0.9),
-            "method.predictor.out=9 must equal method.projector.out=8",
+            lambda: BYOL(encoder(), projector=HEAD, predictor=partial(MLP, hidden_dim=4, out_dim=9), ema_decay=0.9),
+            "method.predictor.out_dim=9 must equal method.projector.out_dim=8",
         ),
     ],
 )
@@ -369,8 +369,8 @@ PAPERS = {
     "fedu2/simsiam": ("512 2048 512", "512 2048 512", {}),
     "dec_ssl/simclr": ("512 512 512", "", {"temperature": 0.5}),
     "dec_ssl/simsiam": ("512 2048 2048 512 n", "512 512 512", {}),
-    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"target_mode": "copy", "loss_scale": 1}),
-    "lw_fedssl/byol": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target_mode": "copy"}),
+    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"target_init": "reset", "loss_scale": 1}),
+    "lw_fedssl/byol": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target_init": "reset"}),
     "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {"temperature": 0.2}),
     "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
     "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
@@ -421,7 +421,7 @@ def test_every_yaml_builds(file: str) -> None:
         {"method": OmegaConf.load(CONF / "method" / f"{file}.yaml"), "dataset": {"num_classes": 3}}
     )
     if "projector" in config.method:
-        config.method.projector.out = 24
+        config.method.projector.out_dim = 24
     network = encoder()
     method = instantiate(config.method, encoder=network)
     assert method.encoder is network

@@ -16,7 +16,7 @@ from strategies.base import StrategyContext
 from tests.federation import Federation
 
 TARGETS = ("target_encoder", "target_projector")
-SMALL = ["method.projector.hidden=16", "batch_size=16"]
+SMALL = ["method.projector.hidden_dim=16", "batch_size=16"]
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
 
 
@@ -39,11 +39,11 @@ def parts(names) -> set[str]:
     [("byol", set(), {"predictor"}), ("moco_v3", set(), {"predictor"}), ("orchestra", {"memory"}, {"rotation"})],
 )
 def test_what_stays_and_what_travels(method, kept, more):
-    averaged = build_method(compose([f"method={method}", "method.target=average"]).model)
+    averaged = build_method(compose([f"method={method}", "method.target_init=average"]).model)
     assert parts(local_names(averaged)) == kept
     assert parts(exchanged_names(averaged)) == {"encoder", "projector", *TARGETS, *more}
-    for target in ("keep", "copy"):
-        own = build_method(compose([f"method={method}", f"method.target={target}"]).model)
+    for target in ("persist", "reset"):
+        own = build_method(compose([f"method={method}", f"method.target_init={target}"]).model)
         assert parts(local_names(own)) == {*TARGETS, *kept}
         assert parts(exchanged_names(own)) == {"encoder", "projector", *more}
 
@@ -52,7 +52,7 @@ def test_what_stays_and_what_travels(method, kept, more):
 def test_the_server_averages_the_targets(tmp_path, method):
     """By hand: the mean of what two clients sent, by their 50 and 100 images."""
     overrides = ["num_clients=2", "strategy=fedavg", "strategy.weighting=examples", "dataset.limit=150"]
-    overrides += ["partition=dirichlet", "partition.alpha=0.5", f"method={method}", "method.target=average"]
+    overrides += ["partition=dirichlet", "partition.alpha=0.5", f"method={method}", "method.target_init=average"]
     federation = Federation(tmp_path, *SMALL, *overrides)
     first = of_targets(federation.layers)
     for name, array in first.items():  # begins as a copy of the untrained online network
@@ -95,7 +95,8 @@ def test_the_average_of_one_client_is_what_it_keeps(tmp_path, method, schedule):
     ]
     overrides += [*VIT, f"schedule={schedule}"]  # weights of 1, so that the mean has no rounding of its own
     kept, averaged = (
-        run(tmp_path / target, *overrides, f"method.target={target}", rounds=4).layers for target in ("keep", "average")
+        run(tmp_path / target, *overrides, f"method.target_init={target}", rounds=4).layers
+        for target in ("persist", "average")
     )
     assert len(of_targets(averaged)) > 0
     for name, array in kept.items():
@@ -105,14 +106,22 @@ def test_the_average_of_one_client_is_what_it_keeps(tmp_path, method, schedule):
 def test_with_several_clients_the_three_differ(tmp_path):
     overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.ema_decay=0.9"]
     found = [
-        run(tmp_path / target, *overrides, f"method.target={target}").layers for target in ("keep", "copy", "average")
+        run(tmp_path / target, *overrides, f"method.target_init={target}").layers
+        for target in ("persist", "reset", "average")
     ]
     name = "encoder.blocks.0.0.weight"
     assert len({layers[name].tobytes() for layers in found}) == 3
 
 
 def test_stages_send_the_targets_of_what_is_trained(tmp_path):
-    overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "method.target=average", *VIT]
+    overrides = [
+        "num_clients=2",
+        "dataset.limit=40",
+        "strategy=fedavg",
+        "method=byol",
+        "method.target_init=average",
+        *VIT,
+    ]
     federation = run(tmp_path, *overrides, "schedule=layer_wise", rounds=4)
     for number, update in enumerate(federation.updates):
         sent = record_to_arrays(update.array_records[ARRAYS])
@@ -132,7 +141,7 @@ def test_calibration_takes_averaged_targets_on(tmp_path):
         "num_clients=2",
         "dataset.limit=60",
         "method=moco_v3",
-        "method.target=average",
+        "method.target_init=average",
         "calibration=auxiliary",
     ]
     federation = run(tmp_path, *overrides, "schedule=layer_wise", rounds=4)
@@ -144,7 +153,8 @@ def test_calibration_takes_averaged_targets_on(tmp_path):
 def test_the_bytes_of_a_client_include_them(tmp_path):
     overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol", "encoder.width=16"]
     kept, averaged = (
-        run(tmp_path / target, *overrides, f"method.target={target}", rounds=1) for target in ("keep", "average")
+        run(tmp_path / target, *overrides, f"method.target_init={target}", rounds=1)
+        for target in ("persist", "average")
     )
     targets = sum(array.nbytes for array in of_targets(averaged.layers).values())
     assert targets > 100_000
@@ -153,9 +163,15 @@ def test_the_bytes_of_a_client_include_them(tmp_path):
         assert targets <= more < 1.1 * targets  # and their names
 
 
-@pytest.mark.parametrize(("target", "update"), [("keep", "online"), ("copy", "both")])
+@pytest.mark.parametrize(("target", "update"), [("persist", "online"), ("reset", "both")])
 def test_fedavg_is_two_cells_of_fedus_table_4(tmp_path, target, update):
-    overrides = ["num_clients=3", "clients_per_round=2", "dataset.limit=60", "method=byol", f"method.target={target}"]
+    overrides = [
+        "num_clients=3",
+        "clients_per_round=2",
+        "dataset.limit=60",
+        "method=byol",
+        f"method.target_init={target}",
+    ]
     plain = run(tmp_path / "fedavg", *overrides, "strategy=fedavg", rounds=4)
     cell = ["strategy=fedu", f"strategy.update={update}", "strategy.predictor=global"]
     fedu = run(tmp_path / "fedu", *overrides, *cell, rounds=4)
@@ -178,7 +194,13 @@ CORE = ("fedavg", "fedbn", "euc", "gossip", "median")  # kinds of what travels
     ],
 )
 def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
-    overrides = [f"strategy={strategy}", "method=byol", "method.target=average", "dataset.limit=60", "num_clients=5"]
+    overrides = [
+        f"strategy={strategy}",
+        "method=byol",
+        "method.target_init=average",
+        "dataset.limit=60",
+        "num_clients=5",
+    ]
     federation = run(tmp_path, *overrides, rounds=2)
     assert parts(record_to_arrays(federation.updates[0].array_records[ARRAYS])) >= {"encoder", *TARGETS}
     communication = federation.strategy.describe_communication(federation.method)
@@ -187,15 +209,17 @@ def test_every_strategy_takes_them_as_layers(tmp_path, strategy):
 
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
-    settings = compose([f"strategy={strategy}", "method=byol", "method.target=average"])
+    settings = compose([f"strategy={strategy}", "method=byol", "method.target_init=average"])
     context = StrategyContext(method=build_method(settings.model), num_clients=10, clients_per_round=2)
-    with pytest.raises(InputError, match="method.target=average lets .* set method.target=keep, or") as caught:
+    with pytest.raises(
+        InputError, match="method.target_init=average lets .* set method.target_init=persist, or"
+    ) as caught:
         settings.algorithm.strategy.make().validate(context)
     assert "\n" not in str(caught.value)
 
 
 def test_the_command_says_that_they_travel(capsys, monkeypatch):
-    overrides = ["strategy=fedavg", "method=byol", "method.target=average", "--cfg", "job"]
+    overrides = ["strategy=fedavg", "method=byol", "method.target_init=average", "--cfg", "job"]
     monkeypatch.setattr("sys.argv", ["fedssl", *overrides])
     main()
     text = capsys.readouterr().out

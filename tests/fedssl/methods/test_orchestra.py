@@ -22,8 +22,8 @@ from simulation.cli import run
 from tests.federation import Federation
 
 WORDS = ["method=orchestra", "strategy=fedavg"]
-SMALL = ["method.projector.out=8", "method.local_clusters=3", "method.global_clusters=6", "method.memory_size=32"]
-HEAD = partial(MLP, hidden=16, out=8, last_norm=True)
+SMALL = ["method.projector.out_dim=8", "method.local_clusters=3", "method.global_clusters=6", "method.queue_size=32"]
+HEAD = partial(MLP, hidden_dim=16, out_dim=8, last_batch_norm=True)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -34,14 +34,14 @@ def images(batch: int = 6) -> tuple[Tensor, Tensor]:
     return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
 
 
-def make_method(*, local_clusters=3, global_clusters=5, memory_size=8, temperature=0.1) -> Orchestra:
+def make_method(*, local_clusters=3, global_clusters=5, queue_size=8, temperature=0.1) -> Orchestra:
     torch.manual_seed(0)
     return Orchestra(
         conv_small(channels=1, size=8, width=4),
         projector=HEAD,
         local_clusters=local_clusters,
         global_clusters=global_clusters,
-        memory_size=memory_size,
+        queue_size=queue_size,
         temperature=temperature,
         ema_decay=0.9,
     )
@@ -260,7 +260,7 @@ def test_bf16_passes_end_in_a_loss_of_full_precision():
 
 
 def test_the_memory_is_first_in_first_out():
-    method = make_method(memory_size=4)
+    method = make_method(queue_size=4)
     rows = torch.eye(8)
     method.enqueue(2 * rows[:3])
     assert torch.equal(method.memory, torch.cat((rows[:3], torch.zeros(1, 8))))
@@ -272,7 +272,7 @@ def test_the_memory_is_first_in_first_out():
 
 
 def test_the_memory_holds_what_the_target_made_of_the_first_view():
-    method = with_centroids(make_method(memory_size=16))
+    method = with_centroids(make_method(queue_size=16))
     step(method)
     view1, view2 = images()
     method.loss(view1, view2)
@@ -292,7 +292,7 @@ def test_a_new_client_begins_with_an_empty_memory():
 
 
 def test_local_centroids_are_those_of_the_memory():
-    method = make_method(memory_size=20)
+    method = make_method(queue_size=20)
     method.enqueue(groups(5, 5, 5))
     method.end_round()
     torch.testing.assert_close(method.local_centroids, equal_clusters(method.memory[:15], clusters=3).float())
@@ -357,7 +357,7 @@ def test_the_servers_half_clusters_what_clients_send():
     [
         (lambda: make_method(local_clusters=0), "method.local_clusters=0"),
         (lambda: make_method(global_clusters=1), "method.global_clusters=1"),
-        (lambda: make_method(local_clusters=9), "method.memory_size=8 must be at least method.local_clusters=9"),
+        (lambda: make_method(local_clusters=9), "method.queue_size=8 must be at least method.local_clusters=9"),
         (lambda: make_method(temperature=0), "method.temperature=0"),
     ],
 )
@@ -403,7 +403,7 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
     [
         ["dataset.limit=15", "method.local_clusters=4"],  # three images each: fewer than clusters
         ["server_optimizer=fedadam"],
-        ["method.target=copy"],
+        ["method.target_init=reset"],
         ["precision=bf16"],
     ],
 )

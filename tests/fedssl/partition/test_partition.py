@@ -25,7 +25,7 @@ from fedssl.seeding import derive_seed, numpy_generator
 KINDS = {
     "iid": {},
     "dirichlet": {"alpha": 0.5, "min_size": 2},
-    "classes": {"classes_per_client": 3},
+    "pathological": {"classes_per_client": 3},
     "skew": {"beta": 0.3},
 }
 
@@ -51,7 +51,7 @@ def counts_of(parts: list[np.ndarray], labels: torch.Tensor) -> np.ndarray:
 def test_every_image_has_exactly_one_holder(kind: str, num_clients: int) -> None:
     labels = labels_of(61, 97, 83, 120, 39)[torch.randperm(400, generator=torch.Generator().manual_seed(1))]
     settings = (
-        KINDS[kind] if num_clients > 1 else KINDS[kind] | ({"classes_per_client": 5} if kind == "classes" else {})
+        KINDS[kind] if num_clients > 1 else KINDS[kind] | ({"classes_per_client": 5} if kind == "pathological" else {})
     )
     parts = split(kind, labels, num_clients, **settings)
     assert len(parts) == num_clients
@@ -191,7 +191,7 @@ def test_dirichlet_keeps_the_minimum() -> None:
 @pytest.mark.parametrize("num_clients", [5, 10, 13])
 def test_classes_gives_exactly_n_classes_and_shares_each_equally(num_clients: int) -> None:
     labels = labels_of(*[60] * 10)
-    counts = counts_of(split("classes", labels, num_clients, classes_per_client=2), labels)
+    counts = counts_of(split("pathological", labels, num_clients, classes_per_client=2), labels)
     assert ((counts > 0).sum(axis=1) == 2).all()
     holders = (counts > 0).sum(axis=0)
     assert holders.min() >= 1
@@ -202,7 +202,7 @@ def test_classes_gives_exactly_n_classes_and_shares_each_equally(num_clients: in
 
 def test_classes_that_number_with_gaps() -> None:
     labels = torch.tensor([3, 9, 40] * 10)
-    parts = split("classes", labels, 3, classes_per_client=1)
+    parts = split("pathological", labels, 3, classes_per_client=1)
     assert sorted(set(labels[part].tolist()).pop() for part in parts) == [3, 9, 40]
 
 
@@ -320,20 +320,24 @@ def test_skew_sizes_differ_by_one_at_most() -> None:
             r"partition\.alpha=0\.01 .*num_clients=20 .*partition\.min_size=5 of 100 images.*raise partition\.alpha",
         ),
         ("dirichlet", {"alpha": 5.0, "min_size": 30}, r"partition\.min_size=30 of 100 images"),
-        ("classes", {"classes_per_client": 0}, r"partition\.classes_per_client=0 must be from 1 to the 5 classes"),
-        ("classes", {"classes_per_client": 6}, r"partition\.classes_per_client=6 must be from 1 to the 5 classes"),
+        ("pathological", {"classes_per_client": 0}, r"partition\.classes_per_client=0 must be from 1 to the 5 classes"),
+        ("pathological", {"classes_per_client": 6}, r"partition\.classes_per_client=6 must be from 1 to the 5 classes"),
         (
-            "classes",
+            "pathological",
             {"classes_per_client": 2, "num_clients": 2},
             "leaves 1 of 5 classes to nobody; give at least 3 classes per client or 5 clients",
         ),
         (
-            "classes",
+            "pathological",
             {"classes_per_client": 5, "num_clients": 40},
             "divides each class among 40 of them but the smallest class has 20 images",
         ),
-        ("classes", {"classes_per_client": 1, "num_clients": 50, "counts": (4, 96)}, "among 25 of them .* has 4"),
-        ("classes", {"classes_per_client": 1, "num_clients": 6, "counts": (3, 97)}, "a client with 1 of 100 images"),
+        ("pathological", {"classes_per_client": 1, "num_clients": 50, "counts": (4, 96)}, "among 25 of them .* has 4"),
+        (
+            "pathological",
+            {"classes_per_client": 1, "num_clients": 6, "counts": (3, 97)},
+            "a client with 1 of 100 images",
+        ),
         ("skew", {"beta": -0.1}, r"partition\.beta=-0\.1 must be from 0"),
         ("skew", {"beta": 1.1}, r"partition\.beta=1\.1 must be from 0"),
     ],
@@ -346,7 +350,7 @@ def test_bad_settings_are_one_sentence(kind: str, settings: dict, message: str) 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["dirichlet", "classes", "skew"])
+@pytest.mark.parametrize("kind", ["dirichlet", "pathological", "skew"])
 def test_division_by_class_needs_labels(kind: str) -> None:
     with pytest.raises(InputError, match=f"partition={kind} .*no labels; give partition=iid"):
         split(kind, None, 4, num_images=100, **KINDS[kind])

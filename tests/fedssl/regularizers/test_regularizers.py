@@ -277,7 +277,7 @@ def make(name: str) -> SSLMethod:
     for head in {"projector", "predictor"} & set(settings.method):
         settings.method[head].hidden = 16
     if "projector" in settings.method:
-        settings.method.projector.out = 8
+        settings.method.projector.out_dim = 8
     torch.manual_seed(0)
     return instantiate(settings.method, encoder=conv_small(channels=1, size=8, width=4))
 

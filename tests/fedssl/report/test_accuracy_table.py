@@ -296,13 +296,13 @@ def test_a_job_of_a_sweep_that_repeats_another_counts_once(tmp_path: Path):
 
 def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
     fur = {"regularizer": {"_target_": "fedssl.regularizers.fur.FUR"}}
-    by_class = {"partition": partition("classes", classes_per_client=2)}
+    by_class = {"partition": partition("pathological", classes_per_client=2)}
     prox = {"regularizer": {"_target_": "fedssl.regularizers.prox.Proximal"}}
     folders = [
         with_settings(tmp_path / "0", "", {}),
         with_settings(tmp_path / "1", "+experiment=mine", fur, {"regularizer": "fur"}),  # chosen without a word
         with_settings(tmp_path / "2", "regularizer=fur", fur),
-        with_settings(tmp_path / "3", "partition=classes", by_class),
+        with_settings(tmp_path / "3", "partition=pathological", by_class),
         with_settings(
             *(tmp_path / "4", "strategy=fedprox", {"strategy": {"_target_": "strategies.fedavg.FedAvg"}} | prox),
             {"regularizer": "prox"},
@@ -313,7 +313,7 @@ def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
         (MAIN | {"experiment": "", "regularizer": "none"}, 1),
         (MAIN | {"experiment": "mine", "regularizer": "fur"}, 1),
         (MAIN | {"experiment": "", "regularizer": "fur"}, 1),
-        (MAIN | last | {"partition": "classes", "partition.alpha": ""}, 1),
+        (MAIN | last | {"partition": "pathological", "partition.alpha": ""}, 1),
         (MAIN | last | {"strategy": "fedprox", "regularizer": "prox"}, 1),
     ]
 

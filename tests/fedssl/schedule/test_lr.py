@@ -24,7 +24,7 @@ def test_cosine_by_hand():
     # (1 + cos(pi t)) / 2 at t = 0, 1/4, 1/2, 3/4; cos(pi / 4) = sqrt(2) / 2.
     whole = [cosine(round, rounds=4, phase=WHOLE) for round in (1, 2, 3, 4)]
     assert whole == pytest.approx([1, (1 + sqrt(0.5)) / 2, 0.5, (1 - sqrt(0.5)) / 2])
-    assert cosine(3, rounds=4, phase=WHOLE, least=0.2) == pytest.approx(0.6)
+    assert cosine(3, rounds=4, phase=WHOLE, eta_min_factor=0.2) == pytest.approx(0.6)
 
 
 def test_cosine_per_stage_begins_anew():
@@ -43,7 +43,7 @@ def test_step_by_hand():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cosine(1, rounds=4, phase=WHOLE, least=2), "lr_schedule.least=2"),
+        (lambda: cosine(1, rounds=4, phase=WHOLE, eta_min_factor=2), "lr_schedule.eta_min_factor=2"),
         (lambda: step(1, rounds=4, phase=WHOLE, milestones=[3], factor=0.1), r"lr_schedule.milestones=\[3\]"),
         (lambda: step(1, rounds=4, phase=WHOLE, milestones=[0.5], factor=0), "lr_schedule.factor=0"),
     ],

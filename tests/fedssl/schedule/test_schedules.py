@@ -350,7 +350,7 @@ def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(
 
 
 # Their clients do what those of another strategy do.
-PLAIN = ("eua", "fedprox", "krum", "l_dawa_fedu", "loss", "m_dawa", "median", "trimmed_mean")
+PLAIN = ("eua", "fedprox", "krum", "l_dawa_fedu", "loss_weighted", "m_dawa", "median", "trimmed_mean")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.heavy) if n in PLAIN else n for n in STRATEGIES])
