@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedssl.config.compose import check_names
-from fedssl.config.overrides import CONF, RENAMED
+from fedssl.config.overrides import CONF
+from fedssl.config.renamed import RENAMED
 
 ROOT = CONF.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

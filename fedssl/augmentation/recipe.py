@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedssl.config.renamed import VIEW
 from fedssl.errors import InputError
 
 CANDIDATES = 10  # crop boxes tried per image before the center crop, as in torchvision
@@ -97,6 +98,8 @@ def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
     """
     defaults = asdict(View())
     for key, value in recipe.items():
+        if key in VIEW:
+            raise InputError(f"{name}.{key} is now {name}.{VIEW[key]}")
         if key not in defaults:
             near = get_close_matches(key, defaults) or list(defaults)
             raise InputError(f"{name}.{key} is not a setting of a view; use one of: {', '.join(near)}")

@@ -18,7 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config.overrides import CONF, check_choices, groups, nearest, parse, refuse_renamed
+from fedssl.config.overrides import CONF, check_choices, groups, nearest, parse
+from fedssl.config.renamed import check_renamed
 from fedssl.config.settings import WIRE_DTYPES
 from fedssl.config.targets import SEARCH, add_import_path, check_targets, search_folders, with_folders
 from fedssl.errors import InputError
@@ -63,6 +64,10 @@ def resolve(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     overrides = with_folders(overrides)
     defaults = check_names(overrides)
     config, choices = compose_nodes(overrides)
+    for key in config:  # files of the user's own may set what is not there
+        check_renamed(str(key))
+    if "metrics" in config.strategy:
+        check_renamed("strategy.metrics")
     values = dict(flatten(config))
     for key, default in flatten(defaults):
         if key in values:  # a word may delete a key: ~key
@@ -124,10 +129,37 @@ def check_names(overrides: Sequence[str]) -> DictConfig:
             raise InputError(f"~{key} takes away a setting that is needed; set it to another value")
         open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
         below_swept = any(key.startswith(f"{group}.") for group in swept)
-        if key.split("@")[0] not in known_groups and key not in known and not (open_key or below_swept):
-            refuse_renamed(key)
-            raise InputError(f"there is no setting {key!r}{nearest(key, known)}; `fedssl --cfg job` shows all")
+        if key.split("@")[0] not in known_groups:
+            _check_not_renamed(override, known)
+            if key not in known and not (open_key or below_swept):
+                raise InputError(f"there is no setting {key!r}{nearest(key, known)}; `fedssl --cfg job` shows all")
     return defaults
+
+
+def _check_not_renamed(override: Override, known: Sequence[str]) -> None:
+    for name in _names(override):
+        if name not in known:
+            check_renamed(name)
+
+
+def _names(override: Override) -> Iterator[str]:
+    """What an override names: its key, keys in its value, and ``key=value`` for each of its words."""
+    yield override.key_or_group.split("@")[0]
+    value = override.value()
+    for one in value.list if isinstance(value, ChoiceSweep) else [value]:
+        yield from _inner_names(override.key_or_group, one)
+
+
+def _inner_names(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield f"{key}={value}"
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield f"{key}.{name}"
+            yield from _inner_names(f"{key}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _inner_names(f"{key}.*", inner)
 
 
 def check(config: DictConfig) -> None:

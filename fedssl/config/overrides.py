@@ -12,31 +12,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 
+from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-
-# Words of earlier versions, a choice or a key, and the rest of a sentence that says what they are now.
-RENAMED = {
-    "strategy=orchestra": "is now strategy=fedavg: method=orchestra has a server side of its own, under any strategy",
-    "method.strategy": "is gone: method=orchestra works under any strategy; leave it out",
-    "tracker.name": "is gone: choose a file of conf/tracker, e.g. tracker=tensorboard",
-    "engine.verbose": "is gone: a run on Ray shows all that there is to see; leave it out",
-}
-
-# Experiments that lay in no folder of a paper.
-_MOVED = {
-    **{f"dec_ssl_{name}": f"dec_ssl/{name}" for name in (*(f"figure{n}" for n in (2, 4, 5, 13, 15, 16)), "table2")},
-    "dec_ssl": "dec_ssl/base",
-    "dec_ssl_transfer": "dec_ssl/table2_transfer",
-    "dec_ssl_clusters": "cifar_clusters",
-    "fedu2": "fedu2/base",
-    **{
-        name: f"lw_fedssl/{name}"
-        for name in ("fedmoco", "fedbyol", "fedsimclr", "fedmoco_lw", "fll", "lw_fedssl", "prog_fedssl")
-    },
-}
-RENAMED |= {f"experiment={old}": f"is now experiment={new}" for old, new in _MOVED.items()}
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -83,8 +62,9 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
     names = value.list if isinstance(value, ChoiceSweep) else [value]
     listed = ", ".join(choices)
     unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
+    for name in unknown:
+        check_renamed(f"{group}={name}")
     if unknown:
-        refuse_renamed(f"{group}={unknown[0]}")
         raise InputError(f"{group}={unknown[0]} does not exist{nearest(unknown[0], choices)}; choose one of {listed}")
     patterns: list[str] = value.include if isinstance(value, Glob) else []
     idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
@@ -98,12 +78,6 @@ def check_run_id(name: object) -> None:
         raise InputError(
             f"run_id={str(name)[:80]!r} is no name of a run; use 1 to 64 letters, digits, _ and -, or leave it out"
         )
-
-
-def refuse_renamed(word: str) -> None:
-    """Say what a word of an earlier version is now, by an `InputError`; other words pass."""
-    if word in RENAMED:
-        raise InputError(f"{word} {RENAMED[word]}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -14,9 +14,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config.overrides import check_run_id, groups, parse
+from fedssl.config.overrides import check_run_id, groups, parse, quote
+from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, update_choices
 from fedssl.errors import InputError
-from fedssl.untrusted import corrupt_file_error, iter_leaves, read_yaml, sanitize
+from fedssl.untrusted import corrupt_file_error, iter_leaves, read_text, read_yaml, sanitize
 
 # Where decoded images are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
 _PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
@@ -30,7 +31,54 @@ def read_overrides(file: Path) -> list[str] | None:
     overrides: list[str] | None = read_yaml(file, list)
     if overrides is not None and not all(isinstance(word, str) for word in overrides):
         raise corrupt_file_error(file, "it does not hold words of a command line")
-    return overrides
+    return None if overrides is None else update_overrides(overrides, file.parent)
+
+
+def update_overrides(overrides: Sequence[str], folder: Path) -> list[str]:
+    """Return the overrides of a run folder with the names of now, if it is of an earlier version."""
+    if is_of_earlier_version(folder):
+        return [update_override(override) for override in overrides]
+    return list(overrides)
+
+
+def is_of_earlier_version(folder: Path) -> bool:
+    """Whether the settings in a run folder have names of an earlier version."""
+    try:
+        return is_earlier(read_text(folder / "config.yaml") or "")
+    except InputError:  # it is damaged: whoever reads it says so
+        return False
+
+
+def update_override(override: str) -> str:
+    """Return a saved override with the names of now; what cannot be read stays as it is."""
+    name, equals, text = override.partition("=")
+    sign = name[: len(name) - len(name.lstrip("+~"))]
+    key = name.removeprefix(sign)
+    if not equals:
+        return sign + current_key(key)
+    if key in CHOICES:
+        text = update_choices({key: text})[key]
+    elif "{" in text:  # settings in a setting
+        try:
+            (parsed,) = parse([override])
+            value = parsed.value()
+            text = text if update(value, key) == value else _to_text(update(value, key))
+        except (InputError, ValueError, RecursionError):
+            pass  # whoever uses it says what is wrong
+    else:
+        text = update(text, key)
+    return f"{sign}{current_key(key)}={text}"
+
+
+def _to_text(value: Any) -> str:
+    """A value as Hydra reads it back."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_to_text(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_to_text, value))}]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else quote(value)
+    return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | NoneType) else repr(value)
 
 
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
@@ -83,7 +131,7 @@ def read_settings(file: Path) -> DictConfig | None:
     try:
         if any(isinstance(one, str) and "${" in one for one in iter_leaves(found)):
             raise corrupt_file_error(file, "it has an interpolation, ${...}, which a run resolves")
-        saved: DictConfig = OmegaConf.create(found)
+        saved: DictConfig = OmegaConf.create(update(found) if is_of_earlier_version(file.parent) else found)
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
         raise error if isinstance(error, InputError) else corrupt_file_error(file, "it is no YAML of a run") from error
     kinds = {"seed": int, "rounds": int, "run_id": str, "dataset": DictConfig}

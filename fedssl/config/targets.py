@@ -14,26 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.config.overrides import CONF, nearest, parse, quote
+from fedssl.config.renamed import current_target
 from fedssl.errors import InputError
 
 SEARCH = "hydra.searchpath"
-# Dotted names of earlier versions, or their beginnings up to a dot, and what they are now.
-MOVED = {
-    "fedssl.heads.": "fedssl.methods.heads.",
-    "fedssl.schedules.": "fedssl.schedule.phases.",
-    "fedssl.lr_schedules.": "fedssl.schedule.lr.",
-    "server_app.trackers.base.Nothing": "server_app.trackers.base.NullTracker",
-    "fedssl.partition.classes": "fedssl.partition.pathological",
-    "fedssl.partition.listed": "fedssl.partition.from_file",
-    "fedssl.evaluation.linear.Linear": "fedssl.evaluation.linear_probe.LinearProbe",
-    "fedssl.evaluation.trained_linear.TrainedLinear": "fedssl.evaluation.sgd_linear_probe.SGDLinearProbe",
-    "fedssl.evaluation.probes.Probes": "fedssl.evaluation.protocol.CombinedProtocol",
-    "strategies.robust.Krum": "strategies.krum.Krum",
-    "strategies.orchestra.Orchestra": "strategies.fedavg.FedAvg",
-    "strategies.loss.Loss": "strategies.loss.LossWeighted",
-    "strategies.server_optimizer.Assign": "strategies.server_optimizer.NoServerOptimizer",
-}
-
 FLAGS = ("--config-dir", "-cd")
 
 
@@ -123,9 +107,8 @@ def locate(target: str, *, key: str = "_target_") -> Any:
     InputError
         It cannot be imported.
     """
-    for old, new in MOVED.items():
-        if target == old or (old.endswith(".") and target.startswith(old)):
-            raise InputError(f"{key}={target} is {new}{target.removeprefix(old)} now; write that")
+    if (new := current_target(target)) != target:
+        raise InputError(f"{key}={target} is {new} now; write that")
     module, _, name = target.rpartition(".")
     if not module or not all(part.isidentifier() for part in target.split(".")):
         raise InputError(f"{key}={target} is not the dotted name of a class or function, such as package.module.Class")

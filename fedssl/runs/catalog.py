@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from fedssl.config.compose import compose_nodes
 from fedssl.config.overrides import groups, nearest
+from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.threads import default_threads
@@ -135,6 +136,7 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
         if not said:
             raise InputError(f"{word} is neither a folder nor a word such as strategy=l_dawa; correct it")
         if kept and not any(entry.value(key) for entry in kept):
+            check_renamed(key)
             known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.overrides, "status"))
             raise InputError(
                 f"no run has a setting {key!r}{nearest(key, known)}; `fedssl-runs show RUN` lists settings"
@@ -144,7 +146,10 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
             raise InputError(
                 f"there is no status={unknown[0]}{nearest(unknown[0], STATUSES)}; choose one of {', '.join(STATUSES)}"
             )
-        kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in values.split(","))]
+        given = values.split(",")
+        kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in given)]
+        for value in () if kept else given:
+            check_renamed(f"{key}={value}")
     return kept
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedssl.config.overrides import groups
-from fedssl.config.saved_run import read_overrides
+from fedssl.config.renamed import update, update_choices
+from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.runs.jsonl import finite_number, mapping_of, optional, read_jsonl, text
@@ -167,6 +168,8 @@ def read_run(folder: Path) -> Run:
         for key, _, value in (sanitize(override).partition("=") for override in command_overrides)
     }
     choices = read_yaml(folder / "choices.yaml", dict)
+    if is_of_earlier_version(folder):
+        settings, choices = update(settings), update_choices(choices or {})
     choices = choices or {key: value for key, value in own.items() if key in groups()}
     names = {sanitize(group): sanitize(name) for group, name in choices.items()}
     return Run(folder, own, command_overrides, names, settings, summary, running)
@@ -222,7 +225,9 @@ def read_summary(file: Path) -> dict[str, Any] | None:
         summary = json.loads(read_text(file) or "")
     except (ValueError, RecursionError):
         return None
-    return summary if isinstance(summary, dict) and _is_summary(summary) else None
+    if not (isinstance(summary, dict) and _is_summary(summary)):
+        return None
+    return summary | {"overrides": update_overrides(summary["overrides"], file.parent)}
 
 
 def _is_summary(summary: dict[str, Any]) -> bool:

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from fedssl.config.compose import check_names, resolve
 from fedssl.config.load import compose
-from fedssl.config.overrides import CONF, RENAMED
+from fedssl.config.overrides import CONF
+from fedssl.config.renamed import RENAMED
 from fedssl.report.paper_table import read_table, table_names
 from simulation.cli import run
 from tests.experiments.every import (

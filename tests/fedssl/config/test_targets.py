@@ -6,7 +6,8 @@ import pytest
 
 from fedssl.config.compose import check_names
 from fedssl.config.load import compose, compose_evaluation, load_run, save_run
-from fedssl.config.overrides import CONF, RENAMED, groups, quote
+from fedssl.config.overrides import CONF, groups, quote
+from fedssl.config.renamed import RENAMED
 from fedssl.config.targets import (
     SEARCH,
     choice_targets,

@@ -1,0 +1,114 @@
+"""Run folders of an earlier version, in ``data/old_runs``: commands read them by the names of now, and none resumes them.
+
+They were made before settings, classes and checkpoints had the names of now: ``finished`` by ``strategy=loss
+partition=classes keep_models=2 'augmentation.views=[...]'`` and others, ``interrupted`` by ``method=byol strategy=fedu``.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedssl.config.load import load_run
+from fedssl.config.renamed import SETTINGS
+from fedssl.config.saved_run import read_overrides, read_settings
+from fedssl.errors import InputError
+from fedssl.evaluation import cli as evaluate
+from fedssl.export import cli as export
+from fedssl.export import load_encoder
+from fedssl.report import cli as report
+from fedssl.runs import cli as runs
+from fedssl.runs.loaded_run import load_run_folder
+from fedssl.runs.run import read_run
+from simulation import cli
+
+DATA = Path(__file__).parent / "data/old_runs"
+
+
+@pytest.fixture
+def old(tmp_path):
+    return Path(shutil.copytree(DATA, tmp_path / "old"))
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Call a command; returns what it prints."""
+
+    def call(main, *arguments):
+        monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
+        try:
+            code = main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["finished", "interrupted"])
+def test_they_are_read_by_the_names_of_now(old, name):
+    run, saved = read_run(old / name), read_settings(old / name / "config.yaml")
+    for settings in (run.settings, saved):
+        assert not {"transport", "updates", "stop_when", "secure"} & set(settings)
+        assert settings["aggregation"]["min_updates"] == 2
+    for overrides in (run.overrides, run.command_overrides, read_overrides(old / name / "overrides.yaml")):
+        given = {override.partition("=")[0] for override in overrides}
+        assert not given & set(SETTINGS)
+        assert {"collapse_images", "reply_timeout", "method.projector.hidden_dim"} <= given
+    assert run.choices["secure_aggregation"] == "none"
+    assert run.choices["strategy"] == ("loss_weighted" if name == "finished" else "fedu")
+    assert "secure" not in run.choices
+
+
+def test_reports_list_them(old, command, tmp_path):
+    code, out = command(report.main, old, "--out", tmp_path / "table.md")
+    assert code in (0, None), out
+    assert "loss_weighted" in out
+    for plot in ("metrics", "cosines", "partition", "spectrum"):
+        code, out = command(report.main, old / "finished", "--figures", plot, "--into", tmp_path)
+        assert code in (0, None), out
+
+
+def test_runs_list_them(old, command):
+    code, out = command(runs.main, "list", old, "strategy=loss_weighted", "aggregation.max_retries=1")
+    assert (code, out.count("finished")) == (0, 2), out
+    code, out = command(runs.main, "show", old / "finished")
+    assert code == 0, out
+    assert "early_stopping.monitor" in out
+    for word, new in ("updates.repeats=1", "aggregation.max_retries"), ("strategy=loss", "strategy=loss_weighted"):
+        code, out = command(runs.main, "list", old, word)
+        assert code == 2
+        assert f"is now {new}" in out
+
+
+def test_their_encoders_are_evaluated_and_exported(old, command, tmp_path):
+    folder = old / "finished"
+    code, out = command(evaluate.main, f"run={folder}", "evaluation=knn", "threads=1")
+    assert code in (0, None), out
+    assert "knn" in out
+    code, out = command(export.main, f"run={folder}", "format=torch_export", f"output={tmp_path / 'encoder.pt2'}")
+    assert code in (0, None), out
+    assert load_encoder(folder / "encoder.pt").feature_dim == 4
+
+
+def test_their_snapshots_are_loaded(old):
+    loaded = load_run_folder(old / "finished", [])
+    assert loaded.settings.algorithm.strategy.name == "LossWeighted"
+    with loaded.loaded(loaded.only_model(loaded.kept[-1], figure="a figure"), round=2) as method:
+        assert method is not None
+
+
+@pytest.mark.parametrize("name", ["finished", "interrupted"])
+def test_they_are_not_resumed(old, command, name):
+    rounds = "rounds=31" if name == "interrupted" else "rounds=3"
+    assert load_run([f"resume={old / name}", rounds]).recording.resumed  # the settings are the same
+    code, out = command(cli.main, f"resume={old / name}", rounds)
+    assert code == 2
+    lines = [line for line in out.splitlines() if "checkpoint" in line]
+    assert len(lines) == 1, out
+
+
+def test_an_old_name_beside_them_is_answered(old):
+    with pytest.raises(InputError, match=r"^updates\.repeats is now aggregation\.max_retries$"):
+        load_run([f"resume={old / 'finished'}", "updates.repeats=2"])
