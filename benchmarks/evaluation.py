@@ -2,8 +2,8 @@
 
     uv run python benchmarks/evaluation.py RUN/encoder.pt 'cifar10/*.parquet' [--num-images 5000] [--test 1000]
 
-`fedssl.evaluation.linear_probe` computes features once and solves logistic regression by L-BFGS. The usual probe runs the
-frozen encoder in each of 100 epochs and trains a classifier by SGD: batches of 128 images without augmentation,
+`fedssl.evaluation.linear_probe` computes features once and solves logistic regression by L-BFGS. The usual probe runs
+the frozen encoder in each of 100 epochs and trains a classifier by SGD: batches of 128 images without augmentation,
 momentum 0.9, half a cosine down to 0. It minimises the same function of the same standardised features, and is trained
 in full. Times are CPU seconds of this process, with one thread, so that other work on the machine says little.
 

@@ -70,7 +70,8 @@ def train_round(message: Message, context: Context) -> Message:
     client = _client(context)
     if isinstance(client, EdgeClient) and client.secure_aggregation_only:
         raise RequestRefused(
-            "this device takes part in secure aggregation only (secure-aggregation-only); set secure_aggregation=secagg_plus"
+            "this device takes part in secure aggregation only (secure-aggregation-only); set "
+            "secure_aggregation=secagg_plus"
         )
     plan, update = _train(message, context)
     return Message(update.to_content(plan), reply_to=message)

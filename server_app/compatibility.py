@@ -118,11 +118,13 @@ def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
     aggregation, asked, clients = settings.aggregation, settings.clients_per_round, settings.num_clients
     if aggregation.min_updates > asked:
         raise InputError(
-            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={asked}; lower the one or raise the other"
+            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={asked}; lower the one or "
+            "raise the other"
         )
     if not is_deployment and asked + aggregation.over_selection > clients:
         raise InputError(
-            f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={asked} leaves {clients - asked} of "
+            f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={asked} leaves "
+            f"{clients - asked} of "
             f"num_clients={clients}; lower one of them"
         )
     if aggregation.buffered and not is_deployment:
@@ -133,7 +135,8 @@ def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
         settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
     ):
         raise InputError(
-            "secure_aggregation=secagg_plus shows the server nothing but a sum; set privacy=none aggregation.buffered=false "
+            "secure_aggregation=secagg_plus shows the server nothing but a sum; set privacy=none "
+            "aggregation.buffered=false "
             "aggregation.max_norm_ratio=null, which need single updates"
         )
     if settings.secure_aggregation and settings.recording.snapshot_every:
@@ -175,8 +178,8 @@ def validate_early_stopping(
 ) -> None:
     """Refuse, by an `InputError`, to end a run by what no round will have, or before all stages are trained.
 
-    ``result_units`` are names and units of what rounds are judged by, and None where only an evaluation tells them: then the
-    first one does.
+    ``result_units`` are names and units of what rounds are judged by, and None where only an evaluation tells them:
+    then the first one does.
     """
     rule = settings.evaluation.early_stopping
     if rule.monitor is None:

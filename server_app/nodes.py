@@ -150,7 +150,8 @@ class ClientManager:
                     return replace(self.clients, nodes=nodes)
                 if time.monotonic() > last:
                     raise RunError(
-                        f"{len(nodes)} devices are there and {min_clients} are needed (aggregation.min_updates); start their "
+                        f"{len(nodes)} devices are there and {min_clients} are needed "
+                        "(aggregation.min_updates); start their "
                         "SuperNodes, then resume the run"
                     )
                 time.sleep(0.2)

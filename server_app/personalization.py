@@ -1,6 +1,7 @@
 """What clients of a simulation would use themselves, judged at the end of a run, clients that never trained included.
 
-Every client shows its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its cluster, its own among
+Every client shows its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its
+cluster, its own among
 neighbours, or one with parts that never leave it. A client that never trained, a newcomer, shows what it receives, and
 what it has after a few epochs of its own. Each is judged on all test images, and on some in which classes are as
 frequent as among the client's images (`fedssl.evaluation.label_matched`).

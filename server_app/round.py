@@ -1,6 +1,7 @@
 """One round: from a state and the clients' updates to the next state.
 
-A `Round` contains no algorithm. It calls the server side of the strategy for what the algorithm defines, and does what is
+A `Round` contains no algorithm. It calls the server side of the strategy for what the algorithm defines, and does
+what is
 the same for all: sampling, validation and ordering of replies, and the rows of the log. Every client is checked and
 measured against the model that it started from.
 """
@@ -48,8 +49,8 @@ class ClientMetrics:
 
     ``model`` is the name of the model that the client started from. ``cosine`` has that of every layer with it,
     ``model_cosine`` that of all weights as one vector (L-DAWA, Eq. 2 and Fig. 4), and ``layer_cosine`` the mean over
-    layers, see `fedssl.arrays.Cosines`; None: no weights travelled. ``staleness`` counts the rounds since the plan that it
-    answers.
+    layers, see `fedssl.arrays.Cosines`; None: no weights travelled. ``staleness`` counts the rounds since the plan
+    that it answers.
     """
 
     round: int

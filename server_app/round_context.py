@@ -144,8 +144,8 @@ class RoundContext:
     def sample(self, round: int, *, attempt: int = 0, in_flight: Collection[int] = ()) -> list[int]:
         """Numbers of the clients that are asked in a round, ascending.
 
-        Of those that are there as many as are to train in a round, and ``aggregation.over_selection`` more; those that are
-        ``in_flight`` with an older plan count, and are not asked. Another attempt asks others.
+        Of those that are there as many as are to train in a round, and ``aggregation.over_selection`` more; those
+        that are ``in_flight`` with an older plan count, and are not asked. Another attempt asks others.
         """
         client_ids = sorted(self.nodes.keys() - in_flight - self.unseen_clients)
         num_wanted = self.clients_per_round + self.aggregation.over_selection - len(in_flight)

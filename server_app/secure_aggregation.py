@@ -32,7 +32,8 @@ class SecureMean:
     Attributes
     ----------
     delta : ndarray
-        Mean over the clients of how far they went, as one vector in the order of `fedssl.secure_aggregation.summed_names`.
+        Mean over the clients of how far they went, as one vector in the order of
+        `fedssl.secure_aggregation.summed_names`.
     nodes : list of int
         Of the clients in it.
     bytes_down, bytes_up : dict of int to int

@@ -1,7 +1,9 @@
 """What an aggregation algorithm is: a part that runs on the server and a part that runs on the clients.
 
-An algorithm is a `FedSSLStrategy` with a `ServerStrategy` and a `ClientStrategy`. The server side says which model a client
-starts from and which models its update goes into, which layers travel, and by which `Aggregator` updates become new layers.
+An algorithm is a `FedSSLStrategy` with a `ServerStrategy` and a `ClientStrategy`. The server side says which model a
+client
+starts from and which models its update goes into, which layers travel, and by which `Aggregator` updates become new
+layers.
 The client side says how a client merges what it receives with what it kept, what it keeps, and what it sends. What is
 not said is as in federated averaging. `server_app.round.Round` makes rounds of it.
 """
@@ -165,9 +167,9 @@ class ServerStrategy:
         return (start,)
 
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
-        """Names of the models among which `assign_clusters` divides the updates of the round; none: `destination_models` says where they go.
+        """Return the names of the models among which `assign_clusters` divides the updates of the round.
 
-        All updates of such a round are in memory at once.
+        If empty, `destination_models` assigns each update. Otherwise all updates of the round are in memory at once.
         """
         return ()
 
@@ -295,8 +297,8 @@ class ClientStrategy:
         """What the client keeps until its next participation; called after training, before `layers_to_upload`.
 
         Its memory is not the method's, which other clients train next.
-        ``start`` is what `load_start` returned, and ``state`` what it was given. What is empty changes nothing: the client
-        goes on with ``state``.
+        ``start`` is what `load_start` returned, and ``state`` what it was given. What is empty changes nothing: the
+        client goes on with ``state``.
         """
         return clone_tensors(method, local_names(method))
 
@@ -305,7 +307,8 @@ class ClientStrategy:
     ) -> ClientState:
         """Train what the client has beside the model that it sends; what is returned is kept beside `state_to_save`'s.
 
-        Called after training, before `state_to_save`; the method is left as it was found. ``state`` is what `load_start` was given.
+        Called after training, before `state_to_save`; the method is left as it was found. ``state`` is what
+        `load_start` was given.
         """
         return {}
 

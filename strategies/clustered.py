@@ -1,8 +1,8 @@
 """Clustered federated learning: several models under any rule, by the clients' losses or the angles of their updates.
 
 ``assign_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client receives all models and trains
-the one with the smallest loss on its own images. ``assign_by="update_cosine"`` is hierarchical clustering of the updates of
-one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by representations.
+the one with the smallest loss on its own images. ``assign_by="update_cosine"`` is hierarchical clustering of the
+updates of one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by representations.
 
 Ours: IFCA's models begin alike, and clients that cannot tell them apart are dealt to them in turn, where the paper
 draws the models at random; losses are those of the self-supervised method on views drawn alike for all models, in
@@ -43,7 +43,8 @@ class Clustered(FedSSLStrategy):
     assign_by : {"loss", "update_cosine"}
         As in the module.
     rule : str
-        The aggregation within a cluster: a key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with the options that it has by itself.
+        The aggregation within a cluster: a key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with the options that it
+        has by itself.
     weighting : str or None
         Of those in `WEIGHTED_RULES`; None: their own.
     num_images : int

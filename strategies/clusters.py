@@ -220,7 +220,8 @@ class OneShotClusters(ClusteredServer):
             )
         if asked < clients:
             raise InputError(
-                f"strategy.assign_by=update_cosine sorts all clients in round {self.cluster_round}, but clients_per_round={asked} of "
+                f"strategy.assign_by=update_cosine sorts all clients in round {self.cluster_round}, but "
+                f"clients_per_round={asked} of "
                 f"num_clients={clients} take part; set clients_per_round={clients}"
             )
 

@@ -10,8 +10,8 @@ global model.
 As in the authors' code:
 
 - d is the mean distance of the convolution kernels after training from those before it (without convolutions: of all
-  that is trained of the encoder, see `strategies.encoder_divergence`); the paper compares the client's trained weights with the
-  global ones that it receives next;
+  that is trained of the encoder, see `strategies.encoder_divergence`); the paper compares the client's trained
+  weights with the global ones that it receives next;
 - running statistics of encoder and projector come from the global model, those of the predictor from the side with the
   larger share. Counters go with them and are never mixed.
 

@@ -104,12 +104,14 @@ class FedUClient(ClientStrategy):
             )
         if method.target_init == "average":
             raise InputError(
-                "method.target_init=average lets target networks travel beside the online ones, against strategy.aggregate "
+                "method.target_init=average lets target networks travel beside the online ones, against "
+                "strategy.aggregate "
                 "and strategy.update, which choose one of the two; set method.target_init=persist, or strategy=fedavg"
             )
         if method.target_init == "reset" and options.update != "both":
             raise InputError(
-                f"method.target_init=reset makes the target anew every round, against strategy.update={options.update}; "
+                "method.target_init=reset makes the target anew every round, against "
+                f"strategy.update={options.update}; "
                 "set method.target_init=persist or strategy.update=both"
             )
         if options.predictor != "global" and _head(method) not in _parts(exchanged_names(method)):

@@ -149,7 +149,8 @@ class KrumServer(ServerStrategy):
         assert isinstance(aggregator, KrumAggregator)
         if context.clients_per_round < aggregator.min_safe_updates:
             raise InputError(
-                f"strategy=krum with malicious={aggregator.malicious} and select={aggregator.select} needs clients_per_round of "
+                f"strategy=krum with malicious={aggregator.malicious} and select={aggregator.select} needs "
+                "clients_per_round of "
                 f"{aggregator.min_safe_updates} or more (2 malicious + 3, and select + malicious) but it is "
                 f"{context.clients_per_round}; raise it or lower these"
             )

@@ -13,8 +13,8 @@ regulated. The abstract speaks of a distance between representations, and names 
   its rounds, after the global model, on the same images, views and batches and with the same regulariser.
 
 Everything else of v_k is its own: running statistics, targets that follow it (a copy of v_k itself in its first round,
-under ``method.target_init=reset`` in every round) and the stages that it trained before they were frozen. Global centroids of
-Orchestra are the server's. No layer of v_k leaves the client.
+under ``method.target_init=reset`` in every round) and the stages that it trained before they were frozen. Global
+centroids of Orchestra are the server's. No layer of v_k leaves the client.
 """
 
 import math

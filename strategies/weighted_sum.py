@@ -41,7 +41,7 @@ def check_choice(setting: str, value: str, allowed: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Term:
-    """One client's part of the sum: what is there is multiplied by ``rescale``, then ``weight * s * layers`` is added."""
+    """One client's term: the sum is multiplied by ``rescale``, then ``weight * s * layers`` is added."""
 
     layers: Layers
     cosines: Cosines

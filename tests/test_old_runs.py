@@ -1,7 +1,9 @@
-"""Run folders of an earlier version, in ``data/old_runs``: commands read them by the names of now, and none resumes them.
+"""Run folders of an earlier version, in ``data/old_runs``: commands read them by the names of now, and none resumes
+them.
 
 They were made before settings, classes and checkpoints had the names of now: ``finished`` by ``strategy=loss
-partition=classes keep_models=2 'augmentation.views=[...]'`` and others, ``interrupted`` by ``method=byol strategy=fedu``.
+partition=classes keep_models=2 'augmentation.views=[...]'`` and others, ``interrupted`` by ``method=byol
+strategy=fedu``.
 """
 
 import shutil

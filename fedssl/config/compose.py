@@ -175,7 +175,8 @@ def check(config: DictConfig) -> None:
     _check_clients(config)
     if config.early_stopping and config.early_stopping.monitor is not None and config.evaluate_every == 0:
         raise InputError(
-            f"early_stopping.monitor={config.early_stopping.monitor} is looked at in rounds of evaluation, and evaluate_every=0 "
+            f"early_stopping.monitor={config.early_stopping.monitor} is looked at in rounds of evaluation, and "
+            "evaluate_every=0 "
             "has none; set evaluate_every=1 or more"
         )
     _check_groups(config)

@@ -1,8 +1,8 @@
 """Decoded images in a file: made once on a host, and read by all its processes as one piece of memory.
 
 The setting ``dataset.cache`` is the folder of all of them: ``auto`` is ``$XDG_CACHE_HOME/fedssl`` or
-``~/.cache/fedssl``. Each is a folder of its own, named after what the pixels depend on; `fedssl.datasets.cache_entry` says
-what is in it. Nothing is removed but what is damaged: a folder may be deleted whenever no run uses it.
+``~/.cache/fedssl``. Each is a folder of its own, named after what the pixels depend on; `fedssl.datasets.cache_entry`
+says what is in it. Nothing is removed but what is damaged: a folder may be deleted whenever no run uses it.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Features of labelled images: what protocols work on that leave the encoder as it is.
 
 The encoder is frozen: eval mode, no augmentation, the representation h and not the projection z. L-DAWA's code leaves
-batch normalisation in training mode while it probes, which `fedssl.evaluation.sgd_linear_probe` can, and EasyFL monitors
-the projection, which is not followed here.
+batch normalisation in training mode while it probes, which `fedssl.evaluation.sgd_linear_probe` can, and EasyFL
+monitors the projection, which is not followed here.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,8 @@ def extract(
 def pixels(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
     """Raw pixels in [0, 1] as features: what a representation has to beat.
 
-    Images with more than ``max_values`` values are averaged over squares of the smallest side that gives no more than that.
+    Images with more than ``max_values`` values are averaged over squares of the smallest side that gives no more than
+    that.
 
     Parameters
     ----------

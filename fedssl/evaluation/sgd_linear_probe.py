@@ -1,6 +1,7 @@
 """Linear probes as the papers train them: a linear classifier on the frozen encoder, by an optimiser, for some epochs.
 
-Each paper has its own, which ``conf/evaluation/<paper>/linear.yaml`` says; `fedssl.evaluation.linear_probe` is the one that
+Each paper has its own, which ``conf/evaluation/<paper>/linear.yaml`` says; `fedssl.evaluation.linear_probe` is the
+one that
 this project compares encoders by. Representations of images that stay as they are, by an encoder in eval mode, are
 computed once; else the encoder runs in every epoch, and what it puts out is kept for a batch only, so that maps of all
 images need not fit into memory. Images are standardised as in its training.

@@ -9,7 +9,8 @@ There is no public code. These choices are ours:
 - A client uploads its first projections of the round's training, of view 1. They come from the downloaded model or a
   few steps later. The last projections would come from models that have drifted apart, and training would then separate
   models instead of images (docs/learning.md).
-- The server keeps the newest projections in a queue (`enqueue`). With ``dictionary_capacity`` equal to clients_per_round times
+- The server keeps the newest projections in a queue (`enqueue`). With ``dictionary_capacity`` equal to
+clients_per_round times
   ``sent_per_round`` the queue is the union of the last round; a longer queue also holds projections of older models.
 - A client's own entries are among its negatives, because the server does not know which client uploaded which entry.
 - The alignment is the squared distance of normalized representations of the same view of the client's own images.
@@ -77,7 +78,8 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
 class FedCA(SSLMethod):
     """FedCA: SimCLR's encoder and projector, a dictionary of additional negatives, and a teacher.
 
-    Besides the networks its parts are ``local_dictionary`` ``(sent_per_round, dim)`` and ``dictionary`` ``(dictionary_capacity,
+    Besides the networks its parts are ``local_dictionary`` ``(sent_per_round, dim)`` and ``dictionary``
+    ``(dictionary_capacity,
     dim)`` (newest first), in which rows of zeros are empty, and ``teacher``, a frozen encoder in eval mode. Parts of a
     disabled component do not exist. Both views are concatenated into one forward pass.
 
@@ -181,7 +183,8 @@ def _check(temperature: float, sent_per_round: int, dictionary_capacity: int, al
         raise InputError(f"method.sent_per_round={sent_per_round} must not be negative; 0 disables the dictionary")
     if dictionary_capacity < max(sent_per_round, 1):
         raise InputError(
-            f"method.dictionary_capacity={dictionary_capacity} must be at least method.sent_per_round={sent_per_round} and 1; "
+            f"method.dictionary_capacity={dictionary_capacity} must be at least "
+            f"method.sent_per_round={sent_per_round} and 1; "
             "clients_per_round times sent_per_round holds the projections of one round"
         )
     if not 0 <= alignment_weight < math.inf:

@@ -10,8 +10,8 @@ from fedssl.errors import InputError
 class MLP(nn.Sequential):
     """Linear layers with ReLU and, by default, batch normalization between them.
 
-    The papers' heads are special cases: ``num_layers=1`` is the linear head of L-DAWA, ``num_layers=2`` are the projectors of
-    SimCLR and BYOL, ``num_layers=3, last_batch_norm=True`` those of SimSiam and MoCo v3.
+    The papers' heads are special cases: ``num_layers=1`` is the linear head of L-DAWA, ``num_layers=2`` are the
+    projectors of SimCLR and BYOL, ``num_layers=3, last_batch_norm=True`` those of SimSiam and MoCo v3.
 
     Parameters
     ----------

@@ -40,11 +40,11 @@ class EMATargetMethod(SSLMethod):
         Weight of the previous target in each update, in [0, 1]. 0 copies the online network at every step, 1 never
         changes the target.
     target_init : {"persist", "reset", "average"}
-        Target at the start of a round. "persist": the target of this client's last participation, and a copy of the online
-        network in its first round. "reset": a copy of the online network in every round. "average": the downloaded
+        Target at the start of a round. "persist": the target of this client's last participation, and a copy of the
+        online network in its first round. "reset": a copy of the online network in every round. "average": the downloaded
         target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained online
-        network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network in every
-        stage.
+        network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network in
+        every stage.
 
     Raises
     ------
@@ -62,7 +62,8 @@ class EMATargetMethod(SSLMethod):
             raise InputError(f"method.ema_decay={ema_decay} must be in [0, 1]; FedU uses 0.99")
         if target_init not in TARGET_INITS:
             raise InputError(
-                f"method.target_init={target_init} is unknown; set method.target_init to one of {', '.join(TARGET_INITS)}"
+                f"method.target_init={target_init} is unknown; set method.target_init to one of "
+                f"{', '.join(TARGET_INITS)}"
             )
         super().__init__()
         self.encoder = encoder

@@ -24,7 +24,8 @@ class SimSiam(SSLMethod):
     encoder : Encoder
         Trained in place.
     projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=512, num_layers=3)``.
+        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=512,
+        num_layers=3)``.
     predictor : callable
         Builds the predictor from the length of a projection, which must equal the length of its output.
 

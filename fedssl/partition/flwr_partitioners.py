@@ -3,8 +3,8 @@
 A partitioner needs labels and gives row numbers, but its package also imports the Hugging Face ``datasets`` and its own
 plots and metrics (pandas, matplotlib, seaborn, scikit-learn): 5 s in every process, more than the first rounds of a
 small run. It also reads a column row by row, 5 s for 50,000 labels. So the modules of the partitioners are loaded here
-with `LabelColumn` in the place of ``datasets.Dataset``, as private copies: whoever imports ``flwr_datasets`` or ``datasets``
-before or after gets the real ones. The draws are the same.
+with `LabelColumn` in the place of ``datasets.Dataset``, as private copies: whoever imports ``flwr_datasets`` or
+``datasets`` before or after gets the real ones. The draws are the same.
 """
 
 import sys

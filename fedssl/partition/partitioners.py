@@ -2,7 +2,8 @@
 
 ``iid``, ``dirichlet`` and ``pathological`` are flwr-datasets' partitioners, ``skew`` is the skewness of Dec-SSL
 (arXiv 2210.10947). They deal out the images in an order shuffled by the run's seed, so that a sorted data set makes
-no difference. ``pathological`` deals classes in turn, so that none is left out and each has as many holders as any other,
+no difference. ``pathological`` deals classes in turn, so that none is left out and each has as many holders as any
+other,
 give or take one; flwr-datasets' own assignment of several classes per client does not promise that. ``natural``
 follows the data: the images of one writer, device or hospital stay together. flwr-datasets' partitioners by owner
 are given owners per client, not clients, and their last client may get fewer than the others. ``feature_clusters``,

@@ -2,7 +2,8 @@
 
 Both show what the global model and the clients' models of one round make of the same images. FedU2 does not say how
 its sphere comes about. Here points lie on it as they are where the projector's output has 3 dimensions
-(``method.projector.out_dim=3``); else every model's representations are projected onto their 3 principal directions, and
+(``method.projector.out_dim=3``); else every model's representations are projected onto their 3 principal directions,
+and
 divided by their length. These directions are of the representations as they are, not of their deviations from the mean:
 one point for all images would otherwise be drawn as the noise around it.
 """

@@ -25,8 +25,8 @@ class Plot(NamedTuple):
     plot : callable
         Takes the source; returns a figure with its numbers, or None if the source has nothing for it. Writes nothing.
     source : {"run", "models", "runs"}
-        A run folder (`Path`); the models that a run keeps with ``snapshot_every=N`` (`LoadedRun`); several runs together
-        (a list of `Run`).
+        A run folder (`Path`); the models that a run keeps with ``snapshot_every=N`` (`LoadedRun`); several runs
+        together (a list of `Run`).
     missing : str
         The error where there is nothing to plot; empty: that is none.
     """

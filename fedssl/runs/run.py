@@ -103,7 +103,7 @@ class Run:
 
     @property
     def ended_early(self) -> bool:
-        """Whether it finished before its last round, by ``early_stopping``, which is the only reason that it can have."""
+        """Return whether ``early_stopping`` ended the run before its last round."""
         return self.summary is not None and self.finished and bool(self.summary["reason"])
 
     @property

@@ -46,7 +46,9 @@ def constant(round: int, *, rounds: int, phase: Phase) -> float:
 
 
 def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, eta_min_factor: float = 0.0) -> float:
-    """Decay from 1 in the first round to ``eta_min_factor`` along half a cosine; ``eta_min_factor`` would be the factor of round R + 1.
+    """Decay from 1 in the first round to ``eta_min_factor`` along half a cosine.
+
+    Round R + 1, which does not run, would have the factor ``eta_min_factor``.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows the keys of Flower's records.
 
-What comes over a network is bytes until it is proven to be what it should be: `fedssl.wire.records` reads the arrays, and
-records or metrics that nobody asked for are refused.
+What comes over a network is bytes until it is proven to be what it should be: `fedssl.wire.records` reads the arrays,
+and records or metrics that nobody asked for are refused.
 """
 
 import re
@@ -41,7 +41,8 @@ class TrainPlan:
     broadcast : Layers
         What the server side of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
-        What `fedssl.config.load.read_client` reads, for simulated clients, or `fedssl.config.device_task.compose_task`, for devices.
+        What `fedssl.config.load.read_client` reads, for simulated clients, or
+        `fedssl.config.device_task.compose_task`, for devices.
     metrics : tuple of str
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
     oldest_resumable_round : int

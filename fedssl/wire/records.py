@@ -1,8 +1,10 @@
 """Layers in Flower's records: handed over as they are in one process, packed where they travel, and counted.
 
-An `Array` here is a view of a live NumPy array, and a `LazyArrayRecord` a record of these. In one process they are handed
+An `Array` here is a view of a live NumPy array, and a `LazyArrayRecord` a record of these. In one process they are
+handed
 over as they are; Ray pickles them out-of-band, i.e. through shared memory. Only a network deployment asks what they
-consist of: a record then becomes the few flat arrays of `fedssl.wire.wire_format`, and these the ``.npy`` bytes that a stock
+consist of: a record then becomes the few flat arrays of `fedssl.wire.wire_format`, and these the ``.npy`` bytes that
+a stock
 Flower peer reads. A wire dtype other than ``fp32`` changes numbers, so there all engines exchange the flat arrays.
 
 What comes over a network is read without a copy from ``.npy`` bytes whose header fits their length.
@@ -120,8 +122,8 @@ def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Lay
     Raises
     ------
     ValueError
-        The record is not what `encode_arrays` makes; or, with ``fp32``, one array per layer, as a stock Flower peer or one
-        of Flower's mods writes them.
+        The record is not what `encode_arrays` makes; or, with ``fp32``, one array per layer, as a stock Flower peer
+        or one of Flower's mods writes them.
     """
     arrays = record_to_arrays(record)
     return arrays if wire_dtype == LOSSLESS and TABLE not in arrays else unpack(arrays, wire_dtype, start=start)
@@ -155,7 +157,8 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 def content_bytes(content: RecordDict) -> int:
     """Bytes of a message with this content as Flower sends it; nothing is serialised for it but what is small.
 
-    Every object that Flower sends is its kind, the ids of its parts, and a body; an array's parts are `CHUNK_BYTES` long.
+    Every object that Flower sends is its kind, the ids of its parts, and a body; an array's parts are `CHUNK_BYTES`
+    long.
     """
     total = ENVELOPE_BYTES + _reference_bytes(content, "RecordDict")
     total += sum(len(record.deflate()) for record in content.metric_records.values())
