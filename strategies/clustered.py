@@ -2,7 +2,8 @@
 
 ``assign_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client receives all models and trains
 the one with the smallest loss on its own images. ``assign_by="update_cosine"`` is hierarchical clustering of the
-updates of one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by representations.
+updates of one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by
+representations.
 
 Ours: IFCA's models begin alike, and clients that cannot tell them apart are dealt to them in turn, where the paper
 draws the models at random; losses are those of the self-supervised method on views drawn alike for all models, in

@@ -41,7 +41,8 @@ class EMATargetMethod(SSLMethod):
         changes the target.
     target_init : {"persist", "reset", "average"}
         Target at the start of a round. "persist": the target of this client's last participation, and a copy of the
-        online network in its first round. "reset": a copy of the online network in every round. "average": the downloaded
+        online network in its first round. "reset": a copy of the online network in every round. "average": the
+        downloaded
         target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained online
         network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network in
         every stage.
