@@ -1,1 +1,1 @@
-"""Data sets: images in memory from the Hugging Face Hub, local files, a folder or a package."""
+"""Data sets from the Hugging Face Hub, local files, an image folder or a package."""

@@ -1,14 +1,14 @@
-"""Images in memory, one object per process, which everything that runs in it shares.
+"""Images of a data set, loaded once per process and shared by all its callers.
 
-Where decoding takes long they are decoded once on a host and not once in a process, see `fedssl.datasets.cache`.
+Large data sets are decoded once per host, see `fedssl.datasets.cache`.
 
 A data set is a YAML file under ``conf/dataset`` whose ``_target_`` is a function
 
     read(split, *, channels, size, limit, ...) -> ImageData | None
 
-with the file's own keys as further arguments. The YAML key ``splits`` says which of the source's splits the clients
-share (``federated``), which is the labelled bank of the probes (``train``) and which the test (``test``). Where two of
-them name the same source split they are one object, so that nothing is decoded twice.
+with the file's own keys as further arguments. The YAML key ``splits`` names the source's splits: the images of the
+clients (``federated``), the labeled training images of evaluations (``train``) and the test images (``test``). Two keys
+with the same source split share one object, so that nothing is decoded twice.
 """
 
 import logging
@@ -28,14 +28,14 @@ Split = Literal["federated", "train", "test"]
 
 log = logging.getLogger("fedssl")
 
-# Which images are test images or belong to a limited set is a property of the data, not of a run.
+# The test split and the limited subset depend on the data, not on the run's seed.
 _FIXED_SEED = 0
-_LARGEST = 4096  # height and width of images
+_MAX_SIZE = 4096  # height and width of images in pixels
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Decoded images with their labels and owners, where these are known.
+    """Decoded images with their labels and owners, if known.
 
     Attributes
     ----------
@@ -46,11 +46,11 @@ class ImageData:
     classes : tuple of str
         Names of the classes, ``classes[label]``; empty if unknown.
     owners : Tensor or None
-        int64, ``(n,)``, who made each image (a writer, a device, a hospital); None if unknown.
+        int64, ``(n,)``, owner of each image (a writer, a device, a hospital); None if unknown.
     owner_names : tuple of str
         Names of the owners, ``owner_names[owner]``; empty if unknown.
     warnings : tuple of str
-        What people are to know of them, such as files that cannot be read; a warning in every process that uses them.
+        Warnings about the images, such as unreadable files; logged by every process that loads them.
     """
 
     images: torch.Tensor
@@ -62,13 +62,13 @@ class ImageData:
 
 
 def load(data: DataSettings, split: Split) -> ImageData | None:
-    """Images of one split; the same object for every caller in this process.
+    """Return the images of one split; the same object for every caller in this process.
 
     Parameters
     ----------
     data : DataSettings
     split : {"federated", "train", "test"}
-        Images that the clients share; the labelled bank of the probes; the labelled test images.
+        Images of the clients; labeled training images; labeled test images.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def load(data: DataSettings, split: Split) -> ImageData | None:
     Raises
     ------
     InputError
-        If a setting, file or folder cannot be used.
+        If a setting, file or folder is invalid.
     """
     image_data = load_split(data, split)
     if split == "federated":
@@ -92,43 +92,43 @@ def load(data: DataSettings, split: Split) -> ImageData | None:
 
 
 def load_split(data: DataSettings, split: Split) -> ImageData | None:
-    """Images of one split as `load` gives them, labelled or not; None if the data set has none."""
+    """Return the images of one split, labeled or not; None if the data set has none."""
     check(data)
     source = source_split(data, split)
     return None if source is None else _read_split(data, source, data.test_limit if split == "test" else data.limit)
 
 
 def source_split(data: DataSettings, split: Split) -> str | None:
-    """The source's name of a split; None if the settings say that it has none."""
+    """Return the source's name of a split; None if the settings have none."""
     return {"federated": data.federated, "train": data.train, "test": data.test}[split]
 
 
 def load_federated(data: DataSettings) -> ImageData:
-    """What the clients share; the same object for every caller in this process.
+    """Return the images of the clients; the same object for every caller in this process.
 
     Raises
     ------
     InputError
-        If there are no such images, or a setting, file or folder cannot be used.
+        If there are no such images, or a setting, file or folder is invalid.
     """
     image_data = load(data, "federated")
-    assert image_data is not None  # `load` refuses a data set without them
+    assert image_data is not None  # `load` rejects a data set without them
     return image_data
 
 
 def check(data: DataSettings) -> None:
-    """Refuse settings that contradict each other, before an image is read.
+    """Validate the settings of a data set, before an image is read.
 
     Raises
     ------
     InputError
-        If the channels, the size, the statistics or a limit cannot be used.
+        If the channels, the size, the statistics or a limit is invalid.
     """
     channels = data.channels
     if channels not in (1, 3):
-        raise InputError(f"dataset.channels={channels} gives wrong channels; allowed are 1 (grey) and 3 (RGB)")
-    if not 1 <= data.size <= _LARGEST:
-        raise InputError(f"dataset.size={data.size} must be at least 1 pixel and at most {_LARGEST}")
+        raise InputError(f"dataset.channels={channels} gives wrong channels; allowed are 1 (gray) and 3 (RGB)")
+    if not 1 <= data.size <= _MAX_SIZE:
+        raise InputError(f"dataset.size={data.size} must be at least 1 pixel and at most {_MAX_SIZE}")
     if not len(data.mean) == len(data.std) == channels:
         statistics = {"mean": data.mean, "std": data.std}
         proposal = " ".join(f"dataset.{name}={_spread(values, channels)}" for name, values in statistics.items())
@@ -146,17 +146,17 @@ def check(data: DataSettings) -> None:
 
 
 def subsample_indices(count: int, limit: int | None) -> np.ndarray:
-    """Positions ``(min(count, limit),)`` of the images to use, sorted; always the same ones. None: all."""
+    """Draw ``min(count, limit)`` sorted indices, always the same; all indices if ``limit`` is None."""
     if limit is None or limit >= count:
         return np.arange(count)
     return np.sort(numpy_generator(_FIXED_SEED, "limit").permutation(count)[:limit])
 
 
 def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Split positions into training and test with equal shares of every class; always the same ones.
+    """Split indices into training and test with equal shares of every class; the split is always the same.
 
-    Every class gives the floor of its share; the classes with the largest remainders give one image more until the
-    test set has ``round(n * fraction)`` images.
+    The test set gets the floor of every class's share, then one more image of the classes with the largest remainders,
+    up to ``round(n * fraction)`` images.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     Returns
     -------
     tuple of ndarray
-        Sorted positions of the training and of the test images.
+        Sorted indices of the training and of the test images.
     """
     _, codes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     shares = sizes * fraction
@@ -176,7 +176,7 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     quota[np.argsort(quota - shares, kind="stable")[: round(len(labels) * fraction) - quota.sum()]] += 1
     generator = numpy_generator(_FIXED_SEED, "hold out")
     members = [generator.permutation(np.flatnonzero(codes == code)) for code in range(len(sizes))]
-    test = np.concatenate([positions[:taken] for positions, taken in zip(members, quota, strict=True)])
+    test = np.concatenate([indices[:size] for indices, size in zip(members, quota, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), test), np.sort(test)
 
 
@@ -187,10 +187,9 @@ def _spread(values: tuple[float, ...], channels: int) -> str:
 
 @lru_cache(maxsize=4)
 def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
-    """Read one split of the source."""
     image_data: ImageData | None = data.reader.make(source, limit=limit)
-    for notice in image_data.warnings if image_data is not None else ():
-        log.warning("%s", sanitize(notice))
+    for warning in image_data.warnings if image_data is not None else ():
+        log.warning("%s", sanitize(warning))
     if image_data is not None and image_data.labels is not None and data.num_classes is not None:
         highest = int(image_data.labels.max())
         if highest >= data.num_classes:

@@ -1,10 +1,10 @@
-"""Encoded images to one uint8 tensor: any channels and any size become those of the data set."""
+"""Decoding of images to one uint8 tensor in the data set's channels and size."""
 
 import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from io import BytesIO
 from pathlib import Path
@@ -20,35 +20,35 @@ from fedssl.machine.room import decode_slot
 from fedssl.machine.threads import available_cores
 from fedssl.untrusted import open_regular_file, sanitize
 
-# Formats of images that are opened, whatever a file is called: none of them runs a program or fetches a file.
+# Accepted image formats, regardless of the file's name: none of them runs a program or fetches a file.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-MAX_PIXELS = 50_000_000  # of an image, unless dataset.max_pixels says otherwise
-_MAX_PIXELS = 178_956_970  # that Pillow takes
-_LARGEST_PIXEL = 8  # bytes of a pixel in a file without compression
-_PER_PIXEL = 12  # bytes in memory: the decoded image, a turned and a converted copy
-_NAMED = 5  # images that a warning names
-THREADS = 8  # most threads that decode
-DECODE_LOG_INTERVAL = 10.0  # seconds between two lines about a long decoding
-VERSION = 2  # of the pixels: another number for other pixels of the same images
-_MOVED = 1024  # images moved at a time
+MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
+_MAX_PIXELS = 178_956_970  # Pillow's limit
+_MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
+_BYTES_PER_PIXEL = 12  # in memory: the decoded image, a rotated and a converted copy
+_MAX_LISTED = 5  # images listed in a warning
+THREADS = 8  # maximum number of decoding threads
+DECODE_LOG_INTERVAL = 10.0  # seconds between two progress lines
+VERSION = 3  # of decoded pixels and cache files; increase it if the same images give other pixels
+_COPY_CHUNK = 1024  # images copied at a time
 
 log = logging.getLogger("fedssl")
 
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit here is a lower one
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit here is lower
 
 
 def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
-    """Bring the pixels of an image into the data set's form.
+    """Convert an image to the data set's channels and size.
 
-    Grey becomes RGB by repetition, RGB becomes grey by the luma of ITU-R 601, transparency is dropped, 16 bits become
-    the upper 8. Another size is brought to ``size`` by scaling the shorter side and cropping the centre.
+    Gray becomes RGB by repetition, RGB becomes gray by the luma of ITU-R 601, transparency is dropped, and 16 bits
+    become the upper 8. Images of another size are resized by the shorter side and center-cropped.
 
     Parameters
     ----------
     image : PIL.Image.Image
-        Any mode but 32-bit integers and floats, whose range is unknown.
+        Any mode except 32-bit integers and floats, whose range is unknown.
     channels : {1, 3}
-        Grey or RGB.
+        Gray or RGB.
     size : int
         Height and width of the result in pixels.
 
@@ -65,7 +65,7 @@ def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
     if image.mode in ("I", "F"):
         raise InputError(
             f"wrong channels: 32-bit values (mode {image.mode}) of unknown range; "
-            "save it as grey, RGB, RGBA or palette with 8 or 16 bits"
+            "save it as gray, RGB, RGBA or palette with 8 or 16 bits"
         )
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -78,17 +78,17 @@ def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
 
 
 def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Decode one image, upright by its EXIF orientation, of several frames the first; see `to_array` for the result.
+    """Decode the first frame of an image, upright by its EXIF orientation, as `to_array` returns it.
 
     Raises
     ------
     Exception
-        Of any kind: it is no regular file, of no format of `FORMATS`, damaged, or has more than ``max_pixels``.
+        Of any type: the file is not regular, damaged, of no format of `FORMATS`, or has more than ``max_pixels``.
     """
     stream = (
         BytesIO(source)
         if isinstance(source, bytes)
-        else open_regular_file(source, max_bytes=_LARGEST_PIXEL * max_pixels + 2**20)
+        else open_regular_file(source, max_bytes=_MAX_BYTES_PER_PIXEL * max_pixels + 2**20)
     )
     with stream, Image.open(stream, formats=FORMATS) as image:
         pixels = image.width * image.height
@@ -97,31 +97,43 @@ def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: in
                 f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
             )
         # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's image in a fifth of
-        # the time. Twice the target leaves the filter enough to work on. Other formats ignore it.
+        # the time. Twice the target size is enough for the resampling filter. Other formats ignore it.
         image.draft(None, (2 * size, 2 * size))
-        needed = _PER_PIXEL * image.width * image.height + (_PER_PIXEL * pixels if "progressive" in image.info else 0)
-        with decode_slot(needed, largest=2 * _PER_PIXEL * max_pixels):
+        needed = _BYTES_PER_PIXEL * image.width * image.height + (
+            _BYTES_PER_PIXEL * pixels if "progressive" in image.info else 0
+        )
+        with decode_slot(needed, largest=2 * _BYTES_PER_PIXEL * max_pixels):
             ImageOps.exif_transpose(image, in_place=True)
             return to_array(image, channels=channels, size=size)
 
 
-def unreadable_summary(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> str:
-    """One line about images that are left out: how many, and the first few with the reasons.
+def unreadable_summary(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> tuple[str, ...]:
+    """Return one warning about unreadable images, with the first few and their reasons; empty if there are none.
+
+    Parameters
+    ----------
+    unreadable : mapping
+        Index of every unreadable image to the reason.
+    name : callable
+        Returns the name of the image at an index.
+    count : int
+        Number of all images.
 
     Raises
     ------
     InputError
-        It is all of them.
+        If all images are unreadable.
     """
-    named = "; ".join(f"{name(position)} ({reason})" for position, reason in list(unreadable.items())[:_NAMED])
-    named += f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+    if not unreadable:
+        return ()
+    listed = "; ".join(f"{name(index)} ({reason})" for index, reason in list(unreadable.items())[:_MAX_LISTED])
+    listed += f"; and {len(unreadable) - _MAX_LISTED} more" if len(unreadable) > _MAX_LISTED else ""
     if len(unreadable) == count:
-        raise InputError(f"none of the {count} images can be read: {named}; check dataset.path")
-    return sanitize(f"{len(unreadable)} of {count} images cannot be read, the rest is used: {named}")
+        raise InputError(f"none of the {count} images can be read: {listed}; check dataset.path")
+    return (sanitize(f"{len(unreadable)} of {count} images cannot be read, the rest is used: {listed}"),)
 
 
 def _reason(error: Exception) -> str:
-    """Why an image cannot be decoded, in a few words."""
     if isinstance(error, UnidentifiedImageError):
         return f"it is no image of {', '.join(FORMATS)}"
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -130,81 +142,82 @@ def _reason(error: Exception) -> str:
 
 
 class PixelBuffer:
-    """Memory for the pixels of images, and how far they are decoded; this one is gone with the process.
+    """Memory for decoded images, and the progress of decoding.
 
     Attributes
     ----------
-    pixels : ndarray
+    images : Tensor
         uint8, ``(count, channels, size, size)``.
     done : int
-        So many images from the first one on are decoded, or known to be unreadable.
+        Number of images, from the first, that are decoded or unreadable.
     unreadable : dict
-        Position of every image before ``done`` that could not be decoded, with the reason.
+        Index of every unreadable image to the reason, sorted.
     """
 
-    def __init__(self, pixels: np.ndarray) -> None:
-        self.pixels = pixels
-        self.done = 0
-        self.unreadable: dict[int, str] = {}
-
-    def save_progress(self, done: int, unreadable: Mapping[int, str]) -> None:
-        """Keep in mind how far decoding has come."""
-        self.done, self.unreadable = done, {at: reason for at, reason in unreadable.items() if at < done}
-
-    def drop(self, positions: Collection[int]) -> np.ndarray:
-        """Move the other images together, in their order; returns their positions from before."""
-        kept = np.delete(np.arange(len(self.pixels)), list(positions))
-        self.save_progress(0, {})  # who is stopped from here on must decode again
-        for start in range(min(positions), len(kept), _MOVED):
-            rows = kept[start : start + _MOVED]
-            self.pixels[start : start + len(rows)] = self.pixels[rows]
-        self.pixels = self.pixels[: len(kept)]
-        return kept
+    def __init__(self, images: torch.Tensor, *, count: int, done: int = 0, unreadable: Mapping[int, str]) -> None:
+        self.images, self.count = images, count
+        self.done, self.unreadable = done, dict(unreadable)
 
     @property
-    def images(self) -> torch.Tensor:
-        """The pixels as a tensor."""
-        return torch.from_numpy(self.pixels)
+    def complete(self) -> bool:
+        """Whether all images are decoded."""
+        return self.done == self.count
+
+    @property
+    def readable(self) -> np.ndarray:
+        """Sorted indices of the readable images, int64."""
+        return np.delete(np.arange(self.count), list(self.unreadable))
+
+    def save_progress(self, done: int, unreadable: Mapping[int, str]) -> None:
+        """Record the number of decoded images and the unreadable ones among them."""
+        self.done = done
+        self.unreadable = {index: reason for index, reason in sorted(unreadable.items()) if index < done}
+
+    def drop_unreadable(self) -> None:
+        """Move the readable images together, in their order."""
+        if not self.unreadable:
+            return
+        unreadable, kept = self.unreadable, self.readable
+        self.save_progress(0, {})  # after an interruption all images must be decoded again
+        pixels = self.images.numpy()
+        for start in range(min(unreadable), len(kept), _COPY_CHUNK):
+            rows = kept[start : start + _COPY_CHUNK]
+            pixels[start : start + len(rows)] = pixels[rows]
+        self.images = self.images[: len(kept)]
+        self.done, self.unreadable = self.count, unreadable
 
 
 def memory_buffer(shape: tuple[int, int, int, int]) -> PixelBuffer:
-    """A buffer for images ``(count, channels, size, size)``; raises `InputError` if they do not fit into memory."""
+    """Return a buffer in memory for images ``(count, channels, size, size)``; `InputError` if memory is too small."""
     needed, free = math.prod(shape), available_memory()
     if free is not None and needed > free:
         raise InputError(
             f"{shape[0]:,} images of {shape[1]} x {shape[2]} x {shape[3]} need {gigabytes(needed)} of memory, and "
-            f"{gigabytes(free)} are available; have them decoded into a file with dataset.cache=auto or "
+            f"{gigabytes(free)} are available; decode them into a file with dataset.cache=auto or "
             "dataset.cache=FOLDER, or lower dataset.limit or dataset.size"
         )
-    return PixelBuffer(np.empty(shape, dtype=np.uint8))
+    return PixelBuffer(torch.from_numpy(np.empty(shape, dtype=np.uint8)), count=shape[0], unreadable={})
 
 
-def decode(
-    batches: Callable[[int], Iterable[Sequence[bytes | Path]]], buffer: PixelBuffer, *, max_pixels: int = MAX_PIXELS
-) -> dict[int, str]:
-    """Decode all images that are not on the buffer yet, with a pool of threads.
+def decode(batches: Iterable[Sequence[bytes | Path]], buffer: PixelBuffer, *, max_pixels: int = MAX_PIXELS) -> None:
+    """Decode the images that are not in the buffer yet, with a pool of threads.
 
-    Threads fetch the next batch only when they are free, so that no more than one batch per thread waits in memory.
-    Every `DECODE_LOG_INTERVAL` seconds a line says how far they have come, and the buffer takes note of it.
+    A thread fetches the next batch only when it is free, so that memory holds at most one batch per thread.
+    The progress is logged and saved every `DECODE_LOG_INTERVAL` seconds.
 
     Parameters
     ----------
-    batches : callable
-        Gives the encoded images or files from a position on, in batches: ``len(buffer.pixels)`` in all from 0 on.
+    batches : iterable
+        Batches of encoded images or files, from image ``buffer.done`` on.
     buffer : PixelBuffer
-        Takes the pixels.
+        Receives the pixels and the indices of unreadable images, whose pixels are arbitrary.
     max_pixels : int
-        Most pixels of an image; one with more counts as one that cannot be decoded.
-
-    Returns
-    -------
-    dict
-        Position of every image that could not be decoded, with the reason, sorted; its pixels are arbitrary.
+        Maximum number of pixels of an image; larger images count as unreadable.
 
     Raises
     ------
     InputError
-        If ``max_pixels`` is no number of pixels.
+        If ``max_pixels`` is out of range.
     """
     if not 1 <= max_pixels <= _MAX_PIXELS:
         raise InputError(f"dataset.max_pixels={max_pixels} must be from 1 to {_MAX_PIXELS}; most have 1 to 50 million")
@@ -216,31 +229,28 @@ def decode(
             while wait(running, timeout=DECODE_LOG_INTERVAL, return_when=FIRST_EXCEPTION).not_done and not work.failed(
                 running
             ):
-                buffer.save_progress(*work.state())
+                buffer.save_progress(*work.progress())
                 work.log_progress()
-        finally:  # also where the user stops it
+        finally:  # also after Ctrl-C
             work.stopped = True
             wait(running)
-            buffer.save_progress(*work.state())
-    for done in running:
-        done.result()
-    return dict(sorted(buffer.unreadable.items()))
+            buffer.save_progress(*work.progress())
+    for future in running:
+        future.result()
 
 
 class _Work:
-    """What is left to decode, shared by threads that take it batch by batch."""
+    """Batches to decode, shared by threads that process one at a time."""
 
-    def __init__(
-        self, batches: Callable[[int], Iterable[Sequence[bytes | Path]]], buffer: PixelBuffer, max_pixels: int
-    ) -> None:
+    def __init__(self, batches: Iterable[Sequence[bytes | Path]], buffer: PixelBuffer, max_pixels: int) -> None:
         self.stopped, self._max_pixels = False, max_pixels
-        self._pixels, self._unreadable = buffer.pixels, dict(buffer.unreadable)
-        self._start, self._begun = buffer.done, time.monotonic()
-        self._batches, self._next = iter(batches(buffer.done)), buffer.done
+        self._pixels, self._unreadable = buffer.images.numpy(), dict(buffer.unreadable)
+        self._start, self._start_time = buffer.done, time.monotonic()
+        self._batches, self._next = iter(batches), buffer.done
         self._lock, self._open = Lock(), set[int]()
 
     def run(self) -> None:
-        """Decode batches until there are no more."""
+        """Decode batches until none is left."""
         while not self.stopped:
             with self._lock:
                 batch = next(self._batches, None)
@@ -255,27 +265,27 @@ class _Work:
 
     def _decode(self, batch: Sequence[bytes | Path], start: int) -> None:
         _, channels, size, _ = self._pixels.shape
-        for position, source in enumerate(batch, start):
+        for index, source in enumerate(batch, start):
             try:
                 image = read_image(source, channels=channels, size=size, max_pixels=self._max_pixels)
-                self._pixels[position] = image
-            except Exception as error:  # a damaged file can raise almost anything inside the decoder of its format
-                self._unreadable[position] = _reason(error)
+                self._pixels[index] = image
+            except Exception as error:  # a damaged file can raise any exception in the decoder of its format
+                self._unreadable[index] = _reason(error)
 
-    def state(self) -> tuple[int, dict[int, str]]:
-        """So many images from the first one on are done, and those that could not be read so far."""
+    def progress(self) -> tuple[int, dict[int, str]]:
+        """Return the number of images, from the first, that are done, and the unreadable ones."""
         with self._lock:
             return min(self._open, default=self._next), dict(self._unreadable)
 
     def log_progress(self) -> None:
-        """Write a line of how far it is."""
-        done, count = self.state()[0], len(self._pixels)
+        """Log the number of decoded images and the remaining time."""
+        done, count = self.progress()[0], len(self._pixels)
         if done > self._start:
-            left = (time.monotonic() - self._begun) / (done - self._start) * (count - done)
-            overrides = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            log.info("decoding %s of %s images, %s left", f"{done:,}", f"{count:,}", overrides)
+            seconds = (time.monotonic() - self._start_time) / (done - self._start) * (count - done)
+            remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            log.info("decoding %s of %s images, %s left", f"{done:,}", f"{count:,}", remaining)
 
     @staticmethod
     def failed(running: Sequence[Future[None]]) -> bool:
-        """Whether a thread has ended with an exception."""
-        return any(one.done() and one.exception() is not None for one in running)
+        """Return whether a thread has raised an exception."""
+        return any(future.done() and future.exception() is not None for future in running)

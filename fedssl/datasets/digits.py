@@ -1,7 +1,7 @@
-"""scikit-learn's 1,797 handwritten digits: real images that come inside a package, so that nothing is downloaded.
+"""scikit-learn's 1,797 handwritten digits: real images that are part of a package, without a download.
 
-8 x 8 grey images with values 0..16 (UCI "Optical Recognition of Handwritten Digits", test part). They have no
-official split; a fixed one with equal shares of every class holds 359 images out as test and leaves 1,438.
+8 x 8 gray images with values 0..16 (UCI "Optical Recognition of Handwritten Digits", test part). They have no
+official split; a fixed stratified split has 1,438 training and 359 test images.
 """
 
 from importlib.util import find_spec
@@ -25,9 +25,9 @@ def read(split: str, *, channels: int, size: int, limit: int | None) -> ImageDat
     split : {"train", "test"}
         1,438 images or 359.
     channels, size : int
-        Form of the images; their own is 1 and 8.
+        Channels and size of the images; 1 and 8 in the source.
     limit : int or None
-        Use only so many images, always the same ones.
+        Maximum number of images; the subset is always the same.
 
     Returns
     -------
@@ -44,17 +44,16 @@ def read(split: str, *, channels: int, size: int, limit: int | None) -> ImageDat
 
 
 def _values_and_labels() -> tuple[np.ndarray, np.ndarray]:
-    """Values 0..16 ``(1797, 8, 8)`` and labels ``(1797,)``, as from ``sklearn.datasets.load_digits``.
+    """Return values 0..16 ``(1797, 8, 8)`` and labels ``(1797,)``, as ``sklearn.datasets.load_digits`` does.
 
-    That function reads this file, but importing it takes as long as importing torch, which every run and every worker
-    process would pay before its first round.
+    That function reads the same file, but its import is as slow as that of torch, in every worker process.
     """
     package = find_spec("sklearn")
     assert package is not None
     assert package.submodule_search_locations is not None
     try:
         table = np.loadtxt(Path(package.submodule_search_locations[0]) / "datasets/data/digits.csv.gz", delimiter=",")
-    except FileNotFoundError:  # a version of scikit-learn that keeps its files elsewhere
+    except FileNotFoundError:  # another layout in this version of scikit-learn
         from sklearn.datasets import load_digits
 
         digits = load_digits()

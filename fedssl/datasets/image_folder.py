@@ -1,15 +1,15 @@
-"""One's own images in a folder: grey, RGB, RGBA or palette, of any size, with or without classes and owners.
+"""Images in a folder: gray, RGB, RGBA or palette, of any size, with or without classes and owners.
 
-``DIR`` holds images without classes and owners, or subfolders of images; or it holds ``train`` and ``test``,
-each in this form. The setting ``folders`` gives the meaning of a subfolder:
+``DIR`` holds images without classes and owners, subfolders of images, or the folders ``train`` and ``test`` with
+either layout. The setting ``folders`` gives the meaning of a subfolder:
 
 ==============  =========================  ==========================================================
 ``class``       ``DIR/cat/1.png``          the class of its images
-``owner``       ``DIR/phone-7/1.png``      who made its images, which have no labels
-``owner/class`` ``DIR/phone-7/cat/1.png``  who made its images; subfolders of it stand for the classes
+``owner``       ``DIR/phone-7/1.png``      the owner of its images, which have no labels
+``owner/class`` ``DIR/phone-7/cat/1.png``  the owner of its images; its subfolders are the classes
 ==============  =========================  ==========================================================
 
-Images are taken in the order of their sorted paths.
+Images are sorted by path.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,18 @@ import numpy as np
 import torch
 
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
-from fedssl.datasets.cache import CacheKey, cached
-from fedssl.datasets.cache_entry import NewBuffer
+from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FOLDERS = ("class", "owner", "owner/class")  # meanings of the subfolders
-_BATCH = 16  # images per task of a decoding thread; few, as they may be large
+_BATCH = 16  # images per task of a decoding thread; small, since images may be large
 
 
 @dataclass(frozen=True)
 class FileList:
-    """Image files with the classes and owners that their folders give; see `ImageData` for the fields."""
+    """Image files with the classes and owners of their folders; see `ImageData` for the fields."""
 
     files: list[Path]
     labels: np.ndarray | None = None
@@ -40,12 +39,10 @@ class FileList:
     owners: np.ndarray | None = None
     owner_names: tuple[str, ...] = ()
 
-    def at(self, positions: np.ndarray) -> "FileList":
-        """Keep the files at ``positions``."""
-        labels, owners = (None if column is None else column[positions] for column in (self.labels, self.owners))
-        return FileList(
-            [self.files[position] for position in positions], labels, self.classes, owners, self.owner_names
-        )
+    def at(self, indices: np.ndarray) -> "FileList":
+        """Return the files at ``indices``."""
+        labels, owners = (None if column is None else column[indices] for column in (self.labels, self.owners))
+        return FileList([self.files[index] for index in indices], labels, self.classes, owners, self.owner_names)
 
 
 def read(
@@ -65,21 +62,21 @@ def read(
     Parameters
     ----------
     split : {"train", "test"}
-        Without a folder ``test``, labelled images are divided by ``test_fraction``; unlabelled ones have no test.
+        Without a folder ``test``, labeled images are split by ``test_fraction``; unlabeled images have no test split.
     channels, size : int
-        Form of the decoded images.
+        Channels and size of the decoded images.
     limit : int or None
-        Use only so many images, always the same ones.
+        Maximum number of images; the subset is always the same.
     path : str
         The folder.
     folders : {"class", "owner", "owner/class"}
         Meaning of the subfolders, see the module.
     test_fraction : float
-        Share of every class that is held out, in [0, 1); 0 holds nothing out.
+        Share of every class held out for the test, in [0, 1); 0 holds nothing out.
     max_pixels : int
-        Most pixels of an image; larger ones are left out like those that cannot be read.
+        Maximum number of pixels of an image; larger images count as unreadable.
     cache : str or None
-        Where decoded images are kept, see `fedssl.datasets.cache`.
+        Folder of decoded images, see `fedssl.datasets.cache`.
 
     Returns
     -------
@@ -89,10 +86,10 @@ def read(
     Raises
     ------
     InputError
-        If a setting or the folder cannot be used or no image in it can be read.
+        If a setting or the folder is invalid, or no image is readable.
     """
     if path is None:
-        raise InputError("dataset.path=null but image_folder needs your images; give dataset.path=FOLDER")
+        raise InputError("dataset.path=null but image_folder needs a folder of images; give dataset.path=FOLDER")
     if folders not in FOLDERS:
         raise InputError(f"dataset.folders={folders} is unknown; choose one of {', '.join(FOLDERS)}")
     if not 0 <= test_fraction < 1:
@@ -102,29 +99,30 @@ def read(
         return None
     file_list = file_list.at(subsample_indices(len(file_list.files), limit))
 
-    def make(new_buffer: NewBuffer) -> ImageData:
-        return _decoded(file_list, new_buffer, channels=channels, size=size, max_pixels=max_pixels)
-
+    files, count = file_list.files, len(file_list.files)
     cache_key = CacheKey(
         name=f"{Path(path).name}-{split}-{size}px",
-        files=file_list.files,
-        num_images=len(file_list.files),
-        wanted=len(file_list.files),
+        files=files,
+        num_images=count,
         settings={"reader": "image_folder", "channels": channels, "size": size, "folders": folders, "root": path}
         | {"max_pixels": max_pixels}
         | {"classes": file_list.classes, "owners": file_list.owner_names},
     )
-    return cached(cache, cache_key, make)
+    with open_buffer(cache, cache_key, (count, channels, size, size)) as buffer:
+        if not buffer.complete:
+            decode(_batches(files[buffer.done :]), buffer, max_pixels=max_pixels)
+        warnings = unreadable_summary(buffer.unreadable, lambda index: str(files[index]), count=count)
+    return _image_data(buffer.images, file_list.at(buffer.readable), warnings)
 
 
 def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> FileList | None:
-    """Files of one split, from its folder or from the share of all files that it gets; None if there is none."""
+    """List the files of one split, from its folder or by `stratified_holdout`; None if there is none."""
     train_folder, test_folder = root / "train", root / "test"
     if train_folder.is_dir():
         others = [entry.name for entry in root.iterdir() if entry.is_dir() and entry.name not in ("train", "test")]
         if others:
             listed = ", ".join(sorted(others))
-            raise InputError(f"{root} has the folder train beside {listed}; move one or the other")
+            raise InputError(f"{root} has the folder train beside {listed}; move either of them")
         train = list_images(train_folder, folders=folders)
         if test_folder.is_dir():
             return _with_same_classes(test_folder, train_folder, train, folders) if split == "test" else train
@@ -136,14 +134,14 @@ def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> 
 
 
 def _with_same_classes(folder: Path, other: Path, file_list: FileList, folders: str) -> FileList:
-    """Files of ``folder``, whose classes must be those of ``listing``, the files of the folder ``other``."""
-    found = list_images(folder, folders=folders)
-    if found.classes != file_list.classes:
+    """List the files of ``folder``; its classes must equal those of ``file_list``, the files of ``other``."""
+    test = list_images(folder, folders=folders)
+    if test.classes != file_list.classes:
         raise InputError(
-            f"{folder} has the classes {list(found.classes)} but {other} has {list(file_list.classes)}; "
+            f"{folder} has the classes {list(test.classes)} but {other} has {list(file_list.classes)}; "
             "give both the same subfolders"
         )
-    return found
+    return test
 
 
 def list_images(folder: Path, *, folders: str = "class") -> FileList:
@@ -164,20 +162,20 @@ def list_images(folder: Path, *, folders: str = "class") -> FileList:
     Raises
     ------
     InputError
-        If the folder does not exist, is empty, or has images where a subfolder is needed.
+        If the folder does not exist, is empty, or has images in place of subfolders.
     """
     if not folder.is_dir():
         raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your images")
     levels = folders.split("/")
-    loose, found = _images_in(folder), _images_in_subfolders(folder, levels, folders)
-    if loose and not found and folders == "class":
+    loose, nested = _images_in(folder), _images_in_subfolders(folder, levels, folders)
+    if loose and not nested and folders == "class":
         return FileList(loose)
     if loose:
-        raise _layout_error(folder, loose, found, levels[0], folders)
-    if not found:
+        raise _layout_error(folder, loose, nested, levels[0], folders)
+    if not nested:
         raise InputError(f"{folder} holds no image; allowed are files ending in {' '.join(SUFFIXES)}")
-    files = [file for _, file in found]
-    columns = zip(levels, zip(*(names for names, _ in found), strict=True), strict=True)
+    files = [file for _, file in nested]
+    columns = zip(levels, zip(*(names for names, _ in nested), strict=True), strict=True)
     numbered = {level: np.unique(names, return_inverse=True) for level, names in columns}
     classes, labels = numbered.get("class", ((), None))
     owner_names, owners = numbered.get("owner", ((), None))
@@ -185,25 +183,25 @@ def list_images(folder: Path, *, folders: str = "class") -> FileList:
 
 
 def _images_in_subfolders(folder: Path, levels: Sequence[str], folders: str) -> list[tuple[tuple[str, ...], Path]]:
-    """Images in subfolders of ``folder``, each with the names of its subfolders, one for each level."""
+    """List images in subfolders of ``folder``, each with the names of its subfolders, one per level."""
     if not levels:
         return [((), file) for file in sorted(folder.rglob("*")) if _is_image(file)]
-    found = []
+    images = []
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
             inner = _images_in_subfolders(entry, levels[1:], folders)
             loose = _images_in(entry) if len(levels) > 1 else []
             if loose:
                 raise _layout_error(entry, loose, inner, levels[1], folders)
-            found += [((entry.name, *names), file) for names, file in inner]
-    return found
+            images += [((entry.name, *names), file) for names, file in inner]
+    return images
 
 
 def _layout_error(
-    folder: Path, loose: Sequence[Path], found: Sequence[tuple[tuple[str, ...], Path]], level: str, folders: str
+    folder: Path, loose: Sequence[Path], nested: Sequence[tuple[tuple[str, ...], Path]], level: str, folders: str
 ) -> InputError:
-    """Error for the images ``loose`` in ``folder``, beside or in place of the subfolders with ``found``."""
-    names = list(dict.fromkeys(names[0] for names, _ in found))
+    """Make the error for the images ``loose`` in ``folder``, beside or in place of subfolders with ``nested``."""
+    names = list(dict.fromkeys(names[0] for names, _ in nested))
     beside = f"beside the subfolders {names}" if names else f"but dataset.folders={folders} needs subfolders there"
     no_labels = {"class": "all images into one folder", "owner/class": "give dataset.folders=owner"}
     otherwise = f", or {no_labels[folders]} for no labels" if level == "class" else ""
@@ -220,19 +218,11 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _decoded(file_list: FileList, new_buffer: NewBuffer, *, channels: int, size: int, max_pixels: int) -> ImageData:
-    """Decode the files; unreadable ones are counted and named in one notice and left out."""
-    files = file_list.files
-    notices: tuple[str, ...] = ()
-    buffer = new_buffer((len(files), channels, size, size))
-    unreadable = decode(lambda start: _batches(files[start:]), buffer, max_pixels=max_pixels)
-    if unreadable:
-        notices = (unreadable_summary(unreadable, lambda position: str(files[position]), count=len(files)),)
-        file_list = file_list.at(buffer.drop(unreadable))
+def _image_data(images: torch.Tensor, file_list: FileList, warnings: tuple[str, ...]) -> ImageData:
     labels, owners = (
         None if column is None else torch.from_numpy(column) for column in (file_list.labels, file_list.owners)
     )
-    return ImageData(buffer.images, labels, file_list.classes, owners, file_list.owner_names, notices)
+    return ImageData(images, labels, file_list.classes, owners, file_list.owner_names, warnings)
 
 
 def _batches(files: list[Path]) -> Iterator[list[Path]]:

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from fedssl.atomic_files import atomic_write
-from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, root
-from fedssl.datasets.cache_entry import cache_error
+from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_error, cache_folder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.export import load_encoder
@@ -239,7 +238,7 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
     hashed.update(images.rows.numpy().data)
     for chunk in images.source.split(_CHUNK):
         hashed.update(chunk.contiguous().numpy().data)
-    file = root(images.cache) / "clusters" / f"{hashed.hexdigest()[:32]}.npy"
+    file = cache_folder(images.cache) / "clusters" / f"{hashed.hexdigest()[:32]}.npy"
     found = _read(file, len(images), settings[0])
     if found is not None:
         return found

@@ -62,12 +62,14 @@ def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     batches = [[png(make_image(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
     batches[4][1] = b"not an image"
     buffer = decoding.memory_buffer((60, 1, 4, 4))
-    unreadable = decoding.decode(lambda start: batches, buffer)
-    assert buffer.done == 60
+    decoding.decode(batches, buffer)
+    assert buffer.complete
+    unreadable = buffer.unreadable
     assert list(unreadable) == [13]
     assert unreadable[13].startswith("it is no image of JPEG, PNG, ")
     rest = [value for value in range(60) if value != 13]
-    assert buffer.drop(unreadable).tolist() == rest
+    assert buffer.readable.tolist() == rest
+    buffer.drop_unreadable()
     assert first_pixels(buffer.images) == rest
 
 
@@ -80,6 +82,8 @@ def test_images_that_do_not_fit_into_memory_are_refused_before_the_first(monkeyp
 def test_a_image_that_cannot_be_converted_is_left_out_as_a_damaged_one_is(tmp_path: Path) -> None:
     batches = [[png(make_image(1))], [tmp_path / "float.tif"], [png(make_image(2))]]
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
-    unreadable = decoding.decode(lambda start: batches, decoding.memory_buffer((3, 1, 4, 4)))
+    buffer = decoding.memory_buffer((3, 1, 4, 4))
+    decoding.decode(batches, buffer)
+    unreadable = buffer.unreadable
     assert list(unreadable) == [1]
     assert unreadable[1].startswith("wrong channels: 32-bit values (mode F)")

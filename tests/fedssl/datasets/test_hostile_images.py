@@ -102,7 +102,9 @@ def test_the_harmful_are_left_out_and_the_harmless_are_used(folder, monkeypatch)
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_each_has_its_reason(folder, name):
-    (reason,) = decoding.decode(lambda start: [[folder / name]], decoding.memory_buffer((1, 3, 8, 8))).values()
+    buffer = decoding.memory_buffer((1, 3, 8, 8))
+    decoding.decode([[folder / name]], buffer)
+    (reason,) = buffer.unreadable.values()
     assert HARMFUL[name][1] in reason
     assert reason.isprintable()
 
@@ -131,8 +133,9 @@ def test_what_is_no_regular_file_is_never_opened(tmp_path):
     (tmp_path / "one.png").write_bytes(encoded(make_image(), "PNG"))
     start = time.monotonic()
     assert len(read(tmp_path).images) == 1
-    unreadable = decoding.decode(lambda start: [places], decoding.memory_buffer((len(places), 3, 8, 8)))
-    assert list(unreadable) == list(range(len(places)))
+    buffer = decoding.memory_buffer((len(places), 3, 8, 8))
+    decoding.decode([places], buffer)
+    assert list(buffer.unreadable) == list(range(len(places)))
     assert time.monotonic() - start < 5
 
 

@@ -156,7 +156,7 @@ def test_owners_may_be_numbers_and_divide_the_images(tmp_path: Path) -> None:
     ("column", "message"),
     [
         (None, r"no column 'who' \(it has \['img', 'label'\]\).*dataset\.owner=null"),
-        (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; whole numbers or words are needed"),
+        (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; an integer or string column is needed"),
         (
             pa.array(["ann", None]),
             r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every image",

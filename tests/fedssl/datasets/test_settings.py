@@ -26,7 +26,7 @@ def test_yaml_has_the_static_keys_and_the_reader_takes_the_others(name: str) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"channels": 4}, r"dataset\.channels=4 gives wrong channels; allowed are 1 \(grey\) and 3 \(RGB\)"),
+        ({"channels": 4}, r"dataset\.channels=4 gives wrong channels; allowed are 1 \(gray\) and 3 \(RGB\)"),
         ({"channels": 1}, r"dataset\.channels=1; .* dataset\.mean=\[0\.473\] dataset\.std=\[0\.251\]"),
         ({"std": [1.0, 0.0, 1.0]}, r"dataset\.std=.* must be above 0"),
         ({"size": 0}, r"dataset\.size=0"),
