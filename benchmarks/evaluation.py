@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config.load import compose
-from fedssl.config.overrides import quote
+from fedssl.config.overrides import quote_value
 from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, make_evaluation_input
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.linear_probe import LinearProbe
@@ -85,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tune_allocator()
-    overrides = ["dataset=cifar10", f"dataset.path={quote(options.data)}", "dataset.cache=null"]
+    overrides = ["dataset=cifar10", f"dataset.path={quote_value(options.data)}", "dataset.cache=null"]
     overrides.append(f"dataset.limit={options.num_images}")
     everything = make_evaluation_input(
         load_encoder(options.encoder), compose(overrides).data, device=torch.device("cpu")

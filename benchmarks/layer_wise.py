@@ -119,7 +119,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
     layers = exchanged_layers(method)
     grid = LocalGrid(ClientApp(), num_clients=1)  # messages are made for it, and never sent
     context = RoundContext(
-        strategy=settings.algorithm.strategy.make(),
+        strategy=settings.algorithm.strategy.instantiate(),
         method=method,
         phases=schedule,
         initial_arrays=lambda: layers,
@@ -127,7 +127,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
         seed=settings.seed,
         clients_per_round=1,
         timeout=settings.reply_timeout,
-        client_config=settings.client_text,
+        client_config=settings.client_yaml,
         code_fingerprint="0123456789abcdef",
         metrics=settings.algorithm.reported_metrics,
         calibration=Same() if settings.calibration is not None else None,

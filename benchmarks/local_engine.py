@@ -32,7 +32,7 @@ from client_app.app import app as client_app
 from client_app.store import FILE_STORE, StateStore, WriteBehind
 from client_app.worker import worker_for
 from fedssl.atomic_files import atomic_write, round_file, saved_rounds
-from fedssl.config.load import compose, read_client
+from fedssl.config.load import compose, parse_client_config
 from fedssl.training import batches
 from server_app.app import build_run
 from server_app.messaging import MessageExchange
@@ -64,7 +64,7 @@ class Federation:
 
     def bare(self) -> float:
         """The same optimiser steps in a bare loop on the resident model; its seconds."""
-        client = worker_for(read_client(self.settings.client_text))
+        client = worker_for(parse_client_config(self.settings.client_yaml))
         generator = torch.Generator().manual_seed(0)
         client.method.train()
         start = time.perf_counter()

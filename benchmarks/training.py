@@ -86,7 +86,7 @@ class Client:
         self.method = build_method(self.settings.model).to(device)
         layers = exchanged_layers(self.method)
         plan = TrainPlan(round=1, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
-        self.settings.algorithm.strategy.make().client.load_start(self.method, plan, None)
+        self.settings.algorithm.strategy.instantiate().client.load_start(self.method, plan, None)
         self.method.train()
         self.training = LocalTrainer.build(self.settings.training, self.method)
         self.generator = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ from client_app.limits import check_message, check_plan
 from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import SimulatedClient, is_simulated
 from client_app.worker import worker_for
-from fedssl.config.load import read_client
+from fedssl.config.load import parse_client_config
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
 from fedssl.fingerprint import code_fingerprint
@@ -55,7 +55,7 @@ def personalized(message: Message, context: Context) -> Message:
         if isinstance(client, EdgeClient):
             raise RequestRefused("what a device uses itself stays on it")
         plan, ask = TrainPlan.from_content(message.content), PersonalizedModelRequest.from_content(message.content)
-        settings = read_client(plan.settings)
+        settings = parse_client_config(plan.settings)
         folder = settings.states / client.name
         shown = worker_for(settings).personalized_encoder(plan, client.number, folder, ask=ask, store=client.store)
         return Message(shown.to_content(replace(plan, wire_dtype=LOSSLESS)), reply_to=message)
@@ -90,7 +90,7 @@ def _train(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdate]
         check_plan(plan)
         settings, check_deadline = client.settings(plan.settings), client.limits.make_deadline_check()
     else:
-        settings, check_deadline = read_client(plan.settings), _no_deadline
+        settings, check_deadline = parse_client_config(plan.settings), _no_deadline
     folder = settings.states / client.name
     return plan, worker_for(settings).train(
         plan, client.number, folder, store=client.store, on_step_start=check_deadline

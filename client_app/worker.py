@@ -38,7 +38,7 @@ class ClientWorker:
         image_data = load_federated(settings.data)
         self.images = place_images(image_data.images, self.device)
         self.client_indices = None if settings.partition is None else client_indices(settings.partition, image_data)
-        self.client_strategy: ClientStrategy = settings.strategy.make().client
+        self.client_strategy: ClientStrategy = settings.strategy.instantiate().client
         self.method = build_method(settings.model).to(self.device)
         if self.method.uses_labels and settings.partition is None:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")

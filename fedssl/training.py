@@ -82,7 +82,7 @@ class LocalTrainer:
             If a setting is not valid, the regularizer needs a part that the method does not have, or steps to be
             captured are not equal.
         """
-        regularizer: Regularizer = settings.regularizer.make()
+        regularizer: Regularizer = settings.regularizer.instantiate()
         part = regularizer.resolve_part(method)
         if part not in (None, *(name for name, _ in method.named_children())):
             raise InputError(
@@ -92,7 +92,7 @@ class LocalTrainer:
         device = next(method.parameters()).device
         if settings.channels_last and is_gpu(device):
             method.to(memory_format=torch.channels_last)  # else every convolution would convert its weights
-        optimizer = settings.optimizer.make([method.named_tensors[name] for name in method.trainable])
+        optimizer = settings.optimizer.instantiate([method.named_tensors[name] for name in method.trainable])
         base_lrs = tuple(group["lr"] for group in optimizer.param_groups)
         if settings.cuda_graphs:
             check_fused(optimizer)
@@ -103,7 +103,7 @@ class LocalTrainer:
                         "set cuda_graphs=false"
                     )
         return cls(
-            augment=settings.augmentation.make(),
+            augment=settings.augmentation.instantiate(),
             optimizer=optimizer,
             base_lrs=base_lrs,
             regularizer=regularizer,

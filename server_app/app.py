@@ -12,8 +12,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedssl.atomic_files import new_run_folder
-from fedssl.config.load import load_run
-from fedssl.config.overrides import parse, quote
+from fedssl.config.load import load_settings
+from fedssl.config.overrides import parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.evaluation_input import why_not_evaluable
@@ -73,15 +73,15 @@ RUN_CONFIG_KEYS = {
 def main(grid: Grid, context: Context) -> None:
     """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
     overrides = overrides_of(context.run_config)
-    settings = load_run(overrides)
+    settings = load_settings(overrides)
     if not SETS_NUM_CLIENTS & {word.key_or_group for word in parse(overrides)}:
         size = federation_size(grid, timeout=settings.reply_timeout)
         if size not in (None, settings.num_clients):
             overrides = [f"num_clients={size}", *overrides]
-            settings = load_run(overrides)
+            settings = load_settings(overrides)
             log.warning("num_clients=%d, as many as the federation has nodes", size)
     if settings.recording.folder is None:
-        settings = load_run([*overrides, f"output_dir={quote(str(new_run_folder()))}"])
+        settings = load_settings([*overrides, f"output_dir={quote_value(str(new_run_folder()))}"])
     screen = make_screen(terminal=context.node_config.get(TERMINAL) is True)
     cores = context.node_config.get(CLIENT_CORES)
     client_cores = cores if isinstance(cores, int) else None
@@ -182,7 +182,7 @@ def finish(
 def overrides_of(run_config: Mapping[str, bool | float | int | str]) -> list[str]:
     """The words that a run config stands for; those of ``overrides`` come last, so that they win."""
     flat = [
-        f"{RUN_CONFIG_KEYS[key]}={quote(value) if isinstance(value, str) else value}"
+        f"{RUN_CONFIG_KEYS[key]}={quote_value(value) if isinstance(value, str) else value}"
         for key, value in run_config.items()
         if key in RUN_CONFIG_KEYS and value != ""
     ]

@@ -10,8 +10,8 @@ import torch
 from flwr.serverapp import Grid
 
 from fedssl.arrays import Layers
-from fedssl.config.device_task import task_of
-from fedssl.config.load import partition_without_labels
+from fedssl.config.device_task import make_task
+from fedssl.config.load import default_unlabeled_partition
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
@@ -126,7 +126,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     clients = discover_clients(
         grid, settings.num_clients, timeout=settings.reply_timeout, known_client_ids=known_client_ids
     )
-    task = task_of(settings).text() if clients.client_ids else None
+    task = make_task(settings).text() if clients.client_ids else None
     if task:
         settings = adapt_to_edge_clients(settings, clients)
         log_devices(settings, clients)
@@ -145,7 +145,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     else:
         image_data = load_client_images(settings, method)
         if image_data.labels is None:
-            settings = partition_without_labels(settings)
+            settings = default_unlabeled_partition(settings)
         validate_personalized_evaluation(settings, image_data)
         client_data = ClientData(image_data, make_partition(settings.partition, image_data))
         check_clients(client_data.parts, method)
@@ -162,7 +162,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         seed=settings.seed,
         clients_per_round=settings.clients_per_round,
         timeout=settings.reply_timeout,
-        client_config=task or settings.client_text,
+        client_config=task or settings.client_yaml,
         code_fingerprint=code_fingerprint(),
         metrics=settings.algorithm.reported_metrics,
         server_optimizer=server_optimizer,
@@ -195,8 +195,8 @@ def make_algorithm(
     settings: Settings, method: SSLMethod, *, is_deployment: bool
 ) -> tuple[FedSSLStrategy, ServerOptimizer]:
     """The strategy and the server optimiser, which must be able to work here; raises `InputError`."""
-    strategy: FedSSLStrategy = settings.algorithm.strategy.make()
-    server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.make()
+    strategy: FedSSLStrategy = settings.algorithm.strategy.instantiate()
+    server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.instantiate()
     strategy.validate(
         StrategyContext(
             method=method,
@@ -218,7 +218,7 @@ def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
     """The phases and the learning rates, which the method's encoder must allow; raises `InputError`."""
     phases: Sequence[Phase] = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
     check_phases(method, phases)
-    lr_schedule = LRSchedule(settings.lr_schedule.make(), phases, settings.rounds)
+    lr_schedule = LRSchedule(settings.lr_schedule.instantiate(), phases, settings.rounds)
     lr_schedule(1)  # refuses its settings now or never
     return lr_schedule
 

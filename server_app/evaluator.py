@@ -33,8 +33,8 @@ class Evaluator:
     ) -> None:
         self._data, self._device, self._seed = data, device, seed
         self._every, self._rounds = settings.every, rounds
-        self._protocol: EvaluationProtocol = settings.protocol.make()
-        self._final_protocol: EvaluationProtocol = settings.final_protocol.make()
+        self._protocol: EvaluationProtocol = settings.protocol.instantiate()
+        self._final_protocol: EvaluationProtocol = settings.final_protocol.instantiate()
 
     def dry_run(self, encoder: Encoder) -> dict[str, str] | None:
         """Find before any training a protocol that the labels do not allow, by a dry run.

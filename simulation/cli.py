@@ -29,11 +29,11 @@ from omegaconf import DictConfig
 
 from fedssl.atomic_files import new_run_folder, write_text
 from fedssl.command_line import run_command
-from fedssl.config.compose import check_names
-from fedssl.config.load import compose, load_run
-from fedssl.config.overrides import CONF, parse, quote
+from fedssl.config.compose import validate_names
+from fedssl.config.load import compose, load_settings
+from fedssl.config.overrides import CONF, parse, quote_value
 from fedssl.config.settings import Settings
-from fedssl.config.targets import SEARCH, from_arguments
+from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import acquire_lock, is_locked, read_summary
 from fedssl.untrusted import sanitize
@@ -62,7 +62,7 @@ class SweepState:
     def run_job(self, hydra_settings: DictConfig) -> None:
         """One run, or one job of a sweep, whose failure must not end the others."""
         chosen = HydraConfig.get().overrides
-        overrides = [*(word for word in chosen.hydra if word.startswith(f"{SEARCH}=")), *chosen.task]
+        overrides = [*(word for word in chosen.hydra if word.startswith(f"{SEARCHPATH_KEY}=")), *chosen.task]
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         folder = Path(HydraConfig.get().runtime.output_dir).resolve()
         if sweep:
@@ -72,7 +72,7 @@ class SweepState:
             print(f"\n[job {folder.name}] {' '.join(chosen.task)}", flush=True)
         existed = (folder / "config.yaml").exists()
         try:
-            run([*overrides, f"output_dir={quote(str(folder))}"] if sweep else overrides)
+            run([*overrides, f"output_dir={quote_value(str(folder))}"] if sweep else overrides)
         except Exception as error:  # any failure of one job is listed at the end
             self.errors.append(error)
             if sweep:
@@ -93,8 +93,8 @@ def main() -> None:
 
 def _run_all(state: SweepState) -> int:
     """What the command line asks for; returns the exit status of a sweep."""
-    sys.argv[1:] = from_arguments(sys.argv[1:])
-    check_names(_words(sys.argv[1:]))
+    sys.argv[1:] = expand_config_dir_flag(sys.argv[1:])
+    validate_names(_words(sys.argv[1:]))
     if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
         raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
 
@@ -117,13 +117,13 @@ def _run_all(state: SweepState) -> int:
 
 def run(overrides: Sequence[str]) -> None:
     """One run on the engine that the settings name."""
-    settings = compose(overrides) if _is_remote_resume(overrides) else load_run(overrides)
+    settings = compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
     if settings.engine.name == "deployment":
         from simulation.deployment import run_deployment
 
         run_deployment(overrides, engine=settings.engine)
         return
-    settings.recording.tracker.make()  # a package that it lacks is told before any work
+    settings.recording.tracker.instantiate()  # a package that it lacks is told before any work
     given = settings.recording.folder
     fresh = given is None or not given.exists()
     folder = given or new_run_folder()
@@ -148,7 +148,7 @@ def _rounds_done(folder: Path) -> int:
 
 def _run_here(settings: Settings, folder: Path) -> None:
     """One run into this folder, by processes of this machine or a cluster."""
-    overrides = [*settings.recording.overrides, f"output_dir={quote(str(folder))}"]
+    overrides = [*settings.recording.overrides, f"output_dir={quote_value(str(folder))}"]
     data = {"dataset": settings.data}
     if settings.calibration is not None and settings.calibration.has_own_dataset:
         data["calibration.dataset"] = settings.calibration.data
@@ -156,7 +156,7 @@ def _run_here(settings: Settings, folder: Path) -> None:
         path = one.reader.values.get("path")
         if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
             overrides = [word for word in overrides if word.partition("=")[0] != f"{key}.path"]
-            overrides.append(f"{key}.path={quote(path)}")
+            overrides.append(f"{key}.path={quote_value(path)}")
     engine, concurrency = settings.engine.name, settings.clients_per_round
     if engine == "auto":
         from simulation.resources import auto_engine
@@ -197,7 +197,7 @@ def print_communication(overrides: Sequence[str]) -> None:
     settings = compose(overrides)
     method = build_method(settings.model)
     phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
-    communication = settings.algorithm.strategy.make().describe_communication(method)
+    communication = settings.algorithm.strategy.instantiate().describe_communication(method)
     metrics = dict.fromkeys([*communication.required_metrics, *settings.algorithm.reported_metrics])
     frozen = "all frozen ones, which calibration changes" if settings.calibration else "frozen ones that it lacks"
     print(

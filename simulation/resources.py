@@ -60,7 +60,7 @@ def auto_engine(settings: Settings) -> EngineChoice:
     steps = number_of_steps(settings)
     if steps < MIN_STEPS_TO_MEASURE:
         return EngineChoice("local", concurrency, f"{steps} training steps")
-    settings.algorithm.strategy.make()  # what it refuses is refused before anything is measured
+    settings.algorithm.strategy.instantiate()  # what it refuses is refused before anything is measured
     training = steps * seconds_per_step(settings)
     free, each = available_memory(), peak_memory()
     fit = concurrency if free is None else max(min(free // each, concurrency), 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.config.compose import check_names
+from fedssl.config.compose import validate_names
 from fedssl.config.overrides import CONF
 from fedssl.config.renamed import RENAMED
 
@@ -44,7 +44,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("command", sorted({command for page in PAGES for command in commands(page)}))
 def test_commands_are_accepted(command):
     words = shlex.split(command, comments=True)[1:]
-    check_names([word for word in words if not word.startswith("-")])
+    validate_names([word for word in words if not word.startswith("-")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -91,10 +91,10 @@ def test_equations_name_settings_that_there_are_and_have_a_command_that_is_accep
         words = shlex.split(command)[1:]
         names = {word.removeprefix("final_") for word in words}
         assert f"{group}={name}" in names, file
-        check_names(words)
+        validate_names(words)
         keys = (re.fullmatch(r"(\w+)((?:\.\w+)+)(?:=.*)?", span) for span in inline_code(file))
         own = [key[2] for key in keys if key and key[1] == group and "json" not in key[2]]
-        check_names([f"{group}={name}", *(f"{group}{key}=0" for key in own)])
+        validate_names([f"{group}={name}", *(f"{group}{key}=0" for key in own)])
 
 
 def test_the_first_page_stays_short():

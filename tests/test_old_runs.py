@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.config.load import load_run
+from fedssl.config.load import load_settings
 from fedssl.config.renamed import SETTINGS
 from fedssl.config.saved_run import read_overrides, read_settings
 from fedssl.errors import InputError
@@ -104,7 +104,7 @@ def test_their_snapshots_are_loaded(old):
 @pytest.mark.parametrize("name", ["finished", "interrupted"])
 def test_they_are_not_resumed(old, command, name):
     rounds = "rounds=31" if name == "interrupted" else "rounds=3"
-    assert load_run([f"resume={old / name}", rounds]).recording.resumed  # the settings are the same
+    assert load_settings([f"resume={old / name}", rounds]).recording.resumed  # the settings are the same
     code, out = command(cli.main, f"resume={old / name}", rounds)
     assert code == 2
     lines = [line for line in out.splitlines() if "checkpoint" in line]
@@ -113,4 +113,4 @@ def test_they_are_not_resumed(old, command, name):
 
 def test_an_old_name_beside_them_is_answered(old):
     with pytest.raises(InputError, match=r"^updates\.repeats is now aggregation\.max_retries$"):
-        load_run([f"resume={old / 'finished'}", "updates.repeats=2"])
+        load_settings([f"resume={old / 'finished'}", "updates.repeats=2"])

@@ -12,7 +12,7 @@ STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 
 def row(name: str) -> str:
     settings = compose([f"strategy={name}", "method=simclr"])
-    communication = settings.algorithm.strategy.make().describe_communication(build_method(settings.model))
+    communication = settings.algorithm.strategy.instantiate().describe_communication(build_method(settings.model))
     log = [metric for metric in settings.algorithm.reported_metrics if metric not in communication.required_metrics]
     cells = [
         f"`{name}`",

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedssl.config.overrides import quote
+from fedssl.config.overrides import quote_value
 from fedssl.runs.run import read_summary
 
 COMMAND = (str(Path(sys.executable).with_name("fedssl")),)
@@ -106,6 +106,6 @@ class Runner:
 def _words(job: Job) -> list[str]:
     """A run that has a finished round goes on; one without begins anew."""
     if any((job.folder / "checkpoints").glob("*")):
-        return [f"resume={quote(str(job.folder))}"]
+        return [f"resume={quote_value(str(job.folder))}"]
     shutil.rmtree(job.folder, ignore_errors=True)
-    return [*job.overrides, f"output_dir={quote(str(job.folder))}"]
+    return [*job.overrides, f"output_dir={quote_value(str(job.folder))}"]

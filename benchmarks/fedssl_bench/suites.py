@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedssl.config.overrides import quote
+from fedssl.config.overrides import quote_value
 
 PARTITIONS = Path(__file__).parent / "partitions"
 
@@ -94,11 +94,11 @@ class Suite:
 
     def data(self, path: str) -> list[str]:
         """Words of the command line for the images."""
-        return [f"dataset.path={quote(path)}", f"dataset.limit={self.num_images}"]
+        return [f"dataset.path={quote_value(path)}", f"dataset.limit={self.num_images}"]
 
     def arguments(self, row: Row, seed: int, data: str) -> list[str]:
         """Words of the command line for one run, on images that ``data`` names (``dataset.path``)."""
-        divided = ["partition=file", f"partition.file={quote(str(self.division(seed)))}"] if row.shared else []
+        divided = ["partition=file", f"partition.file={quote_value(str(self.division(seed)))}"] if row.shared else []
         return [*self.overrides, *self.data(data), *divided, *row.overrides, f"seed={seed}"]
 
 

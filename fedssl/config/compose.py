@@ -18,10 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config.overrides import CONF, check_choices, groups, nearest, parse
+from fedssl.config.overrides import CONF, check_choices, config_groups, did_you_mean, parse
 from fedssl.config.renamed import check_renamed
 from fedssl.config.settings import WIRE_DTYPES
-from fedssl.config.targets import SEARCH, add_import_path, check_targets, search_folders, with_folders
+from fedssl.config.targets import SEARCHPATH_KEY, add_import_path, check_targets, normalize_searchpath, search_folders
 from fedssl.errors import InputError
 from fedssl.machine.threads import default_threads
 
@@ -43,7 +43,7 @@ MINIMUM = {
 }
 MAX_THREADS = 1024  # more of them end the process
 # Groups that are off by default: a setting that ``none`` has too, the choice that it belongs to, and another of it.
-_SWITCHED_ON = {
+_GROUP_REQUIREMENTS = {
     "calibration": ("when", "auxiliary", "share"),
     "privacy": ("clip_norm", "central", "noise_multiplier"),
     "secure_aggregation": ("clipping_range", "secagg_plus", "threshold"),
@@ -51,7 +51,7 @@ _SWITCHED_ON = {
 CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "wire_dtype": WIRE_DTYPES}
 
 # Settings, or groups of them, that do not change the numbers of a run, and its length.
-MAY_CHANGE = {
+RESUMABLE_KEYS = {
     *("rounds", "engine", "tracker", "device", "threads", "keep_freed_memory", "reply_timeout"),
     *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
     *("evaluate_personalized", "adaptation_epochs"),
@@ -59,11 +59,11 @@ MAY_CHANGE = {
 }
 
 
-def resolve(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """The checked nodes of the configuration, without interpolations, and the choice in every group."""
-    overrides = with_folders(overrides)
-    defaults = check_names(overrides)
-    config, choices = compose_nodes(overrides)
+    overrides = normalize_searchpath(overrides)
+    defaults = validate_names(overrides)
+    config, choices = compose_config(overrides)
     for key in config:  # files of the user's own may set what is not there
         check_renamed(str(key))
     if "metrics" in config.strategy:
@@ -72,7 +72,7 @@ def resolve(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     for key, default in flatten(defaults):
         if key in values:  # a word may delete a key: ~key
             check_type(key, values[key], default)
-    check(config)
+    validate_config(config)
     add_import_path(overrides)
     check_targets(config)
     config.threads = config.threads or default_threads(config.dataset.size)
@@ -95,7 +95,7 @@ def _make_absolute(node: DictConfig, key: str) -> None:
         node[key] = str(Path(str(node[key])).expanduser().absolute())
 
 
-def check_names(overrides: Sequence[str]) -> DictConfig:
+def validate_names(overrides: Sequence[str]) -> DictConfig:
     """Check the keys and choices of command-line words, sweeps included, without composing each job.
 
     Returns
@@ -108,10 +108,10 @@ def check_names(overrides: Sequence[str]) -> DictConfig:
     InputError
         A key or choice does not exist.
     """
-    overrides = with_folders(overrides)
+    overrides = normalize_searchpath(overrides)
     parsed = parse(overrides)
-    known_groups = groups(search_folders(overrides))
-    chosen = [word for word in overrides if word.startswith(f"{SEARCH}=")]
+    known_groups = config_groups(search_folders(overrides))
+    chosen = [word for word in overrides if word.startswith(f"{SEARCHPATH_KEY}=")]
     for override in parsed:
         group = override.key_or_group.split("@")[0]
         if group in known_groups:
@@ -120,7 +120,7 @@ def check_names(overrides: Sequence[str]) -> DictConfig:
                 chosen.append(str(override.input_line))
             elif group == "experiment" and isinstance(several := override.value(), ChoiceSweep):
                 chosen.append(f"experiment={several.list[0]}")  # the first one tells which settings there are
-    defaults = compose_nodes(chosen)[0]
+    defaults = compose_config(chosen)[0]
     known = [key for key, _ in flatten(defaults, inner=True)]
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
     for override in parsed:
@@ -132,7 +132,7 @@ def check_names(overrides: Sequence[str]) -> DictConfig:
         if key.split("@")[0] not in known_groups:
             _check_not_renamed(override, known)
             if key not in known and not (open_key or below_swept):
-                raise InputError(f"there is no setting {key!r}{nearest(key, known)}; `fedssl --cfg job` shows all")
+                raise InputError(f"there is no setting {key!r}{did_you_mean(key, known)}; `fedssl --cfg job` shows all")
     return defaults
 
 
@@ -162,7 +162,7 @@ def _inner_names(key: str, value: Any) -> Iterator[str]:
             yield from _inner_names(f"{key}.*", inner)
 
 
-def check(config: DictConfig) -> None:
+def validate_config(config: DictConfig) -> None:
     """Check fields against each other and against their ranges; raises `InputError`."""
     for key, minimum in MINIMUM.items():
         if config[key] < minimum:
@@ -191,7 +191,7 @@ def check(config: DictConfig) -> None:
 
 
 def _check_groups(config: DictConfig) -> None:
-    for group, (key, choice, other) in _SWITCHED_ON.items():
+    for group, (key, choice, other) in _GROUP_REQUIREMENTS.items():
         if config[group][key] is not None and other not in config[group]:
             raise InputError(f"{group}.{key}={config[group][key]} needs {group}={choice}; add it")
 
@@ -212,14 +212,14 @@ def _check_clients(config: DictConfig) -> None:
         )
 
 
-def differences(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:
+def diff(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:
     """Keys whose values differ between two configurations, with both values."""
     left, right = dict(flatten(one)), dict(flatten(other))
     keys = dict.fromkeys([*left, *right])
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
-def compose_nodes(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """The resolved nodes, and the choice in every group.
 
     Hydra composes the choices of groups, which takes long, and then sets the values. The first is done once for the
@@ -239,7 +239,7 @@ def compose_nodes(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split())) from error
-    names = groups(folders)
+    names = config_groups(folders)
     return config, {group: name for group, name in choices.items() if group in names}
 
 

@@ -14,27 +14,27 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.config.compose import check, check_type, compose_nodes, flatten
-from fedssl.config.load import client_settings, learning_of, read_data
-from fedssl.config.overrides import check_run_id, groups, nearest
+from fedssl.config.compose import check_type, compose_config, flatten, validate_config
+from fedssl.config.load import client_settings, read_data, training_components
+from fedssl.config.overrides import check_run_id, config_groups, did_you_mean
 from fedssl.config.settings import ClientSettings, Settings
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
 from fedssl.datasets.base import check as check_images
 from fedssl.errors import InputError, RequestRefused
 
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
-PLAIN = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
-IMAGES = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std"))  # what a model must know of them
-NEEDED = ("run_id", "seed", "rounds", "dataset.size")
+ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
+DATA_KEYS = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std"))  # what a model must know of them
+REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
 
-LONGEST_TEXT, LONGEST_LIST, LONGEST_WORD, DEEPEST = 65_536, 4096, 64, 4
+MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_WORD_LENGTH, MAX_DEPTH = 65_536, 4096, 64, 4
 # Largest whole numbers by the last part of a key: what costs time before its memory can be told, and what may be more.
-LARGEST = {"depth": 256, "num_layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
-LARGEST_ELSEWHERE = 2**16
+MAX_VALUES = {"depth": 256, "num_layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
+MAX_OTHER_VALUE = 2**16
 
 
 @dataclass(frozen=True)
-class Task:
+class DeviceTask:
     """Names and plain values.
 
     Attributes
@@ -53,7 +53,7 @@ class Task:
         return json.dumps({"choices": self.choices, "values": self.values}, sort_keys=True)
 
 
-def task_of(settings: Settings) -> Task:
+def make_task(settings: Settings) -> DeviceTask:
     """The task of a run, for devices.
 
     Raises
@@ -63,14 +63,14 @@ def task_of(settings: Settings) -> Task:
     """
     config = OmegaConf.create(settings.recording.resolved_yaml)
     assert isinstance(config, DictConfig)
-    values = {key: value for key, value in flatten(config) if _says(key)}
-    task = Task({group: settings.recording.choices[group] for group in GROUPS}, values)
+    values = {key: value for key, value in flatten(config) if _is_allowed_key(key)}
+    task = DeviceTask({group: settings.recording.choices[group] for group in GROUPS}, values)
     own = search_folders(settings.recording.overrides)
     try:
         composed = compose_task(task.text(), own)
     except RequestRefused as error:
         raise InputError(f"devices would refuse this run: {error}") from error
-    if learning_of(composed) != learning_of(config):
+    if training_components(composed) != training_components(config):
         raise InputError(
             "devices take choices and plain values only, which do not give these settings: a _target_ was changed or a "
             "part taken away; put such settings into a file of a folder that devices have as well (--config-dir)"
@@ -108,7 +108,7 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
     Parameters
     ----------
     text : str
-        As `Task.text` gives it.
+        As `DeviceTask.text` gives it.
     folders : sequence of Path
         Of the device's own settings beside ``conf/``.
 
@@ -118,20 +118,20 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
         It is no task, or names what is not there or has another type.
     """
     task = _read(text)
-    _check_choices(task.choices, groups(folders))
+    _check_choices(task.choices, config_groups(folders))
     overrides = [*([searchpath_override(folders)] if folders else []), "dataset=image_folder"]
-    config, _ = compose_nodes([*overrides, *(f"{group}={task.choices[group]}" for group in GROUPS)])
-    defaults = {key: value for key, value in flatten(config) if _says(key)}
+    config, _ = compose_config([*overrides, *(f"{group}={task.choices[group]}" for group in GROUPS)])
+    defaults = {key: value for key, value in flatten(config) if _is_allowed_key(key)}
     for key, value in task.values.items():
         if key not in defaults:
-            raise RequestRefused(f"there is no setting {key!r} that a server may set{nearest(key, defaults)}")
+            raise RequestRefused(f"there is no setting {key!r} that a server may set{did_you_mean(key, defaults)}")
         check_plain(key, value)
         try:
             check_type(key, value, defaults[key])
         except InputError as error:
             raise RequestRefused(str(error)) from error
         OmegaConf.update(config, key, value, merge=False)
-    missing = [key for key in NEEDED if key not in task.values]
+    missing = [key for key in REQUIRED_KEYS if key not in task.values]
     if missing:
         raise RequestRefused(f"the task does not say {missing[0]}")
     _check_ranges(config)
@@ -150,36 +150,36 @@ def check_plain(key: str, value: Any, *, depth: int = 0) -> None:
         inner = {str(number): one for number, one in enumerate(value)}
     else:
         _check_single(key, value)
-    if len(inner) > LONGEST_LIST or depth > DEEPEST:
-        raise RequestRefused(f"{key} is longer than {LONGEST_LIST} values, or nested more than {DEEPEST} deep")
+    if len(inner) > MAX_LIST_LENGTH or depth > MAX_DEPTH:
+        raise RequestRefused(f"{key} is longer than {MAX_LIST_LENGTH} values, or nested more than {MAX_DEPTH} deep")
     for name, one in inner.items():
         check_plain(f"{key}.{name}", one, depth=depth + 1)
 
 
 def _check_single(key: str, value: Any) -> None:
     if isinstance(value, str):
-        if len(value) > LONGEST_WORD or not value.isprintable() or "${" in value or value == "???":
-            raise RequestRefused(f"{key} is not a plain word of at most {LONGEST_WORD} characters")
+        if len(value) > MAX_WORD_LENGTH or not value.isprintable() or "${" in value or value == "???":
+            raise RequestRefused(f"{key} is not a plain word of at most {MAX_WORD_LENGTH} characters")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise RequestRefused(f"{key} is {value}, which is no number")
     elif isinstance(value, int):  # true and false too
-        largest = LARGEST.get(key.rpartition(".")[2], LARGEST_ELSEWHERE)
+        largest = MAX_VALUES.get(key.rpartition(".")[2], MAX_OTHER_VALUE)
         if abs(value) > largest:
             raise RequestRefused(f"{key} is beyond {largest}, the largest whole number that it may be")
 
 
-def _says(key: str) -> bool:
+def _is_allowed_key(key: str) -> bool:
     """Whether a task may have this key."""
     first, *others = key.split(".")
     if any(part.startswith("_") for part in others) or key in ("strategy.reported_metrics", "strategy.file"):
         return False
-    return (first in GROUPS and bool(others)) or key in PLAIN or key in IMAGES
+    return (first in GROUPS and bool(others)) or key in ALLOWED_KEYS or key in DATA_KEYS
 
 
-def _read(text: str) -> Task:
-    if len(text) > LONGEST_TEXT:
-        raise RequestRefused(f"the task is longer than {LONGEST_TEXT} characters")
+def _read(text: str) -> DeviceTask:
+    if len(text) > MAX_TEXT_LENGTH:
+        raise RequestRefused(f"the task is longer than {MAX_TEXT_LENGTH} characters")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -190,7 +190,7 @@ def _read(text: str) -> Task:
         raise RequestRefused("the task is not of choices and values")
     if not all(isinstance(part, dict) for part in found.values()):
         raise RequestRefused("the task's choices and values must each be a mapping")
-    return Task(found["choices"], found["values"])
+    return DeviceTask(found["choices"], found["values"])
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
@@ -198,7 +198,7 @@ def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]
         raise RequestRefused(f"the task must choose in {', '.join(GROUPS)}, and in nothing else")
     for group, name in choices.items():
         if name not in known[group]:
-            raise RequestRefused(f"{group}={name} is no choice of this device{nearest(str(name), known[group])}")
+            raise RequestRefused(f"{group}={name} is no choice of this device{did_you_mean(str(name), known[group])}")
 
 
 def _check_ranges(config: DictConfig) -> None:
@@ -207,7 +207,7 @@ def _check_ranges(config: DictConfig) -> None:
         raise RequestRefused("dataset.mean and dataset.std must be lists of numbers")
     try:
         check_run_id(config.run_id)
-        check(config)
+        validate_config(config)
         check_images(read_data(config.dataset))
     except InputError as error:
         raise RequestRefused(str(error)) from error

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
-from fedssl.config.compose import MAY_CHANGE, check, differences, resolve
-from fedssl.config.overrides import check_run_id, parse, quote
+from fedssl.config.compose import RESUMABLE_KEYS, diff, resolve_config, validate_config
+from fedssl.config.overrides import check_run_id, parse, quote_value
 from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
 from fedssl.config.settings import (
     AlgorithmSettings,
@@ -32,7 +32,7 @@ from fedssl.config.settings import (
     Settings,
     TrainingSettings,
 )
-from fedssl.config.targets import choice_targets, search_folders, with_folders
+from fedssl.config.targets import choice_targets, normalize_searchpath, search_folders
 from fedssl.early_stopping import EarlyStopping
 from fedssl.errors import InputError
 from fedssl.untrusted import corrupt_file_error
@@ -57,18 +57,18 @@ def compose(overrides: Sequence[str]) -> Settings:
     Raises
     ------
     InputError
-        A name, choice or value is not valid; see `fedssl.config.compose.check` for the fields.
+        A name, choice or value is not valid; see `fedssl.config.compose.validate_config` for the fields.
     """
-    overrides = with_folders(overrides)
-    config, choices = resolve(overrides)
+    overrides = normalize_searchpath(overrides)
+    config, choices = resolve_config(overrides)
     return _settings(config, choices, overrides=overrides, resumed=None)
 
 
-def load_run(overrides: Sequence[str]) -> Settings:
+def load_settings(overrides: Sequence[str]) -> Settings:
     """The settings of a run, new or resumed.
 
     With ``resume=FOLDER`` the words of that folder's run come first, and a new word replaces an old one for the same
-    key. Apart from `MAY_CHANGE` the settings must be those of that run.
+    key. Apart from `RESUMABLE_KEYS` the settings must be those of that run.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def load_run(overrides: Sequence[str]) -> Settings:
             f"resume={folder} is not a run folder: it has no config.yaml, which a run has from its first round on; "
             "give the folder of a run, or start the run again"
         )
-    own, overrides = ("resume", "output_dir", "run_id"), with_folders(overrides)
+    own, overrides = ("resume", "output_dir", "run_id"), normalize_searchpath(overrides)
     # How many devices there are they say themselves.
     counted = ("num_clients", "clients_per_round") if (folder / DEVICE_NUMBERS_FILE).exists() else ()
     said = {word.partition("=")[0] for word in overrides}
@@ -94,17 +94,17 @@ def load_run(overrides: Sequence[str]) -> Settings:
     )
     newest = {word.partition("=")[0]: word for word in [*saved_overrides, *overrides]}
     overrides = [word for key, word in newest.items() if key.lstrip("+~") not in own]
-    overrides += [f"output_dir={quote(str(folder))}", f"resume={quote(str(folder))}"]
+    overrides += [f"output_dir={quote_value(str(folder))}", f"resume={quote_value(str(folder))}"]
     try:
-        config, choices = resolve(overrides)
+        config, choices = resolve_config(overrides)
     except InputError:
-        _prove(saved_overrides, folder / "overrides.yaml")
+        _recheck_saved(saved_overrides, folder / "overrides.yaml")
         raise
     config.run_id = saved.run_id
     changed = {
         key: values
-        for key, values in differences(saved, config).items()
-        if key not in (*own, *counted) and not {key, key.split(".")[0]} & MAY_CHANGE
+        for key, values in diff(saved, config).items()
+        if key not in (*own, *counted) and not {key, key.split(".")[0]} & RESUMABLE_KEYS
     }
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_LISTED])
@@ -113,15 +113,15 @@ def load_run(overrides: Sequence[str]) -> Settings:
     return _settings(config, choices, overrides=overrides, resumed=saved.rounds)
 
 
-def _prove(overrides: Sequence[str], file: Path) -> None:
+def _recheck_saved(overrides: Sequence[str], file: Path) -> None:
     """Tell by an `InputError` words of a run that are refused by themselves, whatever else is said."""
     try:
-        resolve([word for word in overrides if word.partition("=")[0] != "output_dir"])
+        resolve_config([word for word in overrides if word.partition("=")[0] != "output_dir"])
     except InputError as error:
         raise corrupt_file_error(file, str(error)) from error
 
 
-def partition_without_labels(settings: Settings) -> Settings:
+def default_unlabeled_partition(settings: Settings) -> Settings:
     """The settings for images without labels, which the default partition cannot divide: with ``partition=iid``.
 
     What the words choose, themselves or by an experiment, stays, and is refused where it needs labels.
@@ -131,10 +131,10 @@ def partition_without_labels(settings: Settings) -> Settings:
     if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:
         return settings
     log.info("the images have no labels, which partition=dirichlet needs: partition=iid is taken")
-    return load_run([*recording.overrides, "partition=iid"])
+    return load_settings([*recording.overrides, "partition=iid"])
 
 
-def with_clients(settings: Settings, number: int, *, per_round: int) -> Settings:
+def with_num_clients(settings: Settings, number: int, *, per_round: int) -> Settings:
     """The settings of a run with so many clients, in what is recorded of it as well."""
     text = OmegaConf.create(settings.recording.resolved_yaml)
     assert isinstance(text, DictConfig)
@@ -154,7 +154,7 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     InputError
         A word is not valid, or nothing says which data set.
     """
-    overrides = with_folders(overrides)
+    overrides = normalize_searchpath(overrides)
     keys = [word.partition("=")[0] for word in overrides]
     if run is None:
         if "dataset" not in keys:
@@ -165,7 +165,7 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
         raise InputError(f"{run / 'config.yaml'} is not there; give the folder of a run, or encoder=FILE dataset=NAME")
     changes = [] if "dataset" in keys else [word for word in overrides if word.startswith("dataset.")]
     overrides = [word for word in overrides if word not in changes]
-    config, choices = resolve(overrides)
+    config, choices = resolve_config(overrides)
     if "dataset" not in keys:
         reader = str(saved.dataset.get("_target_"))
         if reader not in choice_targets("dataset", search_folders(overrides)):
@@ -184,20 +184,20 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
             ) from error
     if "seed" not in keys:
         config.seed = saved.seed
-    check(config)
+    validate_config(config)
     return _settings(config, choices, overrides=overrides, resumed=None)
 
 
 def save_run(recording: RecordingSettings, folder: Path) -> None:
-    """Write what `load_run` reads: the words, the choice in every group, and all settings, resolved."""
+    """Write what `load_settings` reads: the words, the choice in every group, and all settings, resolved."""
     write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.overrides))))
     write_text(folder / "choices.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(recording.choices))))
     write_text(folder / "config.yaml", recording.resolved_yaml)
 
 
 @functools.lru_cache(maxsize=4)
-def read_client(text: str) -> ClientSettings:
-    """What a simulated client must know of a run, from `Settings.client_text`.
+def parse_client_config(text: str) -> ClientSettings:
+    """What a simulated client must know of a run, from `Settings.client_yaml`.
 
     The text names classes and paths, and whoever reads it does what it says: it is for clients on the user's machine.
     """
@@ -208,7 +208,7 @@ def read_client(text: str) -> ClientSettings:
 
 def client_settings(config: DictConfig, *, states: Path, partition: PartitionSettings | None) -> ClientSettings:
     """What a client must know of a run, from resolved nodes."""
-    model, training, strategy = learning_of(config)
+    model, training, strategy = training_components(config)
     return ClientSettings(
         seed=config.seed,
         states=states,
@@ -221,7 +221,7 @@ def client_settings(config: DictConfig, *, states: Path, partition: PartitionSet
     )
 
 
-def learning_of(config: DictConfig) -> tuple[ModelSettings, TrainingSettings, Component]:
+def training_components(config: DictConfig) -> tuple[ModelSettings, TrainingSettings, Component]:
     """What is trained, how, and by which strategy."""
     return _model(config), _training(config), _component(config.strategy, without=("reported_metrics",))
 
@@ -307,7 +307,7 @@ def _settings(
             choices=choices,
             resolved_yaml=OmegaConf.to_yaml(config),
         ),
-        client_text=OmegaConf.to_yaml(OmegaConf.masked_copy(config, CLIENT_SETTINGS)),
+        client_yaml=OmegaConf.to_yaml(OmegaConf.masked_copy(config, CLIENT_SETTINGS)),
     )
 
 

@@ -34,14 +34,14 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         ) from error
 
 
-def quote(text: str) -> str:
+def quote_value(text: str) -> str:
     """A value as Hydra reads it back, whatever is in it."""
     # In Hydra's quotes a backslash counts as an escape only before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
     return f"'{escaped}'"
 
 
-def groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
+def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Choices of each configuration group; one in a subfolder has its name before it, as in ``method=fedu/byol``.
 
     Parameters
@@ -65,7 +65,9 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
     for name in unknown:
         check_renamed(f"{group}={name}")
     if unknown:
-        raise InputError(f"{group}={unknown[0]} does not exist{nearest(unknown[0], choices)}; choose one of {listed}")
+        raise InputError(
+            f"{group}={unknown[0]} does not exist{did_you_mean(unknown[0], choices)}; choose one of {listed}"
+        )
     patterns: list[str] = value.include if isinstance(value, Glob) else []
     idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
     if idle:
@@ -80,7 +82,7 @@ def check_run_id(name: object) -> None:
         )
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """A question for the end of an error's first half; empty if nothing is near."""
     close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}" if close else ""

@@ -14,15 +14,15 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config.overrides import check_run_id, groups, parse, quote
+from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, update_choices
 from fedssl.errors import InputError
 from fedssl.untrusted import corrupt_file_error, iter_leaves, read_text, read_yaml, sanitize
 
 # Where decoded images are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
-_PLACES = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
-_PLACES |= {"tracker.uri", "tracker.mode"}
-_HARMLESS = (None, "auto")  # values of these
+_EXTERNAL_KEYS = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
+_EXTERNAL_KEYS |= {"tracker.uri", "tracker.mode"}
+_SAFE_VALUES = (None, "auto")  # values of these
 _SPECIAL = re.compile(r"_[a-z]+_")  # keys by which Hydra calls something
 
 
@@ -77,7 +77,7 @@ def _to_text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_to_text, value))}]"
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else quote(value)
+        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else quote_value(value)
     return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | NoneType) else repr(value)
 
 
@@ -98,7 +98,7 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
         try:
             (override,) = parse([word])
             value = override.value()
-            outside = _reaches_out(override, value)
+            outside = _escapes_run_folder(override, value)
         except (InputError, ValueError, RecursionError) as error:
             raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
         if outside:
@@ -109,15 +109,15 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
             )
 
 
-def _reaches_out(override: Override, value: Any) -> bool:
+def _escapes_run_folder(override: Override, value: Any) -> bool:
     key = override.key_or_group.partition("@")[0]
-    if key in groups():
+    if key in config_groups():
         return not isinstance(value, str | NoneType) or (key, value) == ("engine", "deployment")
     return (
         "/" in key  # a group that is none of fedssl's
         or key.partition(".")[0] == "hydra"
         or any(_SPECIAL.fullmatch(part) for part in key.split("."))
-        or (key in _PLACES and value not in _HARMLESS)
+        or (key in _EXTERNAL_KEYS and value not in _SAFE_VALUES)
         or calls(value)
         or any(isinstance(one, str) and "${" in one for one in iter_leaves([value]))
     )

@@ -39,7 +39,7 @@ class Component:
         """The last part of the dotted name, i.e. that of the class or function itself."""
         return self.target.rpartition(".")[2]
 
-    def make(self, *args: Any, **kwargs: Any) -> Any:
+    def instantiate(self, *args: Any, **kwargs: Any) -> Any:
         """Call it, with further arguments.
 
         Raises
@@ -342,8 +342,8 @@ class Settings:
         A function of `fedssl.schedule.lr`, without its last arguments.
     teacher : Path or None
         The file of the encoder that the server gives to clients as a teacher; None: there is none.
-    client_text : str
-        What `fedssl.config.load.read_client` makes `ClientSettings` of, for simulated clients.
+    client_yaml : str
+        What `fedssl.config.load.parse_client_config` makes `ClientSettings` of, for simulated clients.
     """
 
     seed: int
@@ -368,4 +368,4 @@ class Settings:
     machine: MachineSettings
     engine: EngineSettings
     recording: RecordingSettings
-    client_text: str
+    client_yaml: str

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedssl.config.overrides import CONF, nearest, parse, quote
+from fedssl.config.overrides import CONF, did_you_mean, parse, quote_value
 from fedssl.config.renamed import current_target
 from fedssl.errors import InputError
 
-SEARCH = "hydra.searchpath"
+SEARCHPATH_KEY = "hydra.searchpath"
 FLAGS = ("--config-dir", "-cd")
 
 
-def from_arguments(arguments: Sequence[str]) -> list[str]:
+def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command line, with ``--config-dir DIR`` as a word before the first other word.
 
     Raises
@@ -43,17 +43,17 @@ def from_arguments(arguments: Sequence[str]) -> list[str]:
         folders.append(folder)
     if not folders:
         return others
-    place = next((number for number, argument in enumerate(others) if _is_word(argument, SEARCH)), None)
+    place = next((number for number, argument in enumerate(others) if _is_word(argument, SEARCHPATH_KEY)), None)
     if place is not None:
         folders += [str(folder) for folder in search_folders([others.pop(place)])]
     place = next((number for number, argument in enumerate(others) if "=" in argument and argument[0] != "-"), 0)
     return [*others[:place], searchpath_override([_existing(folder) for folder in folders]), *others[place:]]
 
 
-def with_folders(overrides: Sequence[str]) -> list[str]:
+def normalize_searchpath(overrides: Sequence[str]) -> list[str]:
     """Return the words, with the user's folders as absolute paths; raises `InputError` for a missing folder."""
     folders = search_folders(overrides)
-    others = [word for word in overrides if not _is_word(word, SEARCH)]
+    others = [word for word in overrides if not _is_word(word, SEARCHPATH_KEY)]
     return [searchpath_override(folders), *others] if folders else others
 
 
@@ -66,10 +66,10 @@ def search_folders(overrides: Sequence[str]) -> list[Path]:
         A folder does not exist, is no folder of settings, or has a file that fedssl has as well: which of the two is
         meant, nobody could tell.
     """
-    found = [override.value() for override in parse([word for word in overrides if _is_word(word, SEARCH)])]
+    found = [override.value() for override in parse([word for word in overrides if _is_word(word, SEARCHPATH_KEY)])]
     entries = found[-1] if found else []
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise InputError(f"{SEARCH}={entries} must be a list of folders; write --config-dir FOLDER instead")
+        raise InputError(f"{SEARCHPATH_KEY}={entries} must be a list of folders; write --config-dir FOLDER instead")
     return [_existing(entry.removeprefix("file://")) for entry in entries]
 
 
@@ -130,13 +130,13 @@ def locate(target: str, *, key: str = "_target_") -> Any:
     if not callable(found):
         names = [one for one, value in vars(imported).items() if callable(value) and not one.startswith("_")]
         raise InputError(
-            f"{key}={target} cannot be imported, for {module} has no class or function {name}{nearest(name, names)}; "
+            f"{key}={target} cannot be imported, for {module} has no class or function {name}{did_you_mean(name, names)}; "
             "correct the name"
         )
     return found
 
 
-def own_encoder(target: str, overrides: Sequence[str]) -> Callable[..., Any] | None:
+def user_encoder(target: str, overrides: Sequence[str]) -> Callable[..., Any] | None:
     """Return what builds a saved encoder that the user's folders have as a choice; None if it is none of theirs.
 
     Only folders that the words name count: a file must not choose the code that reads it.
@@ -147,16 +147,16 @@ def own_encoder(target: str, overrides: Sequence[str]) -> Callable[..., Any] | N
 
 def choice_targets(group: str, folders: Sequence[Path]) -> frozenset[str]:
     """Return what the files of a group name as ``_target_``, in ``conf/`` and in the user's folders."""
-    return frozenset(target for folder in (CONF, *folders) for target in _named_in(folder / group))
+    return frozenset(target for folder in (CONF, *folders) for target in _targets_in(folder / group))
 
 
 @functools.cache
 def installed_targets() -> frozenset[str]:
     """Return every ``_target_`` in ``conf/``."""
-    return frozenset(_named_in(CONF))
+    return frozenset(_targets_in(CONF))
 
 
-def _named_in(folder: Path) -> Iterator[str]:
+def _targets_in(folder: Path) -> Iterator[str]:
     for file in folder.rglob("*.yaml"):
         yield from re.findall(r"^\s*_target_:\s*([\w.]+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
@@ -192,4 +192,4 @@ def _is_word(argument: str, key: str) -> bool:
 
 def searchpath_override(folders: Sequence[Path]) -> str:
     """The word that names the user's folders."""
-    return f"{SEARCH}=[{','.join(quote(f'file://{folder}') for folder in dict.fromkeys(folders))}]"
+    return f"{SEARCHPATH_KEY}=[{','.join(quote_value(f'file://{folder}') for folder in dict.fromkeys(folders))}]"

@@ -187,7 +187,7 @@ def _spread(values: tuple[float, ...], channels: int) -> str:
 
 @lru_cache(maxsize=4)
 def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
-    image_data: ImageData | None = data.reader.make(source, limit=limit)
+    image_data: ImageData | None = data.reader.instantiate(source, limit=limit)
     for warning in image_data.warnings if image_data is not None else ():
         log.warning("%s", sanitize(warning))
     if image_data is not None and image_data.labels is not None and data.num_classes is not None:

@@ -23,7 +23,7 @@ from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.command_line import run_command
 from fedssl.config.load import compose_evaluation
 from fedssl.config.settings import DataSettings, Settings
-from fedssl.config.targets import from_arguments, own_encoder
+from fedssl.config.targets import expand_config_dir_flag, user_encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.evaluation_input import EvaluationInput, make_evaluation_input, why_not_evaluable
 from fedssl.evaluation.protocol import evaluate
@@ -46,7 +46,9 @@ def main() -> int:
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         print(USAGE)
         return 0 if sys.argv[1:] else 2
-    return run_command("fedssl-evaluate", lambda: print(sanitize(run(from_arguments(sys.argv[1:])), lines=True)))
+    return run_command(
+        "fedssl-evaluate", lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True))
+    )
 
 
 def run(overrides: Sequence[str]) -> str:
@@ -61,9 +63,9 @@ def run(overrides: Sequence[str]) -> str:
     others = [word for word in overrides if _split(word)[0] not in own]
     file = encoder_file(own)
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
-    protocol = settings.evaluation.protocol.make()
+    protocol = settings.evaluation.protocol.instantiate()
     torch.set_num_threads(settings.machine.threads)
-    encoder = load_encoder(file, build=own_encoder(saved_target(file), others))
+    encoder = load_encoder(file, build=user_encoder(saved_target(file), others))
     own_size = any(_split(word)[0] == "dataset.size" for word in overrides)
     data = as_in_training(encoder, settings.data, own_size=own_size)
     subject = subject_of(encoder, data, device=settings.machine.device)

@@ -38,7 +38,7 @@ class Transfer:
                 "evaluation=transfer needs a data set: add +dataset@evaluation.datasets.NAME=CHOICE, and its settings "
                 "as evaluation.datasets.NAME.KEY=VALUE (final_evaluation in both for the end of a run)"
             )
-        self.protocol: EvaluationProtocol = Component(protocol).make()
+        self.protocol: EvaluationProtocol = Component(protocol).instantiate()
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
 
     def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:

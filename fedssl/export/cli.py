@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fedssl.command_line import run_command
 from fedssl.config.load import compose_evaluation
-from fedssl.config.overrides import nearest
-from fedssl.config.targets import SEARCH, from_arguments, own_encoder
+from fedssl.config.overrides import did_you_mean
+from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import as_in_training, encoder_file
@@ -46,7 +46,7 @@ def main() -> int:
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         print(USAGE)
         return 0 if sys.argv[1:] else 2
-    return run_command("fedssl-export", lambda: print(sanitize(run(from_arguments(sys.argv[1:])), lines=True)))
+    return run_command("fedssl-export", lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True)))
 
 
 def run(overrides: Sequence[str]) -> str:
@@ -63,7 +63,7 @@ def run(overrides: Sequence[str]) -> str:
     others = [word for word in overrides if word.partition("=")[0] not in _OWN]
     form, int8 = _format(own), _int8(own, others)
     file = encoder_file({key: value for key, value in own.items() if key in ("run", "encoder")})
-    build = own_encoder(saved_target(file), others)
+    build = user_encoder(saved_target(file), others)
     source = ExportSource(
         encoder=load_encoder(file, build=build),
         content=read_content(file),
@@ -87,7 +87,7 @@ def _format(own: Mapping[str, str]) -> str:
     if "format" not in own:
         raise InputError(f"nothing says in which format; add format=NAME, one of {listed}")
     if own["format"] not in FORMATS:
-        near = nearest(own["format"], FORMATS)
+        near = did_you_mean(own["format"], FORMATS)
         raise InputError(f"format={own['format']} does not exist{near}; choose one of {listed}")
     return own["format"]
 
@@ -99,7 +99,7 @@ def _int8(own: Mapping[str, str], others: Sequence[str]) -> bool:
         raise InputError(f"precision={precision} is not valid; choose precision=fp32 or precision=int8")
     if precision == "int8" and own["format"] != "onnx":
         raise InputError(f"precision=int8 is for format=onnx, not format={own['format']}; choose format=onnx")
-    idle = [word for word in others if word.partition("=")[0] != SEARCH]
+    idle = [word for word in others if word.partition("=")[0] != SEARCHPATH_KEY]
     if precision == "fp32" and idle:
         raise InputError(
             f"{idle[0]} says nothing to fedssl-export; leave it out (it takes {', '.join(_OWN)}, and the settings of a "

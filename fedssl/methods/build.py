@@ -18,10 +18,10 @@ def build_method(model: ModelSettings) -> SSLMethod:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
-        encoder = model.encoder.make()
+        encoder = model.encoder.instantiate()
         phases = make_phases(model.schedule, stages=len(encoder.stage_names))
         if phases[0].depth < len(encoder.stage_names):
             with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every schedule
                 encoder.add_bridges()
-        method: SSLMethod = model.method.make(encoder=encoder)
+        method: SSLMethod = model.method.instantiate(encoder=encoder)
     return method

@@ -43,7 +43,7 @@ def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partit
         rows = np.delete(rows, server_indices(number, share=settings.server_fraction, seed=settings.seed))
     shared = torch.from_numpy(rows)
     labels, owners = (None if column is None else column[shared] for column in (image_data.labels, image_data.owners))
-    made: list[np.ndarray] | Partition = settings.rule.make(
+    made: list[np.ndarray] | Partition = settings.rule.instantiate(
         labels,
         owners=owners,
         images=ImageSubset(image_data.images, shared, settings.cache),

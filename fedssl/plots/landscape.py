@@ -236,7 +236,7 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
     method, settings = run.method, run.settings
     images, labels = run.images(MAX_IMAGES)
     generator = torch_generator(settings.seed, "landscape views")
-    augment = settings.training.augmentation.make()
+    augment = settings.training.augmentation.instantiate()
     size = min(settings.training.batch_size, len(images))
     rows = torch.arange(len(images)).split(size)
     rows = rows[: len(images) // size]  # whole batches: a contrastive loss depends on their size

@@ -55,7 +55,7 @@ STRATEGY_STYLES = {
     "local_only": LineStyle(BLUE, "--"),
     "gossip": LineStyle(GREEN, "--"),
     "clustered": LineStyle(PURPLE, "--"),
-    "loss": LineStyle(ORANGE, "--"),
+    "loss_weighted": LineStyle(ORANGE, "--"),
     "fedbn": LineStyle(SKY, "--"),
     "median": LineStyle(BLACK, "-."),
     "per_ssl": LineStyle(BLUE, "-."),

@@ -68,13 +68,13 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
         A folder has no run in it, there is no such figure, a run lacks what it needs, or it is not said where to.
     """
     # Imported here: they need torch and matplotlib, which the tables do not.
-    from fedssl.config.targets import from_arguments
+    from fedssl.config.targets import expand_config_dir_flag
     from fedssl.plots.registry import PLOTS, write_plots
 
     together = [name for name in names if name in PLOTS and PLOTS[name].source == "runs"]
     if together and into is None and len(folders) > 1:
         raise InputError(f"the figure {together[0]} is of all {len(folders)} folders; say where to with --into FOLDER")
-    overrides = from_arguments([f"--config-dir={folder}" for folder in settings])
+    overrides = expand_config_dir_flag([f"--config-dir={folder}" for folder in settings])
     if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is no folder; make it, or name another one")
     write_plots(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedssl.config.compose import flatten, resolve
-from fedssl.config.overrides import nearest
+from fedssl.config.compose import flatten, resolve_config
+from fedssl.config.overrides import did_you_mean
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell, to_csv
@@ -73,7 +73,7 @@ def read_table(name: str) -> list[PaperNumber]:
     """
     names = table_names()
     if name not in names:
-        raise InputError(f"there is no table {name!r}{nearest(name, names)}; choose one of {', '.join(names)}")
+        raise InputError(f"there is no table {name!r}{did_you_mean(name, names)}; choose one of {', '.join(names)}")
     paper, _, table = name.partition(".")
     found = _read(PAPERS_FOLDER / f"{paper}.yaml")
     return list(_cells(found["tables"][table], found["own"]))
@@ -235,7 +235,7 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
     runs = [run for run in runs if all(same_value(run.value(key), settings[key]) for key in keys)]
     if not runs:
         return
-    config, choices = resolve([f"{key}={value}" for key, value in settings.items()])
+    config, choices = resolve_config([f"{key}={value}" for key, value in settings.items()])
     values = {key: sanitize(value) for key, value in flatten(config)}
     choices = {group: name for group, name in choices.items() if group not in IGNORED_KEYS}
     runs = [run for run in runs if all(run.choices.get(group) == name for group, name in choices.items())]

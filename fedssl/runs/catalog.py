@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedssl.config.compose import compose_nodes
-from fedssl.config.overrides import groups, nearest
+from fedssl.config.compose import compose_config
+from fedssl.config.overrides import config_groups, did_you_mean
 from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
@@ -139,12 +139,12 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
             check_renamed(key)
             known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.overrides, "status"))
             raise InputError(
-                f"no run has a setting {key!r}{nearest(key, known)}; `fedssl-runs show RUN` lists settings"
+                f"no run has a setting {key!r}{did_you_mean(key, known)}; `fedssl-runs show RUN` lists settings"
             )
         unknown = [value for value in values.split(",") if key == "status" and value.lower() not in STATUSES]
         if unknown:
             raise InputError(
-                f"there is no status={unknown[0]}{nearest(unknown[0], STATUSES)}; choose one of {', '.join(STATUSES)}"
+                f"there is no status={unknown[0]}{did_you_mean(unknown[0], STATUSES)}; choose one of {', '.join(STATUSES)}"
             )
         given = values.split(",")
         kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in given)]
@@ -189,7 +189,7 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, each: bool = False) -
     if not entry_of:
         known = dict.fromkeys(name for entry in finished for name in entry.results)
         raise InputError(
-            f"no finished run has the result {metric!r}{nearest(metric, known)}; there are {', '.join(known) or 'none'}"
+            f"no finished run has the result {metric!r}{did_you_mean(metric, known)}; there are {', '.join(known) or 'none'}"
         )
     runs = [entry.run for entry in entry_of.values()]
     ranked = []
@@ -208,10 +208,10 @@ def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
     settings those that its file has otherwise. Choices that this version does not have, and experiments, which only set
     values, are compared with the default choice.
     """
-    known = groups()
-    _, usual = compose_nodes([])
+    known = config_groups()
+    _, usual = compose_config([])
     made = {group: name for group, name in run.choices.items() if name in known.get(group, ())}
-    nodes, _ = compose_nodes([f"{group}={name}" for group, name in made.items() if group != "experiment"])
+    nodes, _ = compose_config([f"{group}={name}" for group, name in made.items() if group != "experiment"])
     found = {
         group: (name, usual.get(group, _ABSENT)) for group, name in run.choices.items() if name != usual.get(group)
     }

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from fedssl.config.compose import MAY_CHANGE
+from fedssl.config.compose import RESUMABLE_KEYS
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.runs.run import Run, iter_settings
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id"}  # of every run another value
 # Settings, and groups of them, in which runs of one group may differ: they change no final number.
-IGNORED = {"seed", *OWN_KEYS, *MAY_CHANGE} - {"rounds", "early_stopping"}
+IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - {"rounds", "early_stopping"}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
-from fedssl.config.load import load_run
-from fedssl.config.overrides import quote
+from fedssl.config.load import load_settings
+from fedssl.config.overrides import quote_value
 from fedssl.config.saved_run import read_overrides
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import load_split
@@ -126,5 +126,5 @@ def load_run_folder(folder: Path, overrides: Sequence[str]) -> LoadedRun:
     kept = kept_rounds(folder)
     saved = {word.partition("=")[0] for word in read_overrides(folder / "overrides.yaml") or []}
     overrides = [*overrides, *(word for key, word in RESUME_OVERRIDES.items() if key in saved)]
-    settings = load_run([*overrides, f"resume={quote(str(folder.resolve()))}"])
+    settings = load_settings([*overrides, f"resume={quote_value(str(folder.resolve()))}"])
     return LoadedRun(folder, settings, kept, configure_process(settings.machine))

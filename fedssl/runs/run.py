@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
-from fedssl.config.overrides import groups
+from fedssl.config.overrides import config_groups
 from fedssl.config.renamed import update, update_choices
 from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
 from fedssl.errors import InputError
@@ -170,7 +170,7 @@ def read_run(folder: Path) -> Run:
     choices = read_yaml(folder / "choices.yaml", dict)
     if is_of_earlier_version(folder):
         settings, choices = update(settings), update_choices(choices or {})
-    choices = choices or {key: value for key, value in own.items() if key in groups()}
+    choices = choices or {key: value for key, value in own.items() if key in config_groups()}
     names = {sanitize(group): sanitize(name) for group, name in choices.items()}
     return Run(folder, own, command_overrides, names, settings, summary, running)
 

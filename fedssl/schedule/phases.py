@@ -47,7 +47,7 @@ class Phase:
 
 def make_phases(settings: ScheduleSettings, *, stages: int) -> list[Phase]:
     """Return the phases of a run, in order, for an encoder with this number of stages; they cover all rounds."""
-    phases: list[Phase] = settings.phases.make()(rounds=settings.rounds, depth=stages)
+    phases: list[Phase] = settings.phases.instantiate()(rounds=settings.rounds, depth=stages)
     return phases
 
 

@@ -41,7 +41,7 @@ class TrainPlan:
     broadcast : Layers
         What the server side of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
-        What `fedssl.config.load.read_client` reads, for simulated clients, or
+        What `fedssl.config.load.parse_client_config` reads, for simulated clients, or
         `fedssl.config.device_task.compose_task`, for devices.
     metrics : tuple of str
         What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.

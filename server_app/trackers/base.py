@@ -108,7 +108,7 @@ class SafeTracker:
     """
 
     def __init__(self, settings: RecordingSettings) -> None:
-        self._tracker: Tracker = settings.tracker.make()
+        self._tracker: Tracker = settings.tracker.instantiate()
         self._works = False  # before the run begins there is nothing to tell
 
     def begin(self, settings: RecordingSettings, *, done: int) -> None:

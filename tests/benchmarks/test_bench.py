@@ -17,7 +17,7 @@ from benchmarks.fedssl_bench.results import BenchResult, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import ALL, IDLE, RULES, SINGLE, SUITES, VARIANTS, Suite
 from fedssl.config.load import compose
-from fedssl.config.overrides import groups
+from fedssl.config.overrides import config_groups
 from fedssl.datasets.base import ImageData
 from fedssl.partition import make_partition
 
@@ -168,7 +168,7 @@ def test_rows_compose_and_divide_as_on_record(name, keys) -> None:
     assert len(rows) == len(suite.rows)
     assert {rule for rule, method in rows if method == "simclr"} - set(VARIANTS) == {*RULES, SINGLE, ALL, IDLE}
     assert {method for rule, method in rows if rule == "l_dawa"} == {method for _, method in rows}
-    assert set(RULES) <= set(groups()["strategy"])
+    assert set(RULES) <= set(config_groups()["strategy"])
     image_data = ImageData(torch.zeros(suite.num_images, 3, 1, 1, dtype=torch.uint8), None)
     for key in keys:
         settings = compose(suite.arguments(rows[key], 0, "/no/such"))

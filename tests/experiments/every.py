@@ -18,12 +18,12 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from fedssl.config.compose import flatten
-from fedssl.config.overrides import CONF, check_choices, groups, parse
+from fedssl.config.overrides import CONF, check_choices, config_groups, parse
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))
 OF_PAPERS = [name for name in EXPERIMENTS if "/" in name]
-GROUPS = groups()
+GROUPS = config_groups()
 
 
 def some(names: Iterable[str], *, default: Iterable[str]) -> list[Any]:

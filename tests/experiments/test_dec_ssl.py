@@ -45,7 +45,9 @@ def test_the_numbers_of_dec_ssl(name):
     else:
         assert config.strategy._target_ == "strategies.fedavg.FedAvg"
         assert config.regularizer._target_ == "fedssl.regularizers.base.Regularizer"
-    rates = LRSchedule(settings.lr_schedule.make(), make_phases(settings.model.schedule, stages=4), config.rounds)
+    rates = LRSchedule(
+        settings.lr_schedule.instantiate(), make_phases(settings.model.schedule, stages=4), config.rounds
+    )
     falling = [1, 1, 1, 0.3, 0.3, 0.3, 0.09, 0.09, 0.09, 0.027]  # MultiStepLR at 30, 60 and 90% of the rounds
     tenths = range(1, config.rounds + 1, config.rounds // 10)
     assert [rates(round) for round in tenths] == pytest.approx([1] * 10 if featarc else falling)
@@ -59,7 +61,7 @@ def test_the_partitions_of_dec_ssl(name, classes):
     """Clients have equal numbers of images, so that a mean of clients is one of images too."""
     settings = compose([f"experiment=dec_ssl/{name}"]).partition
     labels = torch.arange(1000) % 10
-    parts = settings.rule.make(labels, num_images=1000, num_clients=settings.num_clients, seed=0)
+    parts = settings.rule.instantiate(labels, num_images=1000, num_clients=settings.num_clients, seed=0)
     assert {len(part) for part in parts} == {1000 // settings.num_clients}
     assert {len(labels[part].unique()) for part in parts} == {classes}
 

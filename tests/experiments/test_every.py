@@ -7,7 +7,7 @@ import tomllib
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config.compose import check_names, resolve
+from fedssl.config.compose import resolve_config, validate_names
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
 from fedssl.config.renamed import RENAMED
@@ -79,7 +79,7 @@ def test_names_of_before_are_answered():
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_composes(name):
-    config, choices = resolve([f"experiment={name}"])
+    config, choices = resolve_config([f"experiment={name}"])
     assert not OmegaConf.missing_keys(config)
     assert choices["experiment"] == name
     assert config.num_clients == written(name)[2]
@@ -89,15 +89,15 @@ def test_an_experiment_composes(name):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_of_the_commands_composes(name):
     for overrides in commands(head(name)):
-        check_names(overrides)
+        validate_names(overrides)
         for job in jobs(overrides):
-            compose(job).algorithm.strategy.make()
+            compose(job).algorithm.strategy.instantiate()
 
 
 @pytest.mark.parametrize("name", some(EXPERIMENTS, default=QUICK))
 def test_an_experiment_runs(tmp_path, data, name):
     overrides = [f"experiment={name}"]
-    config, _ = resolve(overrides)
+    config, _ = resolve_config(overrides)
     run([*overrides, *small(config, data=data), f"output_dir={tmp_path / 'run'}"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from fedssl.config.compose import check_names
+from fedssl.config.compose import validate_names
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
 from tests.experiments.every import EXPERIMENTS, OF_PAPERS, check_saved_overrides, jobs
@@ -40,6 +40,6 @@ def test_choices_and_keys_exist():
 @pytest.mark.heavy
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_run_composes(command):
-    check_names(overrides_of(command))
+    validate_names(overrides_of(command))
     for job in jobs(overrides_of(command)):
         compose(job)

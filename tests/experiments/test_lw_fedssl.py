@@ -75,7 +75,7 @@ def test_the_schedules_of_lw_fedssl(name):
         assert all(phase.weight_transfer for phase in phases)
         assert frozen == ([0] * 12 if name == "prog_fedssl" else list(range(12)))
     assert dropout == ({0.5} if name == "fll" else {0.0})
-    schedule = LRSchedule(settings.lr_schedule.make(), phases, settings.rounds)
+    schedule = LRSchedule(settings.lr_schedule.instantiate(), phases, settings.rounds)
     assert [schedule(round) for round in (1, 91, 180)] == pytest.approx(
         [0.5 * (1 + cos(pi * done / 180)) for done in (0, 90, 179)]
     )

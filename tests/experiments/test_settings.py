@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedssl.config.compose import resolve
+from fedssl.config.compose import resolve_config
 from tests.experiments.every import some
 
 # Clients, of them in a round, rounds, local epochs; data set, partition and what of it is set.
@@ -23,7 +23,7 @@ FEDU2 = {"table2": (10, 10, 100, 5, "cifar10", "dirichlet", 0.1)}  # arXiv 2403.
 
 
 def settings(name):
-    config, choices = resolve([f"experiment={name}"])
+    config, choices = resolve_config([f"experiment={name}"])
     partition = config.partition.get("alpha", config.partition.get("classes_per_client"))
     numbers = (config.num_clients, config.clients_per_round, config.rounds, config.local_epochs)
     return config, choices, (*numbers, choices["dataset"], choices["partition"], partition)

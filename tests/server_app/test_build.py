@@ -45,7 +45,7 @@ def test_a_path_is_that_of_where_the_command_was_given(tmp_path, monkeypatch):
     file, _ = save(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert compose([*WORDS, "teacher=encoder.pt"]).teacher == file
-    assert "encoder.pt" not in compose([*WORDS, "teacher=encoder.pt"]).client_text
+    assert "encoder.pt" not in compose([*WORDS, "teacher=encoder.pt"]).client_yaml
 
 
 def test_other_images_are_told(tmp_path, caplog):

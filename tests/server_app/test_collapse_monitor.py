@@ -30,7 +30,7 @@ def monitor(*overrides):
         method,
         data=settings.data,
         num_images=settings.evaluation.collapse_images,
-        augment=settings.training.augmentation.make(),
+        augment=settings.training.augmentation.instantiate(),
         device=torch.device("cpu"),
         seed=settings.seed,
     )

@@ -119,14 +119,14 @@ def test_a_dry_run_hears_every_protocol_of_several():
     trains = {"_target_": f"{HERE}.Trains"}
     made, method, _ = evaluator()
     made._final_protocol = CombinedProtocol(
-        protocols={"trains": Component(trains).make(), "few": Component(few).make()}
+        protocols={"trains": Component(trains).instantiate(), "few": Component(few).instantiate()}
     )
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
         made.dry_run(method.encoder)
     overrides = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
     other = ["final_evaluation.datasets.second.channels=3"]
     transfer = compose(["final_evaluation=transfer", *overrides, *other]).evaluation.final_protocol
-    made._final_protocol = Component({**transfer.values, "protocol": trains}).make()
+    made._final_protocol = Component({**transfer.values, "protocol": trains}).instantiate()
     with pytest.raises(InputError, match="datasets.second.channels=3"):
         made.dry_run(method.encoder)
 
@@ -136,7 +136,7 @@ def test_maps_need_no_memory_before_any_training(monkeypatch):
     monkeypatch.setattr("server_app.evaluator.available_memory", lambda: 0)
     for name, refused in (("l_dawa", False), ("fedu", True)):
         made, method, _ = evaluator(protocol="Plain")
-        made._final_protocol = compose([f"final_evaluation={name}/linear"]).evaluation.final_protocol.make()
+        made._final_protocol = compose([f"final_evaluation={name}/linear"]).evaluation.final_protocol.instantiate()
         with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
             made.dry_run(method.encoder)
 

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from client_app.state import load_state
-from fedssl.config.load import load_run
+from fedssl.config.load import load_settings
 from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
@@ -110,7 +110,7 @@ def evaluated(folder):
 
 def composed(folder):
     """The settings of a resumed run."""
-    return load_run([f"resume={folder}"])
+    return load_settings([f"resume={folder}"])
 
 
 def restored(folder, settings=None):

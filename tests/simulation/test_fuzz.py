@@ -16,7 +16,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from client_app.state import read_state, save_state
-from fedssl.config.load import load_run
+from fedssl.config.load import load_settings
 from fedssl.errors import InputError, RunError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
@@ -283,4 +283,4 @@ def test_a_damaged_folder_is_used_or_refused_in_one_sentence(place, case, capfd,
 
 def test_the_folder_as_it_is_can_be_used(place):
     assert all(ended_well(use, place / "run") for use in (evaluated, reported, resumed))
-    assert load_run([f"resume={place / 'run'}", "rounds=3"]).rounds == 3
+    assert load_settings([f"resume={place / 'run'}", "rounds=3"]).rounds == 3

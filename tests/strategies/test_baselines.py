@@ -47,7 +47,7 @@ def test_the_experiments_change_who_holds_what_and_the_strategy_alone():
             assert centralised[key] == usual[key], key
     usual, alone = resolved(), resolved("experiment=single_client")
     assert [key for key in usual if alone[key] != usual[key]] == ["strategy"]
-    assert isinstance(compose(["experiment=single_client"]).algorithm.strategy.make(), LocalOnly)
+    assert isinstance(compose(["experiment=single_client"]).algorithm.strategy.instantiate(), LocalOnly)
 
 
 def test_every_image_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path
     overrides = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
     run([*overrides, f"output_dir={tmp_path}"])
     settings = compose(overrides)
-    protocol = settings.evaluation.final_protocol.make()
+    protocol = settings.evaluation.final_protocol.instantiate()
     accuracies = []
     for client in range(3):
         encoder = load_encoder(tmp_path / f"encoder-{client}.pt")

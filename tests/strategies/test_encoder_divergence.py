@@ -10,7 +10,7 @@ from torch import nn
 
 from client_app.state import read_state
 from fedssl.config.load import compose
-from fedssl.config.overrides import groups
+from fedssl.config.overrides import config_groups
 from fedssl.encoders import Encoder, resnet18, vit_tiny
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.build import build_method
@@ -135,12 +135,12 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("schedule", groups()["schedule"])
+@pytest.mark.parametrize("schedule", config_groups()["schedule"])
 @pytest.mark.parametrize(
     "encoder",
     [
         pytest.param(name, marks=pytest.mark.heavy) if name in ("resnet34", "resnet50") else name
-        for name in groups()["encoder"]
+        for name in config_groups()["encoder"]
     ],
 )
 def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):

@@ -232,7 +232,7 @@ def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
 def test_settings_out_of_range_are_refused_in_one_sentence(overrides, reason):
     name, setting = overrides
     with pytest.raises(InputError, match=f"^{reason}") as refusal:
-        compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.make()
+        compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.instantiate()
     assert "\n" not in str(refusal.value)
 
 

@@ -66,4 +66,4 @@ def test_a_gpu_without_triton_and_images_that_are_too_large_are_refused_and_a_cp
 
 def test_the_setting_reaches_the_views():
     for way in ("torch", "triton"):
-        assert compose([f"gpu_augmentation={way}"]).training.augmentation.make().by_kernel == (way == "triton")
+        assert compose([f"gpu_augmentation={way}"]).training.augmentation.instantiate().by_kernel == (way == "triton")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from fedssl.config.device_task import compose_task, task_of
-from fedssl.config.load import compose, learning_of, read_client
+from fedssl.config.device_task import compose_task, make_task
+from fedssl.config.load import compose, parse_client_config, training_components
 from fedssl.config.overrides import CONF
 from fedssl.errors import InputError, RequestRefused
 
@@ -38,9 +38,9 @@ WORDS = [*([f"experiment={name}"] for name in EXPERIMENTS), *MIXED]
 def test_a_task_gives_the_settings_that_the_full_text_gives(overrides):
     data = [] if any(word.startswith("experiment") for word in overrides) else ["dataset=cifar10"]
     settings = compose([*overrides, *data, "output_dir=/runs/1"])
-    full = read_client(settings.client_text)
-    composed = compose_task(task_of(settings).text())
-    assert learning_of(composed) == (full.model, full.training, full.strategy)
+    full = parse_client_config(settings.client_yaml)
+    composed = compose_task(make_task(settings).text())
+    assert training_components(composed) == (full.model, full.training, full.strategy)
     assert composed.seed == full.seed
     assert (composed.dataset.channels, composed.dataset.size) == (full.data.channels, full.data.size)
     assert (tuple(composed.dataset.mean), tuple(composed.dataset.std)) == (full.data.mean, full.data.std)
@@ -48,7 +48,7 @@ def test_a_task_gives_the_settings_that_the_full_text_gives(overrides):
 
 def test_a_task_says_nothing_of_the_machine_or_the_images():
     overrides = ["dataset=cifar10", "dataset.path=/secret", "output_dir=/runs/1", "threads=3", "method=fedca"]
-    text = task_of(compose([*overrides, "method.alignment_weight=0.1", "teacher=/secret/encoder.pt"])).text()
+    text = make_task(compose([*overrides, "method.alignment_weight=0.1", "teacher=/secret/encoder.pt"])).text()
     assert not any(word in text for word in ("secret", "/runs", "threads", "_target_", "hub", "cuda", "cache"))
 
 
@@ -62,7 +62,7 @@ def test_a_task_says_nothing_of_the_machine_or_the_images():
 )
 def test_what_devices_cannot_be_told_is_refused_by_the_server(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        task_of(compose(overrides))
+        make_task(compose(overrides))
 
 
 NOT_PLAIN = [
@@ -106,7 +106,7 @@ NOT_PLAIN = [
 
 @pytest.mark.parametrize(("key", "value", "sentence"), NOT_PLAIN)
 def test_what_is_not_plain_is_refused(key, value, sentence):
-    task = json.loads(task_of(compose(["dataset=cifar10"])).text())
+    task = json.loads(make_task(compose(["dataset=cifar10"])).text())
     task["values"][key] = value
     with pytest.raises(RequestRefused, match=sentence):
         compose_task(json.dumps(task))
@@ -133,7 +133,7 @@ def test_what_is_no_task(text, sentence):
     "name", ["nosuch", "../../method/simclr", "simclr.yaml", ["simclr"], None, "simclr optimizer=adam"]
 )
 def test_a_choice_that_the_device_does_not_have(name):
-    task = json.loads(task_of(compose([])).text())
+    task = json.loads(make_task(compose([])).text())
     task["choices"]["method"] = name
     with pytest.raises(RequestRefused, match="is no choice of this device"):
         compose_task(json.dumps(task))

@@ -5,9 +5,9 @@ from uuid import UUID
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config.compose import check_names, resolve
-from fedssl.config.load import compose, compose_evaluation, load_run, save_run
-from fedssl.config.overrides import CONF, quote
+from fedssl.config.compose import resolve_config, validate_names
+from fedssl.config.load import compose, compose_evaluation, load_settings, save_run
+from fedssl.config.overrides import CONF, quote_value
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.methods.build import build_method
@@ -105,19 +105,19 @@ def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(word, s
         clients_per_round=settings.clients_per_round,
         num_clients=settings.num_clients,
         has_calibration=settings.calibration is not None,
-        server_optimizer=settings.algorithm.server_optimizer.make().is_active,
+        server_optimizer=settings.algorithm.server_optimizer.instantiate().is_active,
     )
     with pytest.raises(InputError, match=sentence) as caught:
-        settings.algorithm.strategy.make().validate(context)
+        settings.algorithm.strategy.instantiate().validate(context)
     assert "\n" not in str(caught.value)
 
 
 def test_the_names_of_a_sweep_are_checked_before_it_starts():
-    check_names(["strategy=fedavg,l_dawa", "partition.alpha=0.1,0.5", "seed=range(3)", "hydra.verbose=true"])
+    validate_names(["strategy=fedavg,l_dawa", "partition.alpha=0.1,0.5", "seed=range(3)", "hydra.verbose=true"])
     # The first of several experiments says which settings there are.
-    check_names(["experiment=lw_fedssl/table6,lw_fedssl/prog_fedssl", "schedule.weight_transfer=false,true"])
+    validate_names(["experiment=lw_fedssl/table6,lw_fedssl/prog_fedssl", "schedule.weight_transfer=false,true"])
     with pytest.raises(InputError, match="did you mean num_clients"):
-        check_names(["num_client=5,10"])
+        validate_names(["num_client=5,10"])
 
 
 def test_a_whole_number_serves_as_a_fraction():
@@ -126,8 +126,8 @@ def test_a_whole_number_serves_as_a_fraction():
 
 @pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\images\\", "/tmp/ünï"])
 def test_any_path_survives_the_command_line(text):
-    assert resolve([f"output_dir={quote(text)}"])[0].output_dir == text
-    assert compose([f"output_dir={quote(text)}"]).recording.folder == Path(text).resolve()
+    assert resolve_config([f"output_dir={quote_value(text)}"])[0].output_dir == text
+    assert compose([f"output_dir={quote_value(text)}"]).recording.folder == Path(text).resolve()
 
 
 class Refuses:
@@ -137,7 +137,7 @@ class Refuses:
 
 def test_a_refused_setting_comes_out_as_it_was_raised():
     with pytest.raises(InputError, match="^no$"):
-        Component({"_target_": f"{__name__}.Refuses"}).make()
+        Component({"_target_": f"{__name__}.Refuses"}).instantiate()
 
 
 @pytest.mark.parametrize("drawn", ["0" * 32, "1234567e8901" + "0" * 20, "abcdef" + "0" * 26])
@@ -156,31 +156,31 @@ class TestResume:
         return tmp_path
 
     def test_takes_the_settings_of_the_run(self, folder):
-        settings = load_run([f"resume={folder}"])
+        settings = load_settings([f"resume={folder}"])
         assert settings.algorithm.strategy.target == "strategies.fedavg.FedAvg"
         assert settings.rounds == 4
         assert settings.recording.resumed == 4
         assert settings.recording.folder == folder
         assert settings.recording.run_id == OmegaConf.load(folder / "config.yaml").run_id
-        assert load_run(settings.recording.overrides) == settings
+        assert load_settings(settings.recording.overrides) == settings
 
     def test_may_be_made_longer(self, folder):
-        settings = load_run([f"resume={folder}", "rounds=6"])
+        settings = load_settings([f"resume={folder}", "rounds=6"])
         assert (settings.rounds, settings.recording.resumed) == (6, 4)
 
     def test_refuses_other_settings(self, folder):
         with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):
-            load_run([f"resume={folder}", "seed=1"])
+            load_settings([f"resume={folder}", "seed=1"])
 
     def test_refuses_a_folder_whose_settings_were_edited(self, folder):
         file = folder / "config.yaml"
         file.write_text(file.read_text().replace("batch_size: 64", "batch_size: 32"))
         with pytest.raises(InputError, match=r"was run with batch_size=32 \(now 64\)"):
-            load_run([f"resume={folder}"])
+            load_settings([f"resume={folder}"])
 
     def test_refuses_a_folder_without_a_run(self, tmp_path):
         with pytest.raises(InputError, match="is not a run folder"):
-            load_run([f"resume={tmp_path / 'nothing'}"])
+            load_settings([f"resume={tmp_path / 'nothing'}"])
 
 
 def test_the_folder_of_decoded_images_is_absolute_and_not_chosen_by_a_run_of_others(tmp_path):

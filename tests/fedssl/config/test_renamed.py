@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from fedssl.config.compose import check_names
+from fedssl.config.compose import validate_names
 from fedssl.config.load import compose
-from fedssl.config.overrides import CONF, groups
+from fedssl.config.overrides import CONF, config_groups
 from fedssl.config.renamed import CHOICES, RENAMED, SETTINGS, TARGETS, VALUES, VIEW, check_renamed, current_key, update
 from fedssl.config.saved_run import update_override
 from fedssl.config.targets import locate
@@ -41,7 +41,7 @@ def test_every_old_setting_is_answered(old):
     value = "{}" if old in ("updates", "stop_when") else "1"
     for word in (f"{old}={value}", f"+{old}={value}", f"{old}=1,2"):
         with pytest.raises(InputError, match=f"^{old} is now {SETTINGS[old]}"):
-            check_names([word])
+            validate_names([word])
     (typed,) = overrides_of({"overrides": shlex.quote(f"{old}={value}")})  # as in flwr run . --run-config
     with pytest.raises(InputError, match=f"^{old} is now {SETTINGS[old]}"):
         compose([typed])
@@ -55,7 +55,7 @@ def test_every_old_choice_and_value_is_answered_also_among_others(word):
     )
     for typed in (word, f"{key}=x,{old}", f"{key}={old},x"):
         with pytest.raises(InputError, match=f"^{word} is now "):
-            check_names([*filter(None, [method]), typed])
+            validate_names([*filter(None, [method]), typed])
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_every_old_setting_of_a_view_is_answered(old):
     with pytest.raises(
         InputError, match=rf"augmentation\.views\.[*]\.{old} is now augmentation\.views\.[*]\.{VIEW[old]}"
     ):
-        compose([f"augmentation.views=[{{{old}:0.5}},{{}}]"]).training.augmentation.make()
+        compose([f"augmentation.views=[{{{old}:0.5}},{{}}]"]).training.augmentation.instantiate()
     with pytest.raises(InputError, match=rf"view\.{old} is now [\w.]*view\.{VIEW[old]}"):
-        compose(["evaluation=fine_tune", f"evaluation.view={{{old}:0.5}}"]).evaluation.protocol.make()
+        compose(["evaluation=fine_tune", f"evaluation.view={{{old}:0.5}}"]).evaluation.protocol.instantiate()
 
 
 def test_files_of_the_users_own_are_answered(tmp_path):
@@ -102,11 +102,11 @@ def test_files_of_the_users_own_are_answered(tmp_path):
 
 
 def test_new_names_exist_and_old_ones_do_not():
-    known, choices = settings(), {f"{group}={name}" for group, names in groups().items() for name in names}
+    known, choices = settings(), {f"{group}={name}" for group, names in config_groups().items() for name in names}
     assert set(SETTINGS.values()) - {"secure_aggregation"} <= known
     assert not known & set(SETTINGS)
-    assert "secure" not in groups()
-    assert "secure_aggregation" in groups()
+    assert "secure" not in config_groups()
+    assert "secure_aggregation" in config_groups()
     assert {f"{group}={new}" for group, names in CHOICES.items() for new in names.values()} <= choices
     assert choices.isdisjoint(RENAMED)
     assert set(VALUES) <= known

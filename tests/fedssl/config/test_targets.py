@@ -4,18 +4,18 @@ import sys
 
 import pytest
 
-from fedssl.config.compose import check_names
-from fedssl.config.load import compose, compose_evaluation, load_run, save_run
-from fedssl.config.overrides import CONF, groups, quote
+from fedssl.config.compose import validate_names
+from fedssl.config.load import compose, compose_evaluation, load_settings, save_run
+from fedssl.config.overrides import CONF, config_groups, quote_value
 from fedssl.config.renamed import RENAMED
 from fedssl.config.targets import (
-    SEARCH,
+    SEARCHPATH_KEY,
     choice_targets,
-    from_arguments,
+    expand_config_dir_flag,
     locate,
-    own_encoder,
+    normalize_searchpath,
     search_folders,
-    with_folders,
+    user_encoder,
 )
 from fedssl.errors import InputError
 
@@ -54,7 +54,7 @@ def conf(tmp_path, monkeypatch):
 
 
 def words_for(folder, *overrides):
-    return from_arguments(["--config-dir", str(folder), *overrides])
+    return expand_config_dir_flag(["--config-dir", str(folder), *overrides])
 
 
 class TestTheFlag:
@@ -62,34 +62,34 @@ class TestTheFlag:
     def test_becomes_a_word_with_the_whole_path(self, tmp_path, monkeypatch, flag):
         (tmp_path / "conf").mkdir()
         monkeypatch.chdir(tmp_path)
-        word = f"{SEARCH}=['file://{tmp_path}/conf']"
+        word = f"{SEARCHPATH_KEY}=['file://{tmp_path}/conf']"
         # Words stand together, as Hydra wants them, whatever stands between.
-        assert from_arguments([*flag, "-m", "a=1", "b=2"]) == ["-m", word, "a=1", "b=2"]
-        assert from_arguments(["--cfg", "job", "a=1", *flag]) == ["--cfg", "job", word, "a=1"]
-        assert from_arguments([*flag, "--help"]) == [word, "--help"]
+        assert expand_config_dir_flag([*flag, "-m", "a=1", "b=2"]) == ["-m", word, "a=1", "b=2"]
+        assert expand_config_dir_flag(["--cfg", "job", "a=1", *flag]) == ["--cfg", "job", word, "a=1"]
+        assert expand_config_dir_flag([*flag, "--help"]) == [word, "--help"]
 
     def test_joins_the_word(self, tmp_path, monkeypatch):
         for name in ("one", "two"):
             (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path)
-        arguments = from_arguments([f"{SEARCH}=[one]", "a=1", "-cd", "two", "--config-dir", "two"])
+        arguments = expand_config_dir_flag([f"{SEARCHPATH_KEY}=[one]", "a=1", "-cd", "two", "--config-dir", "two"])
         assert search_folders(arguments) == [tmp_path / "two", tmp_path / "one"]
         assert arguments[1:] == ["a=1"]
 
     def test_other_arguments_stay(self):
-        assert from_arguments(["-m", "a=1,2", "--cfg", "job"]) == ["-m", "a=1,2", "--cfg", "job"]
+        assert expand_config_dir_flag(["-m", "a=1,2", "--cfg", "job"]) == ["-m", "a=1,2", "--cfg", "job"]
 
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
             (["a=1", "--config-dir"], "--config-dir names no folder; give the one that holds strategy/"),
             (["-cd", "/nowhere"], "the folder of settings /nowhere does not exist; name it with --config-dir"),
-            ([f"{SEARCH}=conf"], "hydra.searchpath=conf must be a list of folders; write --config-dir FOLDER"),
+            ([f"{SEARCHPATH_KEY}=conf"], "hydra.searchpath=conf must be a list of folders; write --config-dir FOLDER"),
         ],
     )
     def test_wrong_ones_get_one_sentence(self, arguments, sentence):
         with pytest.raises(InputError, match=sentence) as caught:
-            with_folders(from_arguments(arguments))
+            normalize_searchpath(expand_config_dir_flag(arguments))
         assert "\n" not in str(caught.value)
 
     def test_a_file_of_the_same_name_is_refused(self, tmp_path):
@@ -101,7 +101,7 @@ class TestTheFlag:
 
 class TestChoices:
     def test_are_those_of_both(self, conf):
-        both, own = groups([conf]), groups()
+        both, own = config_groups([conf]), config_groups()
         assert set(both["strategy"]) == {*own["strategy"], "mine"}
         assert "lab/simclr" in both["method"]
         assert both["tracker"] == own["tracker"]
@@ -109,31 +109,31 @@ class TestChoices:
     def test_are_composed(self, conf):
         settings = compose(words_for(conf, "experiment=mine", "method=lab/simclr", "encoder=mine"))
         assert settings.rounds == 7
-        assert type(settings.algorithm.strategy.make()).__name__ == "Mine"
+        assert type(settings.algorithm.strategy.instantiate()).__name__ == "Mine"
         assert settings.model.method.values["temperature"] == 0.07
-        assert settings.model.encoder.make(channels=1).feature_dim == 16
+        assert settings.model.encoder.instantiate(channels=1).feature_dim == 16
         assert settings.recording.choices["strategy"] == "mine"
 
     def test_wrong_ones_are_answered_with_them(self, conf):
         with pytest.raises(InputError, match=r"strategy=mein does not exist; did you mean .*mine.*; choose one of"):
-            check_names(words_for(conf, "strategy=mein,fedavg"))
+            validate_names(words_for(conf, "strategy=mein,fedavg"))
         with pytest.raises(InputError, match=r"no setting 'strategy.weightin'; did you mean strategy.weighting"):
-            check_names(words_for(conf, "strategy=mine", "strategy.weightin=uniform"))
+            validate_names(words_for(conf, "strategy=mine", "strategy.weightin=uniform"))
         with pytest.raises(InputError, match="strategy=mine does not exist"):
-            check_names(["strategy=mine"])
+            validate_names(["strategy=mine"])
 
     def test_are_saved_with_the_run(self, conf, tmp_path):
         (tmp_path / "run").mkdir()
         save_run(compose(words_for(conf, "strategy=mine")).recording, tmp_path / "run")
         with pytest.raises(InputError, match="says hydra.searchpath=.* reaches out of the folder .* --config-dir"):
-            load_run([f"resume={quote(str(tmp_path / 'run'))}"])
-        resumed = load_run(words_for(conf, f"resume={quote(str(tmp_path / 'run'))}"))
+            load_settings([f"resume={quote_value(str(tmp_path / 'run'))}"])
+        resumed = load_settings(words_for(conf, f"resume={quote_value(str(tmp_path / 'run'))}"))
         assert resumed.algorithm.strategy.name == "Mine"
         assert search_folders(resumed.recording.overrides) == [conf]
         moved = conf.rename(tmp_path / "moved")
         with pytest.raises(InputError, match="the folder of settings .* does not exist; name it with --config-dir"):
-            load_run(words_for(conf, f"resume={quote(str(tmp_path / 'run'))}"))
-        resumed = load_run(words_for(moved, f"resume={quote(str(tmp_path / 'run'))}"))
+            load_settings(words_for(conf, f"resume={quote_value(str(tmp_path / 'run'))}"))
+        resumed = load_settings(words_for(moved, f"resume={quote_value(str(tmp_path / 'run'))}"))
         assert search_folders(resumed.recording.overrides) == [moved]
 
 
@@ -171,10 +171,10 @@ class TestTargets:
 
     def test_an_encoder_is_built_only_if_the_words_name_its_folder(self, conf):
         (target,) = choice_targets("encoder", [conf]) - choice_targets("encoder", [])
-        assert own_encoder(target, words_for(conf))(channels=1, size=8, width=4).feature_dim == 16
-        assert own_encoder(target, []) is None
-        assert own_encoder("os.system", words_for(conf)) is None
-        assert own_encoder("fedssl.encoders.conv_small", words_for(conf)) is None
+        assert user_encoder(target, words_for(conf))(channels=1, size=8, width=4).feature_dim == 16
+        assert user_encoder(target, []) is None
+        assert user_encoder("os.system", words_for(conf)) is None
+        assert user_encoder("fedssl.encoders.conv_small", words_for(conf)) is None
 
     def test_the_data_set_of_a_run_folder_is_no_code_of_its_choice(self, tmp_path):
         save_run(compose([]).recording, tmp_path)
@@ -198,11 +198,11 @@ class TestTargets:
 )
 def test_words_of_earlier_versions_are_answered_with_those_of_now(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        check_names(overrides)
+        validate_names(overrides)
 
 
 def test_words_of_earlier_versions_are_not_in_use():
-    choices = {f"{group}={name}" for group, names in groups().items() for name in names}
+    choices = {f"{group}={name}" for group, names in config_groups().items() for name in names}
     assert choices.isdisjoint(RENAMED)
     assert CONF.is_dir()
 

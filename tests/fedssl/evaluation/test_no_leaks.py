@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
-from fedssl.config.overrides import CONF, groups
+from fedssl.config.overrides import CONF, config_groups
 from fedssl.config.settings import Component
 from fedssl.evaluation import few_labels, fine_tune, knn, linear_probe, sgd_linear_probe
 from fedssl.evaluation.evaluation_input import LabeledImages, make_evaluation_input
@@ -21,7 +21,7 @@ QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "sha
 
 def alone():
     """Choices that are one protocol on the run's own data, and no mixture of several."""
-    written = {name: (CONF / "evaluation" / f"{name}.yaml").read_text() for name in groups()["evaluation"]}
+    written = {name: (CONF / "evaluation" / f"{name}.yaml").read_text() for name in config_groups()["evaluation"]}
     inherit = {name for name, text in written.items() if re.search(r"^  - \w+$", text, flags=re.MULTILINE)}
     modules = [f"_target_: {module.__name__}." for module in MODULES]
     return [name for name, text in written.items() if name in inherit or any(one in text for one in modules)]
@@ -49,7 +49,7 @@ def made(name):
         quick["lr_schedule"] = {**values["lr_schedule"], "epochs": 4, "warmup": 1}
     if "lr" in values.get("optimizer", {}):  # so that so few steps lead somewhere
         quick["optimizer"] = {**values["optimizer"], "lr": 0.1}
-    return Component({**values, **quick}).make()
+    return Component({**values, **quick}).instantiate()
 
 
 @pytest.fixture(scope="module")

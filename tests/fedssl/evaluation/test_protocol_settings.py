@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_every_yaml_serves_in_both_places(slot: str, name: str, keys: set[str]):
     settings = compose([f"{slot}={name}"]).evaluation
     component = settings.protocol if slot == "evaluation" else settings.final_protocol
-    assert set(results(component.make(), blobs(), seed=0)) == keys
+    assert set(results(component.instantiate(), blobs(), seed=0)) == keys
 
 
 def test_probes_merge_their_results():

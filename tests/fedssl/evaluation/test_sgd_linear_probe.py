@@ -99,7 +99,9 @@ def slow_sgd(x, labels, *, classes, rates, momentum, nesterov):
 
 def test_training_is_the_gradient_steps_of_the_paper():
     """L-DAWA's optimiser and its rates, in an epoch of one batch, whose order changes no sum."""
-    made = compose(["evaluation=l_dawa/linear", "evaluation.lr_schedule.milestones=[2,3]"]).evaluation.protocol.make()
+    made = compose(
+        ["evaluation=l_dawa/linear", "evaluation.lr_schedule.milestones=[2,3]"]
+    ).evaluation.protocol.instantiate()
     generator = torch.Generator().manual_seed(0)
     x, labels = torch.randn(30, 4, generator=generator), torch.arange(30) % 3
     head = nn.Linear(4, 3)
@@ -270,7 +272,7 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
     ],
 )
 def test_the_files_say_what_the_papers_say(choice, numbers, lr):
-    made = compose([f"final_evaluation={choice}/linear"]).evaluation.final_protocol.make()
+    made = compose([f"final_evaluation={choice}/linear"]).evaluation.final_protocol.instantiate()
     optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))]}])
     found = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
     assert (made.name, made.shares, *found) == (f"linear_{choice}", (1.0,), *numbers)
@@ -279,15 +281,17 @@ def test_the_files_say_what_the_papers_say(choice, numbers, lr):
 
 
 def test_settings_of_the_files_beside_numbers():
-    made = {name: compose([f"evaluation={name}/linear"]).evaluation.protocol.make() for name in PAPERS}
+    made = {name: compose([f"evaluation={name}/linear"]).evaluation.protocol.instantiate() for name in PAPERS}
     views = compose(["augmentation=dec_ssl"]).training.augmentation.values["views"]
     assert [made["dec_ssl"].view] * 2 == views
     assert type(made["lw_fedssl"].transform).__name__ == "RandAugment"
     assert (
-        compose(["evaluation=l_dawa/linear", "evaluation.epochs=7"]).evaluation.protocol.make().batch_norm_epochs == 7
+        compose(["evaluation=l_dawa/linear", "evaluation.epochs=7"]).evaluation.protocol.instantiate().batch_norm_epochs
+        == 7
     )
     tuned = {
-        name: compose([f"evaluation={name}/fine_tune"]).evaluation.protocol.make() for name in ("fedu", "lw_fedssl")
+        name: compose([f"evaluation={name}/fine_tune"]).evaluation.protocol.instantiate()
+        for name in ("fedu", "lw_fedssl")
     }
     found = [(one.shares, one.epochs, one.batch_size, one.encoder_lr, one.head_lr) for one in tuned.values()]
     assert found == [((0.01, 0.1), 100, 128, 0.001, 0.001), ((1.0,), 40, 256, 0.001, 0.001)]
@@ -317,4 +321,4 @@ def test_every_protocol_serves_at_the_end_of_a_run_too():
 )
 def test_what_cannot_be_is_one_sentence(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
-        compose(["evaluation=dec_ssl/linear", *overrides]).evaluation.protocol.make()
+        compose(["evaluation=dec_ssl/linear", *overrides]).evaluation.protocol.instantiate()

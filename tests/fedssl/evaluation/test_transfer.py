@@ -18,8 +18,8 @@ def test_the_results_are_those_of_the_protocol_on_the_other_images():
     settings = compose([*OTHER, "evaluation@evaluation.protocol=knn", "+dataset@evaluation.datasets.all=digits"])
     encoder = build_method(settings.model).encoder
     subject = make_evaluation_input(encoder, settings.data, device=CPU)
-    found = evaluate(settings.evaluation.protocol.make(), subject, seed=0)
-    knn = compose(["evaluation=knn"]).evaluation.protocol.make()
+    found = evaluate(settings.evaluation.protocol.instantiate(), subject, seed=0)
+    knn = compose(["evaluation=knn"]).evaluation.protocol.instantiate()
     few = make_evaluation_input(encoder, compose(["dataset.limit=120"]).data, device=CPU)
     assert found == {"knn@few": evaluate(knn, few, seed=0)["knn"], "knn@all": evaluate(knn, subject, seed=0)["knn"]}
     assert found["knn@few"] != found["knn@all"]
@@ -28,7 +28,7 @@ def test_the_results_are_those_of_the_protocol_on_the_other_images():
 def test_pixels_are_judged_too():
     settings = compose(OTHER)
     found = evaluate(
-        settings.evaluation.protocol.make(), make_evaluation_input(None, settings.data, device=CPU), seed=0
+        settings.evaluation.protocol.instantiate(), make_evaluation_input(None, settings.data, device=CPU), seed=0
     )
     assert found["linear@few"].value > 0.5
 
@@ -55,4 +55,6 @@ def test_a_data_set_without_labelled_test_images_is_refused():
 def test_what_cannot_be_is_one_sentence(overrides, sentence):
     settings = compose(overrides)
     with pytest.raises(InputError, match=sentence):
-        evaluate(settings.evaluation.protocol.make(), make_evaluation_input(None, settings.data, device=CPU), seed=0)
+        evaluate(
+            settings.evaluation.protocol.instantiate(), make_evaluation_input(None, settings.data, device=CPU), seed=0
+        )

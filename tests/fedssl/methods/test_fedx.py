@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from client_app.worker import ClientWorker
-from fedssl.config.load import read_client
+from fedssl.config.load import parse_client_config
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import nt_xent, relational
@@ -205,8 +205,8 @@ def test_clients_of_one_process_do_not_see_what_the_others_received(tmp_path) ->
     plan = TrainPlan(
         round=1, layers=federation.layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint=""
     )
-    alone = ClientWorker(read_client(federation.settings.client_text)).train(plan, 1, tmp_path / "alone")
-    shared = ClientWorker(read_client(federation.settings.client_text))
+    alone = ClientWorker(parse_client_config(federation.settings.client_yaml)).train(plan, 1, tmp_path / "alone")
+    shared = ClientWorker(parse_client_config(federation.settings.client_yaml))
     shared.train(plan, 0, tmp_path / "first")
     second = shared.train(plan, 1, tmp_path / "second")
     assert all((second.layers[name] == array).all() for name, array in alone.layers.items())

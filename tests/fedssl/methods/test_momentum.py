@@ -5,7 +5,7 @@ import pytest
 
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
-from fedssl.config.overrides import groups
+from fedssl.config.overrides import config_groups
 from fedssl.errors import InputError
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_names, local_names
@@ -81,7 +81,7 @@ def test_the_server_averages_the_targets(tmp_path, method):
 @pytest.mark.parametrize(
     ("method", "schedule"),
     [
-        *((method, schedule) for method in ("byol", "moco_v3") for schedule in groups()["schedule"]),
+        *((method, schedule) for method in ("byol", "moco_v3") for schedule in config_groups()["schedule"]),
         ("orchestra", "end_to_end"),
     ],
 )
@@ -189,7 +189,7 @@ CORE = ("fedavg", "fedbn", "euc", "gossip", "median")  # kinds of what travels
     "strategy",
     [
         pytest.param(name, marks=[] if name in CORE else pytest.mark.heavy)
-        for name in groups()["strategy"]
+        for name in config_groups()["strategy"]
         if name not in REFUSED
     ],
 )
@@ -214,7 +214,7 @@ def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     with pytest.raises(
         InputError, match="method.target_init=average lets .* set method.target_init=persist, or"
     ) as caught:
-        settings.algorithm.strategy.make().validate(context)
+        settings.algorithm.strategy.instantiate().validate(context)
     assert "\n" not in str(caught.value)
 
 

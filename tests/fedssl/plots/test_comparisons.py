@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedssl.config.overrides import groups
+from fedssl.config.overrides import config_groups
 from fedssl.errors import InputError
 from fedssl.plots.comparisons import (
     evaluation_points,
@@ -69,7 +69,7 @@ FORMATS = {"formats": ("png", "pdf", "csv")}
 
 
 def test_every_rule_has_a_look_of_its_own():
-    assert STRATEGY_STYLES.keys() <= set(groups()["strategy"])
+    assert STRATEGY_STYLES.keys() <= set(config_groups()["strategy"])
     assert len(set(STRATEGY_STYLES.values())) == len(STRATEGY_STYLES)
     assert line_style("l_dawa").color == line_style("l_dawa_fedu").color
     assert line_style("mine") == line_style("mine")

@@ -382,7 +382,7 @@ def test_other_bad_settings_are_refused(make_it, message):
 
 @pytest.mark.parametrize("kind", REGULARIZERS)
 def test_the_settings_have_the_defaults_of_the_class(kind):
-    made = compose([f"regularizer={kind}"]).training.regularizer.make()
+    made = compose([f"regularizer={kind}"]).training.regularizer.instantiate()
     default = REGULARIZERS[kind]()
     assert type(made) is type(default)
     assert {key: str(value) for key, value in vars(made).items()} == {

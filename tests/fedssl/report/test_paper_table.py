@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.config.compose import resolve
+from fedssl.config.compose import resolve_config
 from fedssl.config.load import compose, save_run
 from fedssl.errors import InputError
 from fedssl.report.cli import report
@@ -132,7 +132,7 @@ def test_every_table_is_an_experiment_and_its_rows_are_words():
 def test_every_row_composes(name):
     for overrides in {frozenset(cell.settings.items()) for cell in read_table(name)}:
         settings = {"experiment": name.replace(".", "/"), **dict(overrides)}
-        config, choices = resolve([f"{key}={value}" for key, value in settings.items()])
+        config, choices = resolve_config([f"{key}={value}" for key, value in settings.items()])
         assert all(choices[key] == value for key, value in settings.items() if key in choices)
         assert config.num_clients == int(settings.get("num_clients", config.num_clients))
 

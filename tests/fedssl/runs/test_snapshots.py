@@ -96,7 +96,7 @@ def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
     method = build_method(opened.settings.model)
     load_layers(method, opened.layers(opened.kept[-1].models["global"]))
     images, _ = opened.images(landscape.MAX_IMAGES)
-    views = opened.settings.training.augmentation.make()(
+    views = opened.settings.training.augmentation.instantiate()(
         images[:64], torch_generator(opened.settings.seed, "landscape views")
     )
     with torch.no_grad():
