@@ -33,7 +33,7 @@ from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
 from server_app.recorder import Recorder
-from server_app.training_loop import CLIENT_CORES, arrays_by_model, can_evaluate_in_background, load_each, run_training
+from server_app.training_loop import CLIENT_CORES, TrainingLoop, arrays_by_model, can_evaluate_in_background, load_each
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -146,7 +146,7 @@ def run(
         log.warning("nothing will be evaluated: %s", problem)
     exchange = MessageExchange(grid, keep_contents=settings.aggregation.buffered)
     background = can_evaluate_in_background(components, client_cores)
-    state = run_training(exchange, components, state, recorder, last=settings.rounds, background=background)
+    state = TrainingLoop(exchange, components, state, recorder, background=background).run()
     results_by_model = finish(components, state, settings, recorder)
     if settings.evaluation.personalized:
         trained, epochs = recorder.trained_clients(), settings.evaluation.adaptation_epochs

@@ -1,8 +1,9 @@
 """Validation of settings against each other, the data and the federation, before the first round."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -16,6 +17,11 @@ from fedssl.evaluation.evaluation_input import why_not_evaluable
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.methods.base import SSLMethod
 from server_app.nodes import ClientDirectory
+from server_app.plans import PlanBuilder
+from server_app.round_context import RoundContext
+from strategies.base import Aggregator
+from strategies.state import GLOBAL
+from strategies.weighted_sum import is_uniform_sum
 
 log = logging.getLogger("fedssl")
 
@@ -196,3 +202,32 @@ def validate_early_stopping(
         found = {**result_units, **({"classifier": ACCURACY} if method.uses_labels else {})}
         check_monitor(rule, found)
         check_threshold_unit(rule, found[rule.monitor])
+
+
+def require_full_exchange(what: str, context: RoundContext, plans: PlanBuilder, *, models: Iterable[str]) -> None:
+    """Require one global model that all clients download and upload completely; raises `InputError`."""
+    slots = plans.slots.values()
+    names = {*chain.from_iterable(slot.candidates for slot in slots), *models}
+    start = next(iter(plans.starts.values()))
+    complete = all(slot.downloaded == tuple(start.trainable) for slot in slots)
+    if not (names <= {GLOBAL} and complete and start.upload_names is None and len(context.phases) == 1):
+        raise InputError(
+            f"{what} needs clients that all send and receive the whole model, but the strategy or "
+            "the schedule exchanges parts of it or several models; leave it out"
+        )
+
+
+def require_uniform_sum(
+    what: str, context: RoundContext, plans: PlanBuilder, aggregators: Mapping[str, Aggregator]
+) -> None:
+    """Require an aggregator that is the sum of all updates with equal weights; raises `InputError`."""
+    require_full_exchange(what, context, plans, models=aggregators)
+    if not all(is_uniform_sum(aggregator) for aggregator in aggregators.values()):
+        raise InputError(
+            f"{what} needs a strategy that adds up the clients with equal weights: set strategy=fedavg "
+            "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
+        )
+    if context.method.uploaded_parts:
+        raise InputError(
+            f"{what} does not cover the parts that {type(context.method).__name__} uploads; set another method"
+        )

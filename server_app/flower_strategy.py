@@ -11,8 +11,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.wire.records import arrays_to_record
-from server_app.round import Round, RoundResult
+from server_app.round import Round
 from server_app.round_context import RoundContext
+from server_app.updates import RoundResult
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -15,20 +15,20 @@ log = logging.getLogger("fedssl")
 
 
 class MessageExchange:
-    """Sends messages and receives replies, those that are late as well.
+    """Sends messages and receives replies, late ones included.
 
     Parameters
     ----------
     grid : Grid
     keep_contents : bool
-        Whether the contents of messages are kept until their replies are there.
+        Whether the contents of messages are kept until their replies arrive.
 
     Attributes
     ----------
     pending : dict of str to Message
-        Messages of earlier exchanges, by their ids, that nobody has replied to yet.
+        Messages of earlier exchanges without a reply, by message id.
     late_replies : list of (Message, Message)
-        Messages of earlier exchanges and the replies to them that came during the newest one.
+        Messages of earlier exchanges and the replies to them that arrived during the newest one.
     """
 
     def __init__(self, grid: Grid, *, keep_contents: bool = False) -> None:
@@ -37,12 +37,12 @@ class MessageExchange:
         self.late_replies: list[tuple[Message, Message]] = []
 
     def expire(self, *, older_than: float) -> None:
-        """Wait no longer for replies to messages that were made more than so many seconds ago."""
+        """Stop waiting for replies to messages that are more than ``older_than`` seconds old."""
         oldest = time.time() - older_than
         self.pending = {id: message for id, message in self.pending.items() if message.metadata.created_at > oldest}
 
     def flush(self) -> None:
-        """Return when what the clients of this process keep is in their files; other clients wait for it themselves."""
+        """Wait until the states of clients of this process are in their files. Other clients wait themselves."""
         settle = getattr(self._grid, "settle", None)
         if settle is not None:
             settle()
@@ -55,7 +55,7 @@ class MessageExchange:
         deadline: float | None = None,
         min_replies: int | None = None,
     ) -> Iterator[Message]:
-        """Replies as they arrive, until there are enough, or all are there, or time is over.
+        """Yield replies as they arrive, until there are enough, all have arrived, or time is over.
 
         Parameters
         ----------
@@ -63,9 +63,9 @@ class MessageExchange:
         timeout : float
             Seconds to wait for the next reply.
         deadline : float, optional
-            Seconds after which nobody is waited for any more.
+            Seconds after which waiting ends.
         min_replies : int, optional
-            Replies without errors, late ones included, after which nobody is waited for any more.
+            Number of replies without errors, late ones included, after which waiting ends.
         """
         messages = list(messages)
         self.late_replies.clear()
@@ -104,51 +104,42 @@ class MessageExchange:
 
 
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
-    """Replies as they arrive, until all are there or none has come for ``timeout`` seconds."""
+    """Return replies as they arrive, until all have arrived or none arrives for ``timeout`` seconds."""
     return MessageExchange(grid).send_and_receive(messages, timeout=timeout)
 
 
 def ordered_by_client(
-    replies: Iterable[Message],
-    *,
-    sent: Sequence[Message],
-    clients: Mapping[int, int],
-    drop: Callable[[int, str], None],
-) -> Iterator[tuple[int, Message]]:
-    """Replies in order of partition ids; early ones wait.
+    replies: Iterable[Message], *, sent: Sequence[Message], clients: Mapping[int, int]
+) -> Iterator[tuple[int, Message | str]]:
+    """Yield replies in order of the clients. A failed or missing reply is a reason, in any order.
 
     Parameters
     ----------
     replies : iterable of Message
         As they arrive.
     sent : sequence of Message
-        What they reply to.
+        The messages that they reply to.
     clients : mapping of int to int
-        The partition ids by the ids of the nodes.
-    drop : callable
-        Told of clients that failed or did not reply, and why.
+        Client ids by node id.
     """
     expected = sorted(clients.values())
     waiting: dict[int, Message] = {}
-    asked: dict[str, int] = {}
+    client_of: dict[str, int] = {}
     for reply in replies:
-        if not asked:  # messages have an id once they are sent, i.e. after the first reply was asked for
-            asked = {message.metadata.message_id: clients[message.metadata.dst_node_id] for message in sent}
-        # An error reply that Flower itself makes bears the server's node id, so only the message tells the client.
-        client = asked.get(reply.metadata.reply_to_message_id, -1)
+        if not client_of:  # messages have an id once they are sent, i.e. after the first reply was requested
+            client_of = {message.metadata.message_id: clients[message.metadata.dst_node_id] for message in sent}
+        # An error reply that Flower itself creates has the server's node id, so only the message identifies the client.
+        client = client_of.get(reply.metadata.reply_to_message_id, -1)
         if client not in expected or client in waiting:
-            log.warning("a reply of node %d that nobody waits for is ignored", reply.metadata.src_node_id)
+            log.warning("an unexpected reply of node %d is ignored", reply.metadata.src_node_id)
         elif reply.has_error():
             expected.remove(client)
-            drop(client, f"it failed with {reply.error.reason}")
+            yield client, f"it failed with {reply.error.reason}"
         else:
             waiting[client] = reply
-        del reply  # a streamed reply is a whole model: let it go before the next one is made
+        del reply  # a streamed reply is a whole model: free it before the next one is created
         while expected and expected[0] in waiting:
             client = expected.pop(0)
             yield client, waiting.pop(client)
     for client in expected:
-        if client in waiting:
-            yield client, waiting.pop(client)
-        else:
-            drop(client, NO_REPLY)
+        yield client, waiting.pop(client) if client in waiting else NO_REPLY

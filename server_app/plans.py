@@ -1,11 +1,12 @@
-"""The plans of a round: what every client starts from, what of it the client lacks, and the messages that bring it."""
+"""The plans of a round: the model that every client starts from, the layers that it lacks, and the messages."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from flwr.app import ArrayRecord, Message, RecordDict
+from torch import Tensor
 
 from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.model_arrays import part_name
@@ -18,7 +19,18 @@ from strategies.state import GlobalModel, ServerState
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A model as the round finds it: what its clients train, only use, and send back (None: all that they train)."""
+    """A model at the start of a round.
+
+    Attributes
+    ----------
+    model : GlobalModel
+    trainable, frozen : dict of str to ndarray
+        The layers that clients train, and those that they only use.
+    upload_names : tuple of str or None
+        Names of the layers that clients send. None: all that they train.
+    expected_upload : ReferenceLayers
+        These layers, to validate updates against.
+    """
 
     model: GlobalModel
     trainable: Layers
@@ -27,26 +39,54 @@ class StartingModel:
     expected_upload: ReferenceLayers
 
 
+@dataclass
+class ClientSlot:
+    """One client in a round.
+
+    Attributes
+    ----------
+    client : int
+    candidates : tuple of str
+        Names of the models of which the client chooses its start. Usually there is one.
+    start : str
+        Name of the model that it starts from. The first candidate until the reply is read.
+    downloaded : tuple of str
+        Names of the trained layers that it receives.
+    bytes_down : int
+    destinations : tuple of str
+        Names of the models that its update goes into. Set when the reply is read.
+    features : Tensor or None
+        Features of the server's images under its model, if the strategy compares models.
+    """
+
+    client: int
+    candidates: tuple[str, ...]
+    start: str
+    downloaded: tuple[str, ...]
+    bytes_down: int
+    destinations: tuple[str, ...] = ()
+    features: Tensor | None = None
+
+
 class PlanBuilder:
-    """What goes out in the round that follows a state.
+    """Builder of the messages of the round that follows a state.
 
     Parameters
     ----------
     context : RoundContext
     state : ServerState
     candidates : mapping of int to tuple of str
-        For each client that trains, names of the models of which it chooses its start; often there is one.
+        For each client that trains, the names of the models of which it chooses its start.
     extra_models : iterable of str
-        Names of other models that updates will go into.
+        Names of further models that updates go into.
     keep_from : int
         Oldest round that a resumed run may go back to.
 
     Attributes
     ----------
     starts : dict of str to StartingModel
-    downloaded_names : dict of int to tuple of str
-        Names of the trained layers that a client receives.
-    bytes_down : dict of int to int
+    slots : dict of int to ClientSlot
+        By client, in order.
     messages : list of Message
         One for each client, in order.
     """
@@ -68,9 +108,8 @@ class PlanBuilder:
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
         self._models: dict[tuple[str, tuple[str, ...]], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
-        self.downloaded_names: dict[int, tuple[str, ...]] = {}
-        self.bytes_down: dict[int, int] = {}
-        self.messages = list(self._plans(candidates, keep_from=keep_from))
+        self.slots: dict[int, ClientSlot] = {}
+        self.messages = self._plan_clients(candidates, keep_from=keep_from)
 
     def _start(self, model: GlobalModel) -> StartingModel:
         context = self._context
@@ -82,8 +121,9 @@ class PlanBuilder:
         sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up})
         return StartingModel(model, trained, frozen, up, sent)
 
-    def _plans(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> Iterator[Message]:
-        context = self._context
+    def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> list[Message]:
+        """Create the slot and the message of each client."""
+        context, messages = self._context, []
         plan = TrainPlan(
             round=self._number,
             layers={},
@@ -97,41 +137,42 @@ class PlanBuilder:
         contents: dict[tuple[tuple[str, ...], ...], RecordDict] = {}  # clients that receive the same share a record
         for client, names in candidates.items():
             start = self.starts[names[0]]
-            # Of several models a client has none by itself: it does not know which it will take.
+            # With several candidates nothing is known about the layers that the client holds.
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
             chosen = context.strategy.server.download_names(start.model, self._number, start.trainable, last)
-            self.downloaded_names[client] = tuple(start.trainable) if chosen is None else chosen
-            down = (*self._missing_frozen(start, last), *self.downloaded_names[client])
+            downloaded = tuple(start.trainable) if chosen is None else chosen
+            down = (*self._missing_frozen(start, last), *downloaded)
             shared = self._broadcast_for(start.model, last)
             key = (names, down, tuple(shared))
             if key not in contents:
                 models = [self._subset(name, down) for name in names]
-                one = replace(
+                client_plan = replace(
                     plan,
                     layers=models[0],
                     candidate_arrays=tuple(models[1:]),
                     broadcast=shared,
                     upload_names=start.upload_names,
                 )
-                contents[key] = self._in_phase(one, start).to_content(self._encode)
+                contents[key] = self._in_phase(client_plan, start).to_content(self._encode)
             content = contents[key]
-            self.bytes_down[client] = content_bytes(content)
-            yield Message(content, context.nodes[client], "train", group_id=str(self._number))
+            self.slots[client] = ClientSlot(client, names, names[0], downloaded, content_bytes(content))
+            messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
+        return messages
 
     def _subset(self, name: str, down: tuple[str, ...]) -> Layers:
-        """These layers of a model; the same object for all clients."""
+        """Return these layers of a model, the same object for all clients."""
         if (name, down) not in self._models:
             self._models[name, down] = {layer: self.starts[name].model.layers[layer] for layer in down}
         return self._models[name, down]
 
     def _encode(self, layers: Layers, wire_dtype: str) -> ArrayRecord:
-        """The record of a model, made once, in whatever place clients are offered it."""
+        """Return the record of a model. It is encoded once for all clients."""
         if id(layers) not in self._packed:
             self._packed[id(layers)] = encode_arrays(layers, wire_dtype)
         return self._packed[id(layers)]
 
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
-        """The plan with what a client must know of the phase, if there are several."""
+        """Return the plan with the fields of the phase, if there are several phases."""
         phase = self._phase
         if len(self._context.phases) == 1:
             return plan
@@ -145,16 +186,16 @@ class PlanBuilder:
         )
 
     def _broadcast_for(self, model: GlobalModel, last: int | None) -> Layers:
-        """What the method's server side gives to a client, but for what this holds from an earlier round."""
+        """Return the arrays of the method's server side, without those that the client holds from an earlier round."""
         held = () if last is None else self._context.method.static_parts
         return {layer: array for layer, array in model.broadcast.items() if part_name(layer) not in held}
 
     def _missing_frozen(self, start: StartingModel, last: int | None) -> tuple[str, ...]:
-        """Those of the frozen layers that a client does not have from a round in which they were frozen already.
+        """Return the names of frozen layers that a client did not receive in a round in which they were frozen already.
 
-        LW-FedSSL's Table 2 (Tun et al., arXiv 2401.11647) follows from what a client lacks, and so does what one that
-        joins late or missed a stage has to receive (end of Section 5.2). With calibration the server changes all stages
-        in every round, so that they travel down every time.
+        LW-FedSSL's Table 2 (Tun et al., arXiv 2401.11647) follows from this, and so do the downloads of a client that
+        joins late or missed a stage (end of Section 5.2). With calibration the server changes all stages in every
+        round, so they are sent every time.
         """
         if last is None or not self._context.clients_cache_frozen:
             return tuple(start.frozen)

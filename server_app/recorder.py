@@ -41,8 +41,8 @@ from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_
 from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
 from server_app.console import DISK_ERRORS, PlainConsole, ProgressTracker
 from server_app.personalization import PersonalizedResult, mean_over_clients
-from server_app.round import RoundResult
 from server_app.trackers.base import SafeTracker
+from server_app.updates import RoundResult
 from strategies.state import ServerState, model_suffix
 
 log = logging.getLogger("fedssl")

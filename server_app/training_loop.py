@@ -27,8 +27,9 @@ from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange
 from server_app.recorder import Recorder
-from server_app.round import Round, RoundResult, TooFewUpdatesError, UpdateObserver
+from server_app.round import Round, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
+from server_app.updates import RoundResult
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -37,76 +38,140 @@ CLIENT_CORES = "client-cores"  # in the ServerApp's node configuration: cores of
 
 
 def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:
-    """Whether rounds may be evaluated while the next one runs.
+    """Return whether rounds may be evaluated while the next one runs.
 
     Parameters
     ----------
     components : RunComponents
     client_cores : int or None
-        Cores of this machine that clients occupy; None: nobody knows.
+        Cores of this machine that clients occupy; None if unknown.
     """
     settings = components.settings
-    if components.client_data is None:  # clients are devices
+    if components.client_data is None:  # edge clients run elsewhere
         client_cores = 0
     return (
         client_cores is not None
         and available_cores() - client_cores >= settings.machine.threads
-        and settings.evaluation.early_stopping.monitor
-        is None  # whether there is a next round depends on the evaluation
-        # What else trains or draws here shares a random generator, and the GPU's memory, with nobody.
+        # Early stopping decides about the next round by the evaluation.
+        and settings.evaluation.early_stopping.monitor is None
+        # Other training or sampling here would share the random generator and the GPU's memory.
         and components.evaluation_is_training_free
         and settings.calibration is None
     )
 
 
-def run_training(
-    exchange: MessageExchange,
-    components: RunComponents,
-    state: ServerState,
-    recorder: Recorder,
-    *,
-    last: int,
-    background: bool,
-) -> ServerState:
-    """All rounds after ``state`` up to the last one, recorded; returns the state after it.
+class TrainingLoop:
+    """All rounds of a run after a state.
 
-    Whatever ends them early, the rounds that are done and evaluated are in a checkpoint.
-    """
-    recording = BackgroundRecorder(components, recorder, state, background=background)
-    rule = components.settings.evaluation.early_stopping
-    try:
-        with recording:
-            while state.round < last and not stop_reason(recorder.evaluations, rule):
-                state = run_next_round(exchange, components, state, recorder, recording)
-    except BaseException:
-        with suppress(OSError):  # the disk may be full
-            recorder.checkpoint(recording.state, ends=True)
-        raise
-    if state.round < last:
-        recorder.record_early_stop(state, stop_reason(recorder.evaluations, rule) or "")
-    return state
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletedRound:
-    """A round that is over.
+    Parameters
+    ----------
+    exchange : MessageExchange
+    components : RunComponents
+    state : ServerState
+    recorder : Recorder
+    background : bool
+        Whether rounds are evaluated while the next one runs.
 
     Attributes
     ----------
     state : ServerState
-        After it.
-    report : RoundResult
+        After the last completed round.
+    """
+
+    def __init__(
+        self,
+        exchange: MessageExchange,
+        components: RunComponents,
+        state: ServerState,
+        recorder: Recorder,
+        *,
+        background: bool,
+    ) -> None:
+        self._exchange, self._components, self._recorder = exchange, components, recorder
+        self.state = state
+        self._background_recorder = BackgroundRecorder(components, recorder, state, background=background)
+
+    def run(self) -> ServerState:
+        """Run all rounds and return the last state.
+
+        If an exception ends them early, all evaluated rounds are in a checkpoint.
+        """
+        settings, recorder = self._components.settings, self._recorder
+        rule = settings.evaluation.early_stopping
+        try:
+            with self._background_recorder:
+                while self.state.round < settings.rounds and not stop_reason(recorder.evaluations, rule):
+                    self._run_round()
+        except BaseException:
+            with suppress(OSError):  # the disk may be full
+                recorder.checkpoint(self._background_recorder.state, ends=True)
+            raise
+        if self.state.round < settings.rounds:
+            recorder.record_early_stop(self.state, stop_reason(recorder.evaluations, rule) or "")
+        return self.state
+
+    def _run_round(self) -> None:
+        """Run the next round and submit it to the background recorder."""
+        components, recorder, number = self._components, self._recorder, self.state.round + 1
+        start = time.monotonic()
+        phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
+        monitor, snapshot_writer = components.monitor if due else None, recorder.snapshot_writer(number)
+        with set_active_stages(components.method, depth=phase.depth):
+            self.state, result = run_round(
+                self._exchange,
+                self._current_context,
+                self.state,
+                keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
+                observers=[observer.observe for observer in (monitor, snapshot_writer) if observer is not None],
+            )
+            self._exchange.flush()  # a run that resumes from this round's checkpoint needs the client states
+            seconds = time.monotonic() - start
+            clients = [row.client for row in result.clients]
+            models = arrays_by_model(components.context, self.state) if due or snapshot_writer else {}
+            if snapshot_writer:
+                snapshot_writer.finish(models, used=clients)
+            health = monitor.finish(models) if monitor else None
+        self._background_recorder.wait()  # the GPU memory of a step is measured while nothing else uses the GPU
+        self._background_recorder.submit(
+            CompletedRound(
+                state=self.state,
+                result=result,
+                models=models if due else {},
+                depth=phase.depth,
+                seconds=seconds,
+                health=health,
+                cost=components.costs(phase, clients) if components.costs else None,
+            )
+        )
+
+    def _current_context(self) -> RoundContext:
+        """Return the context with the clients that are available, once there are enough."""
+        components = self._components
+        clients = components.client_manager.wait_for(components.context.aggregation.min_updates)
+        self._recorder.register(clients.client_ids)
+        return replace(components.context, nodes=clients.nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedRound:
+    """A round that is not recorded yet.
+
+    Attributes
+    ----------
+    state : ServerState
+        After the round.
+    result : RoundResult
     models : mapping of str to Layers
-        By name; empty unless they are to be evaluated.
+        By name. Empty if the round is not evaluated.
     depth : int or None
-        How many stages of the encoder ran.
+        Number of active stages of the encoder.
     seconds : float
     health : CollapseReport or None
     cost : mapping of str to float, or None
     """
 
     state: ServerState
-    report: RoundResult
+    result: RoundResult
     models: Mapping[str, Layers]
     depth: int | None
     seconds: float
@@ -115,21 +180,21 @@ class CompletedRound:
 
 
 class BackgroundRecorder:
-    """Evaluates rounds and writes them down, in their order; as a context manager, which ends when that is done.
+    """Evaluates and records rounds, in order. As a context manager it waits for the last one.
 
     Parameters
     ----------
     components : RunComponents
     recorder : Recorder
     state : ServerState
-        That the rounds begin with.
+        Before the first round.
     background : bool
-        Whether this is done in a thread of its own, with a model of its own.
+        Whether rounds are evaluated in a thread, with a separate model.
 
     Attributes
     ----------
     state : ServerState
-        After the last round that is recorded.
+        After the last recorded round.
     """
 
     def __init__(self, components: RunComponents, recorder: Recorder, state: ServerState, *, background: bool) -> None:
@@ -137,9 +202,9 @@ class BackgroundRecorder:
         self.state = state
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
         self._pending: Future[None] | None = None
-        # No copy, which would share with the method what stages run.
-        own = background and components.settings.evaluation.every > 0
-        self._own = build_method(components.settings.model).to(components.device) if own else components.method
+        # Not a copy, which would share the active stages with the method.
+        separate = background and components.settings.evaluation.every > 0
+        self._method = build_method(components.settings.model).to(components.device) if separate else components.method
 
     def __enter__(self) -> "BackgroundRecorder":
         return self
@@ -152,100 +217,45 @@ class BackgroundRecorder:
             self.wait()
 
     def wait(self) -> None:
-        """Return when all rounds so far are recorded; raises what prevented that."""
+        """Wait until all submitted rounds are recorded; raises the error of the last one."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
-    def submit(self, done: CompletedRound) -> None:
-        """Evaluate and record one round more, now or beside the next."""
+    def submit(self, completed: CompletedRound) -> None:
+        """Evaluate and record a round, now or while the next one runs."""
         self.wait()
-        if self._background and done.models:
-            self._pending = self._executor.submit(self._record, done, in_background=True)
+        if self._background and completed.models:
+            self._pending = self._executor.submit(self._record, completed, in_background=True)
         else:
-            self._record(done)
+            self._record(completed)
 
-    def _record(self, done: CompletedRound, *, in_background: bool = False) -> None:
+    def _record(self, completed: CompletedRound, *, in_background: bool = False) -> None:
         evaluation: ResultsByModel = {}
         if in_background:
             torch.set_num_threads(self._components.settings.machine.threads)
-        if done.models:
-            with set_active_stages(self._own, depth=done.depth):
-                evaluation = self._components.evaluator.evaluate(load_each(self._own, done.models))
-        # The lines go first: lines beyond the newest checkpoint are cut off when a run resumes.
+        if completed.models:
+            with set_active_stages(self._method, depth=completed.depth):
+                evaluation = self._components.evaluator.evaluate(load_each(self._method, completed.models))
+        # The lines are written first: a resumed run removes lines beyond the newest checkpoint.
         self._recorder.round(
-            done.report, seconds=done.seconds, evaluation=evaluation, health=done.health, cost=done.cost
+            completed.result,
+            seconds=completed.seconds,
+            evaluation=evaluation,
+            health=completed.health,
+            cost=completed.cost,
         )
-        self._recorder.checkpoint(done.state)
-        self.state = done.state
-
-
-def run_next_round(
-    exchange: MessageExchange,
-    components: RunComponents,
-    state: ServerState,
-    recorder: Recorder,
-    recording: BackgroundRecorder,
-) -> ServerState:
-    """The state after one round more, which is handed to the recording."""
-
-    def current_context() -> RoundContext:
-        clients = components.client_manager.wait_for(components.context.aggregation.min_updates)
-        recorder.register(clients.client_ids)
-        return replace(components.context, nodes=clients.nodes)
-
-    start, number = time.monotonic(), state.round + 1
-    phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
-    monitor, snapshot_writer = components.monitor if due else None, recorder.snapshot_writer(number)
-    observers = [one.observe for one in (monitor, snapshot_writer) if one is not None]
-    with set_active_stages(components.method, depth=phase.depth):
-        state, report = run_round(
-            exchange,
-            current_context,
-            state,
-            keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
-            observe=combine_observers(observers) if observers else None,
-        )
-        exchange.flush()  # whoever resumes from this round's checkpoint finds it
-        seconds = time.monotonic() - start
-        clients = [row.client for row in report.clients]
-        models = arrays_by_model(components.context, state) if due or snapshot_writer else {}
-        if snapshot_writer:
-            snapshot_writer.finish(models, used=clients)
-        health = monitor.finish(models) if monitor else None
-    recording.wait()  # what a step needs of a GPU's memory is measured while nothing else needs it
-    cost = components.costs(phase, clients) if components.costs else None
-    recording.submit(
-        CompletedRound(
-            state=state,
-            report=report,
-            models=models if due else {},
-            depth=phase.depth,
-            seconds=seconds,
-            health=health,
-            cost=cost,
-        )
-    )
-    return state
-
-
-def combine_observers(observers: Sequence[UpdateObserver]) -> UpdateObserver:
-    """One that lets all of them see."""
-
-    def observe(client: int, layers: Layers) -> None:
-        for one in observers:
-            one(client, layers)
-
-    return observe
+        self._recorder.checkpoint(completed.state)
+        self.state = completed.state
 
 
 def arrays_by_model(context: RoundContext, state: ServerState) -> dict[str, Layers]:
-    """The layers of every model, by name and in order, in the phase that the state has come to."""
+    """Return the layers of every model by name, in the phase of the state's round."""
     return {name: context.advance_to_phase(state.models[name], state.round).layers for name in state.model_names()}
 
 
 def load_each(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:
-    """The method with each of the models in it, one after the other, under its name."""
+    """Yield each name with the method, into which the model of that name is loaded."""
     for name, layers in models.items():
         load_layers(method, layers)
         yield name, method
@@ -257,50 +267,49 @@ def run_round(
     state: ServerState,
     *,
     keep_from: int = 0,
-    observe: UpdateObserver | None = None,
+    observers: Sequence[UpdateObserver] = (),
 ) -> tuple[ServerState, RoundResult]:
-    """The round after ``state``, from sampling to the new state.
+    """Run the round after ``state``, and repeat it with other clients if it has too few usable updates.
 
     Parameters
     ----------
     exchange : MessageExchange
-        Of the run.
     current_context : callable
-        Gives the context with the clients that are there.
-    state, keep_from, observe
-        As in `Round` and `Round.end`.
+        Returns the context with the clients that are available.
+    state, keep_from, observers
+        As in `Round` and `Round.finish`.
 
     Raises
     ------
     TooFewUpdatesError
-        The last repetition had too few, too.
+        All attempts had too few usable updates.
     """
     attempt = 0
     while True:
         context = current_context()
-        aggregation = context.aggregation
+        settings = context.aggregation
         exchange.expire(older_than=context.timeout)
-        one = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(exchange, context))
-        min_replies = aggregation.min_updates if aggregation.buffered else None
-        if aggregation.over_selection:
+        attempted = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(exchange, context))
+        min_replies = settings.min_updates if settings.buffered else None
+        if settings.over_selection:
             min_replies = context.clients_per_round
         replies = exchange.send_and_receive(
-            one.messages, timeout=context.timeout, deadline=aggregation.round_deadline, min_replies=min_replies
+            attempted.messages, timeout=context.timeout, deadline=settings.round_deadline, min_replies=min_replies
         )
         try:
             if context.secure_aggregation:
-                return one.finish_secure(exchange, context.secure_aggregation)
-            return one.finish(replies, late_replies=exchange.late_replies, observe=observe)
+                return attempted.finish_secure(exchange, context.secure_aggregation)
+            return attempted.finish(replies, late_replies=exchange.late_replies, observers=observers)
         except TooFewUpdatesError as reason:
-            if attempt == aggregation.max_retries:
+            if attempt == settings.max_retries:
                 raise
             attempt += 1
-            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, aggregation.max_retries)
+            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, settings.max_retries)
 
 
 def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
-    """Clients whose late updates will be used."""
+    """Return the clients whose late updates will be used."""
     if not context.aggregation.buffered:
         return set()
-    owing = {message.metadata.dst_node_id for message in exchange.pending.values()}
-    return {client for client, node in context.nodes.items() if node in owing}
+    nodes = {message.metadata.dst_node_id for message in exchange.pending.values()}
+    return {client for client, node in context.nodes.items() if node in nodes}

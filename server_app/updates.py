@@ -1,31 +1,175 @@
-"""Read, validate, filter and correct the updates of clients."""
+"""Updates of clients: read and validate them, filter outliers, and apply stale ones."""
 
-import logging
 import math
 import statistics
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
-from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
+from fedssl.wire.messages import ARRAYS, NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
+from fedssl.wire.records import content_bytes, decode_arrays
+from server_app.plans import ClientSlot, StartingModel
+from server_app.round_context import RoundContext
+from strategies.state import GLOBAL
 
-log = logging.getLogger("fedssl")
-
-# What a metric may be; beyond it a client lies. Losses of methods and their regularisers are far smaller.
+# Ranges of metrics. Losses of methods and regularizers are far smaller.
 METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
 
 PARTS = ("weights", "running statistics")
 
 
 class InvalidUpdate(ValueError):
-    """An update that cannot be used; the message is the reason, for the log."""
+    """An update that cannot be used. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class ClientMetrics:
+    """Metrics of one client in a round. The fields are the keys of ``clients.jsonl``.
+
+    ``model`` is the name of the model that the client started from. ``cosine`` has the cosine of every layer with it,
+    ``model_cosine`` the cosine of all weights as one vector (L-DAWA, Eq. 2 and Fig. 4), and ``layer_cosine`` the mean
+    over layers, see `fedssl.arrays.Cosines`; None if no weights were exchanged. ``staleness`` is the number of rounds
+    since the plan that the client answered.
+    """
+
+    round: int
+    client: int
+    model: str
+    loss: float | None
+    seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    examples: int | None
+    cosine: dict[str, float]
+    model_cosine: float | None
+    layer_cosine: float | None
+    staleness: int = 0
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Outcome of a round.
+
+    Attributes
+    ----------
+    clients : list of ClientMetrics
+        One for each update that was used.
+    dropped : dict of int to str
+        The reason for each client without a usable update.
+    late : list of int
+        Clients that replied to an older plan and whose update was not used.
+    privacy : dict
+        Epsilon after this round, and its delta. Empty without differential privacy.
+    strategy_metrics : dict
+        Metrics of the strategy, ready for JSON.
+    """
+
+    round: int
+    clients: list[ClientMetrics] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
+    privacy: dict[str, float] = field(default_factory=dict)
+    strategy_metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ValidUpdate:
+    """A validated update with its client's slot, cosines with its start, size in bytes, and staleness in rounds."""
+
+    slot: ClientSlot
+    update: ClientUpdate
+    cosines: Cosines
+    bytes_up: int
+    staleness: int = 0
+
+    def metrics(self, round: int) -> ClientMetrics:
+        """Return the client's metrics in this round."""
+        slot, update, cosines = self.slot, self.update, self.cosines
+        return ClientMetrics(
+            round=round,
+            client=slot.client,
+            model=slot.start,
+            loss=_finite(update.train_loss),  # NaN without a local epoch
+            seconds=_finite(update.seconds),
+            bytes_up=self.bytes_up,
+            bytes_down=slot.bytes_down,
+            examples=update.num_examples,
+            cosine=cosines.weights,
+            model_cosine=cosines.model if cosines.weights else None,
+            layer_cosine=cosines.mean,
+            staleness=self.staleness,
+        )
+
+
+class UpdateReader:
+    """Reader of the replies of a round.
+
+    Parameters
+    ----------
+    context : RoundContext
+    starts : mapping of str to StartingModel
+    number : int
+        Of the round.
+    required_metrics : collection of str
+    """
+
+    def __init__(
+        self,
+        context: RoundContext,
+        starts: Mapping[str, StartingModel],
+        *,
+        number: int,
+        required_metrics: Collection[str],
+    ) -> None:
+        self._context, self._starts = context, starts
+        self._number, self._required_metrics = number, required_metrics
+
+    def read(self, slot: ClientSlot, reply: Message) -> ValidUpdate:
+        """Return the update of a reply to this round's plan, and set its start; raises `InvalidUpdate`."""
+        slot.start = slot.candidates[read_model_index(reply, among=len(slot.candidates))]
+        return self._validate(slot, reply, self._starts[slot.start].expected_upload, number=self._number)
+
+    def read_late(self, client: int, plan: Message, reply: Message) -> ValidUpdate:
+        """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
+        current, number = self._starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
+        start_layers = decode_arrays(plan.content.array_records[ARRAYS], self._context.wire_dtype)
+        start = ReferenceLayers({name: start_layers[name] for name in current.layers})
+        slot = ClientSlot(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
+        valid = self._validate(slot, reply, start, number=number)
+        staleness = self._number - number
+        layers = apply_stale_update(
+            valid.update.layers, start=start.layers, current=current.layers, staleness=staleness
+        )
+        update = replace(valid.update, layers=layers)
+        return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
+
+    def _validate(self, slot: ClientSlot, reply: Message, expected: ReferenceLayers, *, number: int) -> ValidUpdate:
+        """Read the reply to the plan of round ``number``; raises `InvalidUpdate`."""
+        context = self._context
+        # A shortened layer contains the change by training. Added to the server's own copy of the model, it is not
+        # affected by the rounding of the download, and neither is its cosine.
+        downloaded = {layer: expected.layers[layer] for layer in slot.downloaded if layer in expected.layers}
+        update = read_update(
+            reply, slot.client, sent_to=context.nodes[slot.client], wire_dtype=context.wire_dtype, start=downloaded
+        )
+        cosines = check_update(
+            update,
+            expected=expected,
+            gathered=context.gathered,
+            required_metrics=self._required_metrics,
+            plan=(number, context.code_fingerprint),
+            max_examples=context.aggregation.max_examples,
+        )
+        return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
 
 
 def read_model_index(reply: Message, *, among: int) -> int:
-    """Which of so many models the client says that it started from; raises `InvalidUpdate`."""
+    """Return the index of the model that the client started from; raises `InvalidUpdate`."""
     try:
         return parse_model_index(reply.content, among=among)
     except KeyError as missing:
@@ -37,7 +181,7 @@ def read_model_index(reply: Message, *, among: int) -> int:
 def read_update(
     reply: Message, client: int, *, sent_to: int, wire_dtype: str = LOSSLESS, start: Layers | None = None
 ) -> ClientUpdate:
-    """The update in the reply of a client to what was sent to its node; raises `InvalidUpdate`.
+    """Return the update in a client's reply to the message for node ``sent_to``; raises `InvalidUpdate`.
 
     ``wire_dtype`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
     """
@@ -60,26 +204,26 @@ def check_update(
     plan: tuple[int, str],
     max_examples: int | None = None,
 ) -> Cosines:
-    """The cosines of an update with what its client started from.
+    """Validate an update and return its cosines with the model that its client started from.
 
     Parameters
     ----------
     expected : ReferenceLayers
-        The layers that the client was to send, as it had received them.
+        The layers to send, as the client received them.
     gathered : ReferenceLayers
-        What its part for the method's server side must be like.
+        The parts for the method's server side, to compare names, shapes and dtypes.
     required_metrics : collection of str
-        Metrics that it must have.
+        Metrics that the update must have.
     plan : tuple of int and str
-        Round and code of the plan that it must answer.
+        Round and code fingerprint of the plan.
     max_examples : int, optional
-        More images no client can have.
+        Upper bound of the number of images of a client.
 
     Raises
     ------
     InvalidUpdate
-        It answers another plan, a layer is missing, of another form or not finite, or a metric is missing or
-        impossible.
+        The update answers another plan, a layer is missing, has another shape or is not finite, or a metric is missing
+        or out of range.
     """
     for what, answered, sent_out in zip(("round", "code"), update.plan_id or (None, None), plan, strict=True):
         if answered != sent_out:
@@ -119,16 +263,16 @@ def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, m
 
 
 def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float) -> dict[int, str]:
-    """Clients whose update is not plausible, with the reason.
+    """Return the clients whose update norm is an outlier, with the reason.
 
-    More than half of the clients must be honest, and with fewer than three nobody stands out.
+    More than half of the clients must be honest. With fewer than three clients there are no outliers.
 
     Parameters
     ----------
     norms_of : mapping of int to (float, float)
-        How far a client moved, see `fedssl.arrays.Cosines`.
+        Relative change of weights and running statistics by client, see `fedssl.arrays.Cosines`.
     factor : float
-        How many times the median of the round is still plausible.
+        Largest allowed ratio to the median of the round.
     """
     outliers: dict[int, str] = {}
     for what, norms in zip(PARTS, zip(*norms_of.values(), strict=True), strict=False):
@@ -144,14 +288,19 @@ def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float)
 
 
 def apply_stale_update(layers: Layers, *, start: Layers, current: Layers, staleness: int) -> Layers:
-    """What an update of ``staleness`` rounds ago is for the present model: the way that it went, shorter, from there.
+    """Apply an update of ``staleness`` rounds ago to the current model.
 
-    ``current + (layers - start) / sqrt(1 + staleness)`` with the weight for staleness of FedBuff (Section 5.1, s(tau) =
-    (1 + tau)^-0.5); the mean over clients is then its update of the server (Algorithm 1) with a server learning rate of
-    1. Counters, which are no floating-point numbers, stay as they came.
+    ``current + (layers - start) / sqrt(1 + staleness)`` (buffered aggregation, Nguyen et al., AISTATS 2022, "FedBuff",
+    Section 5.1, s(tau) = (1 + tau)^-0.5). The mean over clients is then FedBuff's server update (Algorithm 1) with a
+    server learning rate of 1. Integer counters are returned unchanged.
     """
     weight = 1 / math.sqrt(1 + staleness)
     return {
         name: current[name] + (array - start[name]) * array.dtype.type(weight) if array.dtype.kind == "f" else array
         for name, array in layers.items()
     }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return None instead of a value that JSON cannot hold."""
+    return value if value is not None and math.isfinite(value) else None

@@ -9,9 +9,10 @@ from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
-from server_app.round import RoundResult, UpdateObserver
+from server_app.round import UpdateObserver
 from server_app.round_context import RoundContext
 from server_app.training_loop import run_round
+from server_app.updates import RoundResult
 from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy
 from strategies.state import GLOBAL, GlobalModel, ServerState
@@ -54,11 +55,11 @@ class Federation:
     def strategy(self) -> FedSSLStrategy:
         return self.components.context.strategy
 
-    def run(self, rounds: int, observe: UpdateObserver | None = None) -> Layers:
+    def run(self, rounds: int, *observers: UpdateObserver) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
             exchange, here = MessageExchange(self.grid), self.components.context
-            self.state, self.report = run_round(exchange, lambda here=here: here, self.state, observe=observe)
+            self.state, self.report = run_round(exchange, lambda here=here: here, self.state, observers=observers)
         return self.layers
 
     @property

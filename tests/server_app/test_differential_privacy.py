@@ -135,9 +135,9 @@ def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path):
     ("overrides", "reason"),
     [
         (["encoder.norm=batch"], "privacy=central leaves running statistics out, which the encoder needs"),
-        (["strategy=l_dawa"], "privacy=central needs a rule that adds the clients up, each with the same weight"),
-        (["strategy=fedavg"], "privacy=central needs a rule that adds the clients up"),
-        (["strategy=median"], "privacy=central needs a rule that adds the clients up"),
+        (["strategy=l_dawa"], "privacy=central needs a strategy that adds up the clients with equal weights"),
+        (["strategy=fedavg"], "privacy=central needs a strategy that adds up the clients"),
+        (["strategy=median"], "privacy=central needs a strategy that adds up the clients"),
         (["method=orchestra"], "privacy=central does not cover what Orchestra gathers"),
         (
             ["schedule=layer_wise", "rounds=4"],

@@ -134,8 +134,8 @@ def test_a_whole_run(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["strategy=l_dawa"], "secure_aggregation=secagg_plus needs a rule that adds the clients up"),
-        (["strategy=fedavg"], "secure_aggregation=secagg_plus needs a rule that adds the clients up"),
+        (["strategy=l_dawa"], "secure_aggregation=secagg_plus needs a strategy that adds up the clients"),
+        (["strategy=fedavg"], "secure_aggregation=secagg_plus needs a strategy that adds up the clients"),
         (
             ["privacy=central", "encoder.norm=group"],
             "secure_aggregation=secagg_plus shows the server nothing but a sum",

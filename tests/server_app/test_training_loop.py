@@ -11,6 +11,7 @@ from server_app import app, training_loop
 from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
 from server_app.recorder import Recorder
+from server_app.training_loop import TrainingLoop
 from simulation.cli import run
 from simulation.grid import run_local
 
@@ -153,7 +154,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.begun = [threading.Event() for _ in range(9)]
-        evaluate, run_next_round = Evaluator.evaluate, training_loop.run_next_round
+        evaluate, run_round = Evaluator.evaluate, TrainingLoop._run_round
         self.evaluated = 0
 
         def waits(evaluator, models, *, final=False):
@@ -162,12 +163,12 @@ class Held:
                 assert self.evaluated == 3 or self.begun[self.evaluated + 1].wait(WAIT), "no round has begun beside it"
             return evaluate(evaluator, models, final=final)
 
-        def begins(exchange, components, state, recorder, recording):
-            self.begun[state.round + 1].set()
-            return self.next(state, lambda: run_next_round(exchange, components, state, recorder, recording))
+        def begins(loop):
+            self.begun[loop.state.round + 1].set()
+            self.next(loop.state, lambda: run_round(loop))
 
         monkeypatch.setattr(Evaluator, "evaluate", waits)
-        monkeypatch.setattr(training_loop, "run_next_round", begins)
+        monkeypatch.setattr(TrainingLoop, "_run_round", begins)
 
     def next(self, state, round):
         return round()

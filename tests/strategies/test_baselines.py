@@ -133,7 +133,7 @@ def test_one_client_alone_is_all_images_in_one_place(tmp_path, method, schedule,
     alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
     seen: list[dict[str, np.ndarray]] = []
     for federation in (central, alone):
-        federation.run(4, observe=lambda client, layers: seen.append(copied(layers)))
+        federation.run(4, lambda client, layers: seen.append(copied(layers)))
     assert len(seen) == 8
     for one_way, other in zip(seen[:4], seen[4:], strict=True):
         assert one_way.keys() == other.keys()
