@@ -97,7 +97,7 @@ def test_a_file_that_is_no_encoder(tmp_path):
 def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, overrides):
     overrides = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *overrides]
     federation = Federation(tmp_path, *overrides)
-    with pytest.raises(InputError, match="does not cover what FedCA gathers"):
+    with pytest.raises(InputError, match="does not cover the parts that FedCA uploads"):
         Round(federation.components.context, federation.state)
     norm = [word for word in overrides if word.startswith("encoder.norm")]
     file, _ = save(tmp_path, *norm)

@@ -138,7 +138,7 @@ def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path):
         (["strategy=l_dawa"], "privacy=central needs a strategy that adds up the clients with equal weights"),
         (["strategy=fedavg"], "privacy=central needs a strategy that adds up the clients"),
         (["strategy=median"], "privacy=central needs a strategy that adds up the clients"),
-        (["method=orchestra"], "privacy=central does not cover what Orchestra gathers"),
+        (["method=orchestra"], "privacy=central does not cover the parts that Orchestra uploads"),
         (
             ["schedule=layer_wise", "rounds=4"],
             "privacy=central needs clients that all send and receive",
