@@ -275,7 +275,7 @@ def make(name: str) -> SSLMethod:
         {"method": OmegaConf.load(CONF / "method" / f"{name}.yaml"), "dataset": {"num_classes": 3}}
     )
     for head in {"projector", "predictor"} & set(settings.method):
-        settings.method[head].hidden = 16
+        settings.method[head].hidden_dim = 16
     if "projector" in settings.method:
         settings.method.projector.out_dim = 8
     torch.manual_seed(0)
