@@ -13,7 +13,7 @@ from typing import Any
 from client_app.store import FILE_STORE, StateStore
 from fedssl.wire.messages import NodeInfo
 
-MARKER_KEY = "simulation"  # key of the node's configuration
+MARKER_KEY = "fedssl-simulation"  # key of the node's configuration
 
 
 @dataclass(frozen=True)

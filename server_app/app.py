@@ -27,13 +27,19 @@ from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import RunComponents, build_run
 from server_app.checkpoint import StateSchema
 from server_app.compatibility import NO_SERVER_DATA
-from server_app.console import TERMINAL, disk_errors_as_run_error, log_to, make_screen
+from server_app.console import INTERACTIVE_KEY, disk_errors_as_run_error, log_to, make_screen
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
 from server_app.recorder import Recorder
-from server_app.training_loop import CLIENT_CORES, TrainingLoop, arrays_by_model, can_evaluate_in_background, load_each
+from server_app.training_loop import (
+    CLIENT_CORES_KEY,
+    TrainingLoop,
+    arrays_by_model,
+    can_evaluate_in_background,
+    load_each,
+)
 from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
@@ -82,8 +88,8 @@ def main(grid: Grid, context: Context) -> None:
             log.warning("num_clients=%d, as many as the federation has nodes", size)
     if settings.recording.folder is None:
         settings = load_settings([*overrides, f"output_dir={quote_value(str(new_run_folder()))}"])
-    screen = make_screen(terminal=context.node_config.get(TERMINAL) is True)
-    cores = context.node_config.get(CLIENT_CORES)
+    screen = make_screen(terminal=context.node_config.get(INTERACTIVE_KEY) is True)
+    cores = context.node_config.get(CLIENT_CORES_KEY)
     client_cores = cores if isinstance(cores, int) else None
     recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
     with disk_errors_as_run_error(recorder.folder), recorder.locked(), log_to(recorder.folder, screen), closing(screen):

@@ -30,7 +30,7 @@ log = logging.getLogger("fedssl")
 
 _RECENT = 5  # rounds whose mean time is the pace
 
-TERMINAL = "terminal"  # in the ServerApp's node configuration: whether somebody may sit before it
+INTERACTIVE_KEY = "fedssl-interactive"  # in the ServerApp's node configuration: whether somebody may sit before it
 
 _PER_SECOND = 2  # how often the bar is drawn
 

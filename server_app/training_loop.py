@@ -34,7 +34,9 @@ from strategies.state import ServerState
 
 log = logging.getLogger("fedssl")
 
-CLIENT_CORES = "client-cores"  # in the ServerApp's node configuration: cores of this machine that clients occupy
+CLIENT_CORES_KEY = (
+    "fedssl-client-cores"  # in the ServerApp's node configuration: cores of this machine that clients occupy
+)
 
 
 def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:

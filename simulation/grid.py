@@ -126,16 +126,16 @@ def run_server_app(
         How many cores of this machine clients occupy; None: nobody knows.
     """
     from server_app.app import app as server_app
-    from server_app.console import TERMINAL
-    from server_app.training_loop import CLIENT_CORES
+    from server_app.console import INTERACTIVE_KEY
+    from server_app.training_loop import CLIENT_CORES_KEY
 
-    known = {} if client_cores is None else {CLIENT_CORES: client_cores}
+    known = {} if client_cores is None else {CLIENT_CORES_KEY: client_cores}
     server_app(
         grid,
         Context(
             run_id=RUN_ID,
             node_id=SERVER_NODE,
-            node_config={TERMINAL: terminal, **known},
+            node_config={INTERACTIVE_KEY: terminal, **known},
             state=RecordDict(),
             run_config={"overrides": shlex.join(overrides)},
         ),

@@ -9,7 +9,7 @@ from fedssl.config.overrides import quote_value
 PARTITIONS = Path(__file__).parent / "partitions"
 
 RULES = (
-    *("fedavg", "loss", "l_dawa", "m_dawa", "fedu", "l_dawa_fedu", "fedema", "eua", "euc", "fedprox", "fedbn"),
+    *("fedavg", "loss_weighted", "l_dawa", "m_dawa", "fedu", "l_dawa_fedu", "fedema", "eua", "euc", "fedprox", "fedbn"),
     *("per_ssl", "featarc", "clustered", "gossip", "median", "trimmed_mean", "krum"),
 )
 VARIANTS = {  # rows whose name is no choice of strategy
@@ -17,7 +17,7 @@ VARIANTS = {  # rows whose name is no choice of strategy
     "l_dawa by loss": ("strategy=l_dawa", "strategy.weighting=loss"),
 }
 TABLE_1 = ("fedavg", "m_dawa", "l_dawa")  # of L-DAWA
-TABLE_2 = ("loss", "fedu", "euc", "l_dawa_fedu", *VARIANTS)
+TABLE_2 = ("loss_weighted", "fedu", "euc", "l_dawa_fedu", *VARIANTS)
 SINGLE, ALL, IDLE = "single client", "centralised", "untrained, batch norm"
 BOUNDS = {
     SINGLE: ("strategy=local_only",),

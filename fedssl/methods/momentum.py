@@ -111,7 +111,7 @@ class EMAPredictorMethod(EMATargetMethod):
     ----------
     predictor : callable
         Builds the predictor from the length of a projection, which must equal the length of its output.
-    encoder, projector, ema_decay, target
+    encoder, projector, ema_decay, target_init
         As in `EMATargetMethod`.
 
     Raises

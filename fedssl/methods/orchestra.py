@@ -103,7 +103,7 @@ class Orchestra(EMATargetMethod):
         Number of the newest target projections that a client clusters; at least ``local_clusters``.
     temperature : float
         Temperature of the cluster assignments; positive.
-    encoder, projector, ema_decay, target
+    encoder, projector, ema_decay, target_init
         As in `EMATargetMethod`.
 
     Raises

@@ -181,7 +181,17 @@ def test_rows_compose_and_divide_as_on_record(name, keys) -> None:
 def test_the_gpu_begins_with_the_tables_of_l_dawa(tmp_path: Path) -> None:
     first = [job.name for job in bench.jobs(SUITES["gpu"], "/no/such", tmp_path)][:9]
     assert [name.removesuffix(", seed 0").removeprefix("simclr-") for name in first] == [
-        *("fedavg", "m_dawa", "l_dawa", "loss", "fedu", "euc", "l_dawa_fedu", "l_dawa_by_examples", "l_dawa_by_loss")
+        *(
+            "fedavg",
+            "m_dawa",
+            "l_dawa",
+            "loss_weighted",
+            "fedu",
+            "euc",
+            "l_dawa_fedu",
+            "l_dawa_by_examples",
+            "l_dawa_by_loss",
+        )
     ]
 
 
