@@ -1,15 +1,23 @@
 """Partitions of images among clients: every image belongs to exactly one."""
 
-from fedssl.partition.base import ImageSubset, Partition
 from fedssl.partition.feature_clustering import feature_clusters
-from fedssl.partition.partition import client_indices, make_partition, server_indices
+from fedssl.partition.partition import (
+    MIN_IMAGES,
+    ImageSubset,
+    Partition,
+    PartitionInput,
+    client_indices,
+    make_partition,
+    server_indices,
+)
 from fedssl.partition.partition_file import from_file, write_partition
-from fedssl.partition.partitioners import MIN_IMAGES, dirichlet, iid, natural, pathological, skew
+from fedssl.partition.partitioners import dirichlet, iid, natural, pathological, skew
 
 __all__ = [
     "MIN_IMAGES",
     "ImageSubset",
     "Partition",
+    "PartitionInput",
     "client_indices",
     "dirichlet",
     "feature_clusters",

@@ -1,14 +1,14 @@
-"""Feature clusters of Dec-SSL (Wang et al., ICLR 2023, section 3.1): heterogeneity of what images look like.
+"""Feature clusters of Dec-SSL (Wang et al., ICLR 2023, section 3.1): heterogeneity of image content.
 
-Images are clustered by k-means on their whitened principal components, and the clusters are divided among the clients
-as `dirichlet` divides classes. No label is looked at.
+Images are clustered by k-means on their whitened principal components. The clusters are divided among the clients as
+`dirichlet` divides classes. Labels are not used.
 
-The authors take features of a network that they do not publish, 30 whitened components and SciPy's k-means with as many
-clusters as clients. Here the features are pixels, averaged over small squares where an image has many, or those of an
-encoder of one's own; and k-means starts from k-means++.
+The authors use the features of an unpublished network, 30 whitened components, and SciPy's k-means with one cluster
+per client. Here the features are pixels, averaged over small squares of larger images, or those of a given encoder.
+k-means is initialized by k-means++.
 
-All that follows the pixels is computed in float64 by one thread: the clusters are a function of the seed, whatever the
-number of threads.
+Everything after the features is computed in float64 by one thread, so that the clusters depend on the seed but not on
+the number of threads.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,26 +30,21 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.export import load_encoder
 from fedssl.machine.threads import one_thread
-from fedssl.partition.base import ImageSubset, Partition
+from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
 from fedssl.partition.partitioners import check_counts, check_shares, dirichlet
 from fedssl.seeding import derive_seed
 
-MAX_VALUES = 1024  # numbers of an image without an encoder: their covariance takes a second for 50,000 images
-RESTARTS = 4  # of k-means: the best of so many is taken
-_CHUNK = 512  # images at a time
-_MIN_VARIANCE_SHARE = 1e-10  # share of the largest variance below which a direction has none
+MAX_VALUES = 1024  # pixel features per image: their covariance takes a second for 50,000 images
+RESTARTS = 4  # of k-means; the best result is used
+_CHUNK = 512  # images processed at a time
+_MIN_VARIANCE_SHARE = 1e-10  # components with a smaller share of the largest variance are dropped
 
 log = logging.getLogger("fedssl")
 
 
 def feature_clusters(
-    labels: torch.Tensor | None,
+    data: PartitionInput,
     *,
-    owners: torch.Tensor | None = None,
-    images: ImageSubset,
-    num_images: int,
-    num_clients: int,
-    seed: int,
     clusters: int | None,
     alpha: float,
     min_size: int,
@@ -56,43 +52,33 @@ def feature_clusters(
     encoder: str | None = None,
     components: int = 30,
 ) -> Partition:
-    """Each cluster of images is divided among the clients by shares from Dir(alpha, ..., alpha).
+    """Divide each cluster of images among the clients by shares from Dir(alpha, ..., alpha).
 
     Parameters
     ----------
     clusters : int or None
-        From 1 to the number of images; None: as many as clients.
+        From 1 to the number of images. None for the number of clients.
     alpha, min_size, self_balancing
-        As in `dirichlet`, for clusters in the place of classes.
+        As in `dirichlet`, with clusters instead of classes.
     encoder, components
         As in `cluster_images`.
     """
-    check_counts(num_images, num_clients)
+    check_counts(data)
     check_shares(alpha, min_size)
-    clusters = num_clients if clusters is None else clusters
+    clusters = data.num_clients if clusters is None else clusters
     if type(clusters) is not int:
-        raise InputError(
-            f"partition.clusters={clusters} is not a whole number; set one, or null for as many as clients"
-        )
-    found = torch.from_numpy(
-        cluster_images(images, clusters=clusters, encoder=encoder, components=components, seed=seed)
+        raise InputError(f"partition.clusters={clusters} must be a whole number, or null for the number of clients")
+    assigned = torch.from_numpy(
+        cluster_images(data.images, clusters=clusters, encoder=encoder, components=components, seed=data.seed)
     )
-    parts = dirichlet(
-        found,
-        num_images=num_images,
-        num_clients=num_clients,
-        seed=seed,
-        alpha=alpha,
-        min_size=min_size,
-        self_balancing=self_balancing,
-    )
-    return Partition(parts, found, "cluster")
+    parts = dirichlet(replace(data, labels=assigned), alpha=alpha, min_size=min_size, self_balancing=self_balancing)
+    return Partition(parts, assigned, "cluster")
 
 
 def cluster_images(
     images: ImageSubset, *, clusters: int, encoder: str | None, components: int, seed: int
 ) -> np.ndarray:
-    """The cluster of every image; what takes longer than a second is kept in a file for the next process.
+    """Assign every image to a cluster; results that take more than a second are cached in a file.
 
     Parameters
     ----------
@@ -100,9 +86,9 @@ def cluster_images(
     clusters : int
         From 1 to the number of images.
     encoder : str or None
-        File of an encoder whose representations are clustered; None: the pixels are.
+        File of an encoder whose representations are clustered. None clusters the pixels.
     components : int
-        Most principal components, at least 1.
+        Maximum number of principal components, at least 1.
     seed : int
         Seed of the run.
 
@@ -114,7 +100,7 @@ def cluster_images(
     Raises
     ------
     InputError
-        A setting is out of range, the encoder is for other images, or there are fewer different images than
+        If a setting is out of range, the encoder needs other images, or there are fewer distinct images than
         clusters.
     """
     if not 1 <= clusters <= len(images):
@@ -133,35 +119,35 @@ def cluster_images(
 
 
 def pixel_features(images: ImageSubset) -> np.ndarray:
-    """Pixels in [0, 1], float32, ``(n, dim)`` with ``dim`` at most 1024: means over squares of larger images."""
+    """Return pixels in [0, 1], float32, ``(n, dim)`` with ``dim`` at most 1024, averaged over squares if needed."""
     return _in_chunks(images, lambda chunk: pixels(chunk, max_values=MAX_VALUES))
 
 
 def encoder_features(images: ImageSubset, path: str) -> np.ndarray:
-    """Representations by the encoder of a file, float32, ``(n, feature_dim)``, computed on the CPU."""
+    """Compute the representations of a saved encoder on the CPU, float32, ``(n, feature_dim)``."""
     encoder: Any = load_encoder(path)
     channels = images.source.shape[1]
     if encoder.channels != channels:
         raise InputError(
             f"partition.encoder={path} was trained on images with {encoder.channels} channels but these have "
-            f"{channels}; give the encoder of such images, or null for their pixels"
+            f"{channels}; choose an encoder for {channels} channels, or null for pixels"
         )
     with torch.inference_mode():
         features = _in_chunks(images, lambda chunk: encoder(encoder.preprocess(chunk)))
     if not np.isfinite(features).all():
-        raise InputError(f"partition.encoder={path} gives features that are NaN or infinite; give another encoder")
+        raise InputError(f"partition.encoder={path} gives features that are NaN or infinite; choose another encoder")
     return features
 
 
 def whitened(features: np.ndarray, *, components: int) -> np.ndarray:
-    """Principal components of the features, each with variance 1.
+    """Return the principal components of the features, each with variance 1.
 
     Parameters
     ----------
     features : ndarray
         ``(n, dim)``.
     components : int
-        Most of them; there are fewer if the features vary in fewer directions.
+        Maximum number; there are fewer if the features vary in fewer directions.
 
     Returns
     -------
@@ -174,10 +160,10 @@ def whitened(features: np.ndarray, *, components: int) -> np.ndarray:
     mean = features.mean(axis=0, dtype=np.float64)
     covariance = np.zeros((dim, dim))
     pieces = [slice(start, start + _CHUNK) for start in range(0, count, _CHUNK)]
-    with threadpool_limits(limits=1):  # sums of several threads depend on how many there are
+    with threadpool_limits(limits=1):  # sums depend on the number of threads
         for piece in pieces:
-            centred = features[piece] - mean
-            covariance += centred.T @ centred / max(count - 1, 1)
+            centered = features[piece] - mean
+            covariance += centered.T @ centered / max(count - 1, 1)
         variances, directions = np.linalg.eigh(covariance)
         chosen = np.flatnonzero(variances > _MIN_VARIANCE_SHARE * variances[-1])[-components:]
         if not len(chosen):
@@ -187,28 +173,28 @@ def whitened(features: np.ndarray, *, components: int) -> np.ndarray:
 
 
 def k_means(points: np.ndarray, *, clusters: int, seed: int) -> np.ndarray:
-    """The nearest of ``clusters`` centres for every one of the points ``(n, dim)``, int64, ``(n,)``.
+    """Assign points ``(n, dim)`` to the nearest of ``clusters`` centers, int64, ``(n,)``.
 
     Raises
     ------
     InputError
-        There are fewer different points than clusters.
+        If there are fewer distinct points than clusters.
     """
-    from sklearn.cluster import KMeans  # here: a second, which other partitions need not wait for
+    from sklearn.cluster import KMeans  # slow import, not needed by other partitions
     from threadpoolctl import threadpool_limits
 
-    start = derive_seed(seed, "partition", "clusters") % 2**32
+    random_state = derive_seed(seed, "partition", "clusters") % 2**32
     with threadpool_limits(limits=1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of too few different points, which are refused below
-        nearest = KMeans(clusters, n_init=RESTARTS, random_state=start).fit_predict(points)
-    found = np.asarray(nearest, dtype=np.int64)
-    different = len(np.unique(found))
-    if different < clusters:
+        warnings.simplefilter("ignore")  # too few distinct points, an error below
+        nearest = KMeans(clusters, n_init=RESTARTS, random_state=random_state).fit_predict(points)
+    assigned = np.asarray(nearest, dtype=np.int64)
+    distinct = len(np.unique(assigned))
+    if distinct < clusters:
         raise InputError(
-            f"partition.clusters={clusters} but the images fall into {different}, for many of them are alike; "
-            f"give partition.clusters={different} or fewer"
+            f"partition.clusters={clusters} but the images form {distinct} clusters, since many are equal; "
+            f"set partition.clusters={distinct} or fewer"
         )
-    return found
+    return assigned
 
 
 def _in_chunks(images: ImageSubset, features_of: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
@@ -226,12 +212,12 @@ def _bytes_of(encoder: str) -> bytes:
         return Path(encoder).read_bytes()
     except OSError as error:
         raise InputError(
-            f"partition.encoder={encoder} cannot be read ({error.strerror}); give the encoder.pt of a run folder"
+            f"partition.encoder={encoder} cannot be read ({error.strerror}); choose the encoder.pt of a run folder"
         ) from error
 
 
 def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """What was made before of the same images with the same settings, or is made now."""
+    """Return the cached result for the same images and settings, or compute it."""
     if images.cache is None:
         return make()
     hashed = hashlib.sha256(repr((settings, images.source.shape, _versions())).encode())
@@ -239,9 +225,9 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
     for chunk in images.source.split(_CHUNK):
         hashed.update(chunk.contiguous().numpy().data)
     file = cache_folder(images.cache) / "clusters" / f"{hashed.hexdigest()[:32]}.npy"
-    found = _read(file, len(images), settings[0])
-    if found is not None:
-        return found
+    stored = _read(file, len(images), settings[0])
+    if stored is not None:
+        return stored
     begin = time.perf_counter()
     made = make()
     if time.perf_counter() - begin > MIN_SECONDS_TO_CACHE:
@@ -260,15 +246,15 @@ def _versions() -> list[str]:
 
 
 def _read(file: Path, count: int, clusters: int) -> np.ndarray | None:
-    """The clusters in the file; None if there is none, or not one of such clusters."""
+    """Return the clusters in the file; None if it is missing or damaged."""
     try:
-        found: np.ndarray = np.load(file, allow_pickle=False)
-        if found.shape == (count,) and found.dtype == np.int64 and found.min() >= 0 and found.max() < clusters:
-            return found
-        reason = "it holds something else"
+        stored: np.ndarray = np.load(file, allow_pickle=False)
+        if stored.shape == (count,) and stored.dtype == np.int64 and stored.min() >= 0 and stored.max() < clusters:
+            return stored
+        reason = "unexpected content"
     except FileNotFoundError:
         return None
-    except Exception as error:  # there is no end to how reading a damaged file can fail
+    except Exception as error:  # a damaged file can raise any exception
         reason = str(error)
     log.warning("%s is damaged (%s): the images are clustered again", file, reason)
     return None

@@ -1,10 +1,10 @@
-"""flwr-datasets' partitioners on an array of labels, without the libraries around them.
+"""flwr-datasets' partitioners on an array of labels, without the imports of its package.
 
-A partitioner needs labels and gives row numbers, but its package also imports the Hugging Face ``datasets`` and its own
-plots and metrics (pandas, matplotlib, seaborn, scikit-learn): 5 s in every process, more than the first rounds of a
-small run. It also reads a column row by row, 5 s for 50,000 labels. So the modules of the partitioners are loaded here
-with `LabelColumn` in the place of ``datasets.Dataset``, as private copies: whoever imports ``flwr_datasets`` or
-``datasets`` before or after gets the real ones. The draws are the same.
+A partitioner maps labels to row numbers, but its package also imports the Hugging Face ``datasets``, pandas,
+matplotlib, seaborn and scikit-learn. That takes 5 s in every process, more than the first rounds of a small run. It
+also reads a column row by row, 5 s for 50,000 labels. The modules of the partitioners are therefore loaded as private
+copies, with `LabelColumn` in place of ``datasets.Dataset``. Other imports of ``flwr_datasets`` and ``datasets`` get the
+real modules. The draws are the same.
 """
 
 import sys
@@ -20,26 +20,26 @@ import numpy as np
 
 
 class LabelColumn:
-    """Stand-in for a ``datasets.Dataset`` with one column; a selection is the array of its rows."""
+    """Replacement of a ``datasets.Dataset`` with one column; a selection is an array of row numbers."""
 
     def __init__(self, labels: np.ndarray) -> None:
         self._labels = labels
         self.num_rows = len(labels)
 
     def __getitem__(self, column: str) -> np.ndarray:
-        """Labels of all rows."""
+        """Return the labels of all rows."""
         return self._labels
 
     def unique(self, column: str) -> list[int]:
-        """Sorted labels, each once."""
+        """Return the sorted distinct labels."""
         return [int(label) for label in np.unique(self._labels)]
 
     def select(self, indices: Sequence[int]) -> np.ndarray:
-        """Rows at ``indices``."""
+        """Return ``indices`` as row numbers."""
         return np.asarray(indices, dtype=np.int64)
 
     def shard(self, num_shards: int, index: int, contiguous: bool) -> np.ndarray:
-        """Rows of one of ``num_shards`` blocks of nearly equal size."""
+        """Return the rows of one of ``num_shards`` contiguous blocks of nearly equal size."""
         assert contiguous
         size, larger = divmod(self.num_rows, num_shards)  # the first `larger` shards have one row more
         start = index * size + min(index, larger)
@@ -47,16 +47,16 @@ class LabelColumn:
 
 
 def iid(labels: np.ndarray, *, num_clients: int) -> list[np.ndarray]:
-    """Rows of each client: `IidPartitioner`, blocks of equal size in the order of the rows."""
+    """Return the rows of each client by `IidPartitioner`: contiguous blocks of equal size."""
     return _load_all(_iid.IidPartitioner(num_clients), labels)
 
 
 def dirichlet(
     labels: np.ndarray, *, num_clients: int, alpha: float, min_size: int, seed: int, self_balancing: bool
 ) -> list[np.ndarray] | None:
-    """Rows of each client: `DirichletPartitioner`; None if no draw gave every client ``min_size`` rows.
+    """Return the rows of each client by `DirichletPartitioner`; None if no draw gives all clients ``min_size`` rows.
 
-    With ``self_balancing`` also None if a class would go to nobody: to clients that are full, or with a share of 0.
+    With ``self_balancing`` also None if no client can receive a class: all are full or have the share 0.
     """
     partitioner = _dirichlet.DirichletPartitioner(
         num_clients,
@@ -68,15 +68,15 @@ def dirichlet(
         seed=seed,
     )
     with catch_warnings(), np.errstate(invalid="raise"):
-        simplefilter("ignore")  # one warning per draw that missed the minimum
+        simplefilter("ignore")  # one warning per draw below the minimum
         try:
             return _load_all(partitioner, labels)
-        except (ValueError, FloatingPointError):  # after 11 draws; or shares of 0 divided by their sum
+        except (ValueError, FloatingPointError):  # after 11 draws, or division by a sum of 0
             return None
 
 
 def class_shards(labels: np.ndarray, *, num_shards: int) -> list[np.ndarray]:
-    """Rows of each shard: `PathologicalPartitioner`, one class per shard, the classes in turn."""
+    """Return the rows of each shard by `PathologicalPartitioner`: one class per shard, assigned in turn."""
     partitioner = _pathological.PathologicalPartitioner(
         num_shards, "label", num_classes_per_partition=1, class_assignment_mode="deterministic", shuffle=False
     )
@@ -90,7 +90,7 @@ def _load_all(partitioner: Any, labels: np.ndarray) -> list[np.ndarray]:
 
 @contextmanager
 def _hidden_modules(*packages: str) -> Iterator[None]:
-    """Forget the modules of ``packages`` inside the block; those loaded before are back after it."""
+    """Remove the modules of ``packages`` from ``sys.modules`` inside the block; restore them afterwards."""
 
     def loaded() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] in packages]
@@ -105,7 +105,7 @@ def _hidden_modules(*packages: str) -> Iterator[None]:
 
 
 def _load_partitioners() -> list[ModuleType]:
-    """Import the modules of three partitioners; their packages stand in ``sys.modules`` without having run."""
+    """Import the modules of three partitioners without running their packages."""
     with _hidden_modules("datasets", "flwr_datasets"):
         sys.modules["datasets"] = ModuleType("datasets")
         vars(sys.modules["datasets"])["Dataset"] = LabelColumn

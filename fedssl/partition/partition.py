@@ -1,89 +1,175 @@
-"""The partition of a run: the images of every client, and those that the server keeps for its calibration."""
+"""The partition of a run: the images of every client, and the server's images for its calibration."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition.base import ImageSubset, Partition
-from fedssl.partition.partitioners import MIN_IMAGES
 from fedssl.seeding import numpy_generator
+
+# Contrastive losses and batch normalization need two images.
+MIN_IMAGES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSubset:
+    """Images to be partitioned. They may exceed the memory; load them in chunks.
+
+    Attributes
+    ----------
+    source : Tensor
+        uint8, ``(N, channels, height, width)``, all images of the data set; may be mapped from a file.
+    rows : Tensor
+        int64, ``(n,)``, indices of the images to be partitioned.
+    cache : str or None
+        Folder for slow computations on the images, as ``dataset.cache``. None stores nothing.
+    """
+
+    source: Tensor
+    rows: Tensor
+    cache: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, chunk: slice) -> Tensor:
+        """Return a copy of some images, ``(m, channels, height, width)``."""
+        return self.source[self.rows[chunk]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartitionInput:
+    """Input of a partitioner.
+
+    Attributes
+    ----------
+    labels : Tensor or None
+        int64, ``(n,)``; None if the data set has none.
+    owners : Tensor or None
+        int64, ``(n,)``, owner of each image; None if unknown.
+    images : ImageSubset
+        The n images.
+    num_clients : int
+        Number of clients, each of which gets at least two images.
+    seed : int
+        Seed of the run.
+    """
+
+    labels: Tensor | None
+    owners: Tensor | None = None
+    images: ImageSubset
+    num_clients: int
+    seed: int
+
+    @property
+    def num_images(self) -> int:
+        """Number of images, n."""
+        return len(self.images)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Images of every client, and the groups by which a partitioner divides them.
+
+    Attributes
+    ----------
+    client_indices : list of ndarray
+        Sorted int64 indices of every client's images.
+    groups : Tensor or None
+        int64, ``(n,)``, group of each image, from 0; -1 for images of no client. None if the partitioner divides by
+        classes, owners or nothing.
+    kind : str
+        Name of a group in table and figure.
+    """
+
+    client_indices: list[np.ndarray]
+    groups: Tensor | None = None
+    kind: str = "group"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups."""
+        return () if self.groups is None else tuple(f"{self.kind} {number}" for number in range(self.groups.max() + 1))
 
 
 def client_indices(settings: PartitionSettings, image_data: ImageData) -> list[np.ndarray]:
-    """Positions of every client's images, as `make_partition` gives them."""
+    """Return the indices of every client's images, see `make_partition`."""
     return make_partition(settings, image_data).client_indices
 
 
 def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
-    """Who holds what, and by what was divided, a pure function of the run's settings.
+    """Partition the images among the clients, as a pure function of the run's settings.
 
-    Images that the server keeps for its calibration (see `server_indices`) are no client's.
+    The server's images for its calibration (see `server_indices`) belong to no client.
 
     Parameters
     ----------
     settings : PartitionSettings
     image_data : ImageData
-        Images that the clients share.
+        Images of all clients.
 
     Returns
     -------
     Partition
-        Positions and groups are those of ``image_data``.
+        Indices and groups refer to ``image_data``.
 
     Raises
     ------
     InputError
-        If the images cannot be divided in this way.
+        If the settings do not fit the images.
     """
-    number = len(image_data.images)
-    rows = np.arange(number)
+    num_images = len(image_data.images)
+    rows = np.arange(num_images)
     if settings.server_fraction is not None:
-        rows = np.delete(rows, server_indices(number, share=settings.server_fraction, seed=settings.seed))
+        rows = np.delete(rows, server_indices(num_images, share=settings.server_fraction, seed=settings.seed))
     shared = torch.from_numpy(rows)
     labels, owners = (None if column is None else column[shared] for column in (image_data.labels, image_data.owners))
-    made: list[np.ndarray] | Partition = settings.rule.instantiate(
-        labels,
+    data = PartitionInput(
+        labels=labels,
         owners=owners,
         images=ImageSubset(image_data.images, shared, settings.cache),
-        num_images=len(rows),
         num_clients=settings.num_clients,
         seed=settings.seed,
     )
+    # Positional: Hydra would convert a dataclass among the keywords to a configuration.
+    made: list[np.ndarray] | Partition = settings.rule.instantiate(data)
     partition = made if isinstance(made, Partition) else Partition(made)
     groups = partition.groups
     if groups is not None:
-        groups = torch.full((number,), -1).index_copy(0, shared, groups)
+        groups = torch.full((num_images,), -1).index_copy(0, shared, groups)
     return Partition([rows[part] for part in partition.client_indices], groups, partition.kind)
 
 
 def server_indices(num_images: int, *, share: float, seed: int) -> np.ndarray:
-    """Positions of the images that the server calibrates with, a pure function of the seed.
+    """Draw the server's images for its calibration, as a pure function of the seed.
 
     Parameters
     ----------
     num_images : int
-        Images that there are.
+        Number of all images.
     share : float
-        Share of them that the server keeps, above 0 and at most 1.
+        Share of the server, above 0 and at most 1.
     seed : int
         Seed of the run.
 
     Returns
     -------
     ndarray
-        int64, sorted.
+        Sorted int64 indices.
 
     Raises
     ------
     InputError
         If ``share`` is out of range or leaves fewer than two images.
     """
-    number = round(share * num_images) if 0 < share <= 1 else 0
-    if number < MIN_IMAGES:
+    size = round(share * num_images) if 0 < share <= 1 else 0
+    if size < MIN_IMAGES:
         raise InputError(
-            f"calibration.share={share} of {num_images} images gives the server {number}, but it needs at least "
+            f"calibration.share={share} of {num_images} images gives the server {size}, but it needs at least "
             f"{MIN_IMAGES}; set calibration.share=0.1"
         )
-    return np.sort(numpy_generator(seed, "auxiliary").choice(num_images, size=number, replace=False))
+    return np.sort(numpy_generator(seed, "auxiliary").choice(num_images, size=size, replace=False))

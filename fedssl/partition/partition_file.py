@@ -1,4 +1,4 @@
-"""A division that a file lists, such as one that several programs are compared on."""
+"""Partitions in CSV files, such as the partition of a published comparison."""
 
 import csv
 import io
@@ -9,68 +9,62 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.partition.base import ImageSubset
-from fedssl.partition.partitioners import MIN_IMAGES, check_counts
+from fedssl.partition.partition import MIN_IMAGES, PartitionInput
+from fedssl.partition.partitioners import check_counts
 from fedssl.untrusted import MAX_LINES_BYTES, read_text, sanitize
 
 COLUMNS = ("client", "label")
-_DIGITS = 9  # more of them are no number of a client
+_MAX_DIGITS = 9  # of a client's number
 
 
-def from_file(
-    labels: torch.Tensor | None,
-    *,
-    owners: torch.Tensor | None = None,
-    images: ImageSubset | None = None,
-    num_images: int,
-    num_clients: int,
-    seed: int,
-    file: str | Path | None,
-) -> list[np.ndarray]:
-    """Every image belongs to the client that the file says.
+def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarray]:
+    """Read the client of every image from a file.
 
     Parameters
     ----------
     file : str or Path
-        A CSV file with a column ``client`` and a line for each image, in the order of the data set: the number of
-        its client, nothing if it is nobody's. Where there is a column ``label`` as well, the images must have those
-        labels: other images, or the same ones in another order, are refused.
+        A CSV file with one line per image, in the order of the data set, and the column ``client``: the client's
+        number, or empty for no client. An optional column ``label`` must equal the labels of the images. It detects
+        other images and another order.
 
     Raises
     ------
     InputError
-        The file is not there, is not such a table, is one of other images, or leaves a client with too few.
+        If the file does not exist or has another format, belongs to other images, or leaves a client with too few.
     """
-    check_counts(num_images, num_clients)
+    check_counts(data)
+    num_images, num_clients = data.num_images, data.num_clients
     if file is None:
-        raise InputError("partition=file needs partition.file, a CSV file with a line for each image; name it")
-    said = f"partition.file={file}"
-    clients, known = _read(Path(file), num_clients, said)
+        raise InputError("partition=file needs partition.file, a CSV file with one line per image; set it")
+    setting = f"partition.file={file}"
+    clients, labels = _read(Path(file), num_clients, setting)
     if len(clients) != num_images:
-        raise InputError(f"{said} is of {len(clients)} images, but {num_images} are to be divided; name its data")
-    if known is not None and labels is not None and not np.array_equal(known, labels.numpy()):
-        place = int(np.flatnonzero(known != labels.numpy())[0])
         raise InputError(
-            f"{said} is of other images, or of another order: image {place} has label {known[place]} there and "
-            f"{int(labels[place])} in the data; name its data"
+            f"{setting} has {len(clients)} images, but the data set has {num_images}; choose the data set of the file"
+        )
+    if labels is not None and data.labels is not None and not np.array_equal(labels, data.labels.numpy()):
+        index = int(np.flatnonzero(labels != data.labels.numpy())[0])
+        raise InputError(
+            f"{setting} belongs to other images or another order: image {index} has label {labels[index]} in the file "
+            f"and {int(data.labels[index])} in the data set; choose the data set of the file"
         )
     parts = [np.flatnonzero(clients == client) for client in range(num_clients)]
     few = [client for client, part in enumerate(parts) if len(part) < MIN_IMAGES]
     if few:
         raise InputError(
-            f"{said} gives client {few[0]} {len(parts[few[0]])} images, too few to train on ({MIN_IMAGES}); "
-            "clients are the numbers from 0 to num_clients - 1"
+            f"{setting} gives client {few[0]} {len(parts[few[0]])} images, too few to train on ({MIN_IMAGES}); "
+            "number the clients from 0 to num_clients - 1"
         )
     return parts
 
 
 def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
-    """Text of the file that `listed` reads.
+    """Return the text of the file that `from_file` reads.
 
     Parameters
     ----------
     parts : iterable of ndarray
-        Positions of every client's images.
+        Indices of every client's images.
     labels : Tensor
         int64, ``(n,)``, of all images.
     """
@@ -81,33 +75,35 @@ def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
     return "\n".join([",".join(COLUMNS), *rows, ""])
 
 
-def _read(file: Path, num_clients: int, said: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Client of every image ``(n,)``, -1 for nobody, and their labels if they are there."""
+def _read(file: Path, num_clients: int, setting: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the client of every image ``(n,)``, -1 for none, and the labels, None without the column."""
     text = read_text(file, max_bytes=MAX_LINES_BYTES)
     if text is None:
-        raise InputError(f"{said} is not there; name a CSV file with a line for each image")
+        raise InputError(f"{setting} does not exist; choose a CSV file with one line per image")
     try:
         names, *rows = list(csv.reader(io.StringIO(text))) or [[]]
     except csv.Error as error:
-        raise InputError(f"{said} is no CSV file ({error}); name one with a line for each image") from error
+        raise InputError(f"{setting} is not a CSV file ({error}); choose a CSV file with one line per image") from error
     if sorted(names) not in (["client"], ["client", "label"]):
-        found = sanitize(",".join(names))[:50]
-        raise InputError(f"{said} begins with {found!r}; its first line must be client, or client,label")
+        header = sanitize(",".join(names))[:50]
+        raise InputError(f"{setting} begins with {header!r}; its first line must be client, or client,label")
     columns: dict[str, list[int]] = {name: [] for name in names}
     for line, row in enumerate(rows, start=2):
         if len(row) != len(names):
-            raise InputError(f"{said}, line {line}, has {len(row)} values for {len(names)} columns")
-        for name, word in zip(names, row, strict=True):
-            columns[name].append(_number(word, name, num_clients, f"{said}, line {line}"))
+            raise InputError(f"{setting}, line {line}, has {len(row)} values for {len(names)} columns")
+        for name, value in zip(names, row, strict=True):
+            columns[name].append(_number(value, name, num_clients, f"{setting}, line {line}"))
     labels = np.array(columns["label"]) if "label" in names else None
     return np.array(columns["client"], dtype=np.int64), labels
 
 
-def _number(word: str, name: str, num_clients: int, said: str) -> int:
-    if name == "client" and not word.strip():
+def _number(value: str, name: str, num_clients: int, location: str) -> int:
+    if name == "client" and not value.strip():
         return -1
-    if not (word.isascii() and word.isdigit() and len(word) <= _DIGITS):
-        raise InputError(f"{said}: {sanitize(word)[:50]!r} is no {name}; write a whole number from 0")
-    if name == "client" and int(word) >= num_clients:
-        raise InputError(f"{said}: there is no client {word}; the {num_clients} clients are 0 to {num_clients - 1}")
-    return int(word)
+    if not (value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS):
+        raise InputError(f"{location}: {sanitize(value)[:50]!r} is no {name}; write a whole number from 0")
+    if name == "client" and int(value) >= num_clients:
+        raise InputError(
+            f"{location}: there is no client {value}; the {num_clients} clients are 0 to {num_clients - 1}"
+        )
+    return int(value)

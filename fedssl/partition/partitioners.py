@@ -1,103 +1,78 @@
-"""Rules that divide images among clients: every image belongs to exactly one.
+"""Partitioners: every image belongs to exactly one client.
 
-``iid``, ``dirichlet`` and ``pathological`` are flwr-datasets' partitioners, ``skew`` is the skewness of Dec-SSL
-(arXiv 2210.10947). They deal out the images in an order shuffled by the run's seed, so that a sorted data set makes
-no difference. ``pathological`` deals classes in turn, so that none is left out and each has as many holders as any
-other,
-give or take one; flwr-datasets' own assignment of several classes per client does not promise that. ``natural``
-follows the data: the images of one writer, device or hospital stay together. flwr-datasets' partitioners by owner
-are given owners per client, not clients, and their last client may get fewer than the others. ``feature_clusters``,
-in `fedssl.partition.feature_clustering`, looks at the images themselves.
+``iid``, ``dirichlet`` and ``pathological`` use flwr-datasets' partitioners, ``skew`` is the skewness of Dec-SSL
+(arXiv 2210.10947). They shuffle the images by the run's seed first, so that the order of the data set has no effect.
+``pathological`` assigns classes in turn: all classes are assigned, and their numbers of holders differ by at most one.
+flwr-datasets' own assignment of several classes per client does not guarantee that. ``natural`` keeps the images of
+one writer, device or hospital together. flwr-datasets' partitioners by owner need the number of owners per client
+instead of the number of clients, and the last client may get fewer owners. ``feature_clusters`` of
+`fedssl.partition.feature_clustering` divides by the images themselves.
 
-Where this differs from the authors' code: L-DAWA's drops the images that rounding leaves over and Dec-SSL's trains
-on the first 80% of every client's images, which cuts away most of the uniform part; here all images are used.
+Differences from the authors' code: L-DAWA's code drops the images left over by rounding. Dec-SSL's code trains on the
+first 80% of every client's images, which removes most of the uniform part. Here all images are used.
 
-All rules take and return the same, with settings of their own beside it:
+Every partitioner has this signature, with its own settings as keywords:
 
 Parameters
 ----------
-labels : Tensor or None
-    int64, ``(n,)``; None if the data set has none.
-owners : Tensor or None
-    int64, ``(n,)``, who made each image; None if the data set does not say.
-images : ImageSubset
-    The images, for rules that look at them.
-num_images : int
-    n.
-num_clients : int
-    Clients, each of which gets at least 2 images.
-seed : int
-    Seed of the run.
+data : PartitionInput
 
 Returns
 -------
 list of ndarray or Partition
-    For every client the sorted int64 positions of its images; a `Partition` says by which groups, if these are neither
-    classes nor owners.
+    Sorted int64 indices of every client's images. A `Partition` also has the groups, unless these are classes or
+    owners.
 
 Raises
 ------
 InputError
-    If the data set cannot be divided in this way.
+    If the settings do not fit the images.
 """
 
 import math
 
 import numpy as np
-import torch
 
 from fedssl.errors import InputError
 from fedssl.partition import flwr_partitioners
-from fedssl.partition.base import ImageSubset
+from fedssl.partition.partition import MIN_IMAGES, PartitionInput
 from fedssl.seeding import derive_seed, numpy_generator
-
-# One image has no other to be told from: contrastive losses and batch normalisation need two.
-MIN_IMAGES = 2
 
 
 def iid(
-    labels: torch.Tensor | None,
-    *,
-    owners: torch.Tensor | None = None,
-    images: ImageSubset | None = None,
-    num_images: int,
-    num_clients: int,
-    seed: int,
+    data: PartitionInput,
 ) -> list[np.ndarray]:
-    """Equal numbers of images, drawn without regard to class."""
-    check_counts(num_images, num_clients)
-    order = _order(num_images, seed)
-    return _checked([order[rows] for rows in flwr_partitioners.iid(order, num_clients=num_clients)], num_images)
+    """Assign equal numbers of images at random."""
+    check_counts(data)
+    order = _order(data)
+    parts = flwr_partitioners.iid(order, num_clients=data.num_clients)
+    return _checked([order[rows] for rows in parts], data.num_images)
 
 
 def dirichlet(
-    labels: torch.Tensor | None,
+    data: PartitionInput,
     *,
-    owners: torch.Tensor | None = None,
-    images: ImageSubset | None = None,
-    num_images: int,
-    num_clients: int,
-    seed: int,
     alpha: float,
     min_size: int,
     self_balancing: bool = False,
 ) -> list[np.ndarray]:
-    """Each class is divided among the clients by shares from Dir(alpha, ..., alpha).
+    """Divide each class among the clients by shares from Dir(alpha, ..., alpha).
 
     Parameters
     ----------
     alpha : float
-        Above 0; small: a client holds few classes, large: all clients are alike.
+        Above 0. A small value gives a client few classes, a large value gives all clients the same mix.
     min_size : int
-        Fewest images of a client, at least 2; a draw that misses it is repeated (11 draws in all).
+        Minimum number of images of a client, at least 2; draws with fewer are repeated (11 draws in total).
     self_balancing : bool
-        Whether a client that has more than ``n / num_clients`` images gets none of the classes to come, whose shares
-        the others divide among themselves. Classes come in the order of their numbers.
+        Whether a client with more than ``n / num_clients`` images gets no image of the following classes. Classes
+        are divided in the order of their numbers.
     """
-    check_counts(num_images, num_clients)
+    check_counts(data)
     check_shares(alpha, min_size)
-    order = _order(num_images, seed)
-    column = _known(labels, "dirichlet")[order]
+    num_images, num_clients = data.num_images, data.num_clients
+    order = _order(data)
+    column = _require_labels(data, "dirichlet")[order]
     parts = None
     if min_size * num_clients <= num_images:
         parts = flwr_partitioners.dirichlet(
@@ -105,7 +80,7 @@ def dirichlet(
             num_clients=num_clients,
             alpha=alpha,
             min_size=min_size,
-            seed=derive_seed(seed, "partition", "shares"),
+            seed=derive_seed(data.seed, "partition", "shares"),
             self_balancing=self_balancing,
         )
     if parts is None:
@@ -118,27 +93,23 @@ def dirichlet(
 
 
 def pathological(
-    labels: torch.Tensor | None,
+    data: PartitionInput,
     *,
-    owners: torch.Tensor | None = None,
-    images: ImageSubset | None = None,
-    num_images: int,
-    num_clients: int,
-    seed: int,
     classes_per_client: int,
 ) -> list[np.ndarray]:
-    """Every client holds exactly ``classes_per_client`` classes; holders of a class share it equally.
+    """Assign exactly ``classes_per_client`` classes to every client; the holders of a class share it equally.
 
-    The classes, in an order drawn by the seed, are dealt in turn: with 10 classes, 2 per client and 5 clients, each
-    class has one holder (FedU's setting); with 10 clients, two.
+    Classes are assigned in turn, in an order drawn by the seed. With 10 classes, 2 per client and 5 clients, each
+    class has one holder (FedU's setting). With 10 clients, it has two.
 
     Parameters
     ----------
     classes_per_client : int
         From 1 to the number of classes.
     """
-    check_counts(num_images, num_clients)
-    names, codes, sizes = np.unique(_known(labels, "pathological"), return_inverse=True, return_counts=True)
+    check_counts(data)
+    num_images, num_clients, seed = data.num_images, data.num_clients, data.seed
+    names, codes, sizes = np.unique(_require_labels(data, "pathological"), return_inverse=True, return_counts=True)
     if not 1 <= classes_per_client <= len(names):
         raise InputError(
             f"partition.classes_per_client={classes_per_client} must be from 1 to the {len(names)} classes of the data"
@@ -147,7 +118,7 @@ def pathological(
     if num_shards < len(names):
         raise InputError(
             f"partition.classes_per_client={classes_per_client} for num_clients={num_clients} clients leaves "
-            f"{len(names) - num_shards} of {len(names)} classes to nobody; "
+            f"{len(names) - num_shards} of {len(names)} classes unassigned; "
             f"give at least {math.ceil(len(names) / num_clients)} classes per client or {len(names)} clients"
         )
     holders = math.ceil(num_shards / len(names))
@@ -156,81 +127,72 @@ def pathological(
             f"partition.classes_per_client={classes_per_client} for num_clients={num_clients} clients divides each "
             f"class among {holders} of them but the smallest class has {sizes.min()} images; lower either"
         )
-    order = _order(num_images, seed)
+    order = _order(data)
     rank = numpy_generator(seed, "partition", "classes").permutation(len(names))
     class_shards = flwr_partitioners.class_shards(rank[codes][order], num_shards=num_shards)
-    # Consecutive shards are of different classes because a client takes no more of them than there are classes.
+    # Consecutive shards have different classes, since a client gets at most as many shards as there are classes.
     by_client = [class_shards[first : first + classes_per_client] for first in range(0, num_shards, classes_per_client)]
-    return _checked([order[np.concatenate(own)] for own in by_client], num_images)
+    return _checked([order[np.concatenate(shards)] for shards in by_client], num_images)
 
 
 def skew(
-    labels: torch.Tensor | None,
+    data: PartitionInput,
     *,
-    owners: torch.Tensor | None = None,
-    images: ImageSubset | None = None,
-    num_images: int,
-    num_clients: int,
-    seed: int,
     beta: float,
 ) -> list[np.ndarray]:
-    """Of every class a share ``beta`` is drawn uniformly; the rest, sorted by class, is cut into one block per client.
+    """Draw a share ``beta`` of every class uniformly; cut the rest, sorted by class, into one block per client.
 
     Parameters
     ----------
     beta : float
         In [0, 1]; 1 is IID, 0 gives every client a contiguous block of the class-sorted images.
     """
-    check_counts(num_images, num_clients)
+    check_counts(data)
+    num_clients = data.num_clients
     if not 0 <= beta <= 1:
         raise InputError(f"partition.beta={beta} must be from 0 (sorted by class) to 1 (IID)")
-    column = _known(labels, "skew")
-    order = _order(num_images, seed)
+    column = _require_labels(data, "skew")
+    order = _order(data)
     of_class = [order[column[order] == name] for name in np.unique(column)]
     cuts = [round((1 - beta) * len(members)) for members in of_class]
     sorted_pool = np.concatenate([members[:cut] for members, cut in zip(of_class, cuts, strict=True)])
     uniform_pool = np.concatenate([members[cut:] for members, cut in zip(of_class, cuts, strict=True)])
-    uniform_pool = numpy_generator(seed, "partition", "uniform").permutation(uniform_pool)
-    # The first blocks may have one image more, and so may the last draws: sizes differ by one at most.
+    uniform_pool = numpy_generator(data.seed, "partition", "uniform").permutation(uniform_pool)
+    # The first blocks and the last draws may have one image more, so that sizes differ by at most one.
     blocks = np.array_split(sorted_pool, num_clients)
     draws = np.array_split(uniform_pool, num_clients)[::-1]
-    return _checked([np.concatenate(pair) for pair in zip(blocks, draws, strict=True)], num_images)
+    return _checked([np.concatenate(pair) for pair in zip(blocks, draws, strict=True)], data.num_images)
 
 
 def natural(
-    labels: torch.Tensor | None,
-    *,
-    owners: torch.Tensor | None = None,
-    images: ImageSubset | None = None,
-    num_images: int,
-    num_clients: int,
-    seed: int,
+    data: PartitionInput,
 ) -> list[np.ndarray]:
-    """All images of an owner belong to one client.
+    """Assign all images of an owner to one client.
 
-    The owners, in an order drawn by the seed, are dealt in turn: clients have the same number of owners, give or take
-    one. How many images an owner has, and of which classes, stays as it is in the data.
+    Owners are assigned in turn, in an order drawn by the seed; their numbers per client differ by at most one.
     """
-    check_counts(num_images, num_clients)
-    if owners is None:
+    check_counts(data)
+    num_clients = data.num_clients
+    if data.owners is None:
         raise InputError(
             "partition=natural divides by owner but the images have none; name their column (dataset.owner=COLUMN) "
             "or make their folders (dataset.folders=owner), or give partition=iid"
         )
-    names, codes = np.unique(owners.numpy(), return_inverse=True)
+    names, codes = np.unique(data.owners.numpy(), return_inverse=True)
     if len(names) < num_clients:
         raise InputError(
             f"partition=natural gives all images of an owner to one client but num_clients={num_clients} is more "
             f"than the {len(names)} owners of the images; give num_clients={len(names)} or fewer"
         )
-    client_of_owner = numpy_generator(seed, "partition", "owners").permutation(len(names)) % num_clients
+    client_of_owner = numpy_generator(data.seed, "partition", "owners").permutation(len(names)) % num_clients
     client = client_of_owner[codes]
     sizes = np.bincount(client, minlength=num_clients)
-    return _checked(np.split(np.argsort(client, kind="stable"), np.cumsum(sizes)[:-1]), num_images)
+    return _checked(np.split(np.argsort(client, kind="stable"), np.cumsum(sizes)[:-1]), data.num_images)
 
 
-def check_counts(num_images: int, num_clients: int) -> None:
-    """Refuse, by an `InputError`, more clients than there are images for."""
+def check_counts(data: PartitionInput) -> None:
+    """Raise an `InputError` if there are too many clients for the images."""
+    num_images, num_clients = data.num_images, data.num_clients
     if num_clients < 1:
         raise InputError(f"num_clients={num_clients} must be at least 1")
     if num_clients * MIN_IMAGES > num_images:
@@ -241,30 +203,32 @@ def check_counts(num_images: int, num_clients: int) -> None:
 
 
 def check_shares(alpha: float, min_size: int) -> None:
-    """Refuse, by an `InputError`, shares that `dirichlet` cannot draw, or clients that could not train."""
+    """Raise an `InputError` if ``alpha`` or ``min_size`` of `dirichlet` is out of range."""
     if not (alpha > 0 and math.isfinite(alpha)):
         raise InputError(f"partition.alpha={alpha} must be above 0 (0.1: few classes per client, 100: all alike)")
     if min_size < MIN_IMAGES:
-        raise InputError(f"partition.min_size={min_size} must be at least {MIN_IMAGES}, the fewest to train on")
+        raise InputError(f"partition.min_size={min_size} must be at least {MIN_IMAGES}, the minimum for training")
 
 
-def _known(labels: torch.Tensor | None, name: str) -> np.ndarray:
-    if labels is None:
+def _require_labels(data: PartitionInput, name: str) -> np.ndarray:
+    if data.labels is None:
         raise InputError(
             f"partition={name} divides by class but the images have no labels; give partition=iid, or "
             "partition=natural if their owners are known"
         )
-    return labels.numpy()
+    return data.labels.numpy()
 
 
-def _order(num_images: int, seed: int) -> np.ndarray:
-    return numpy_generator(seed, "partition", "order").permutation(num_images)
+def _order(data: PartitionInput) -> np.ndarray:
+    return numpy_generator(data.seed, "partition", "order").permutation(data.num_images)
 
 
 def _checked(parts: list[np.ndarray], num_images: int) -> list[np.ndarray]:
-    """Sorted parts, after a check that every image is in exactly one and no part is too small to train on."""
+    """Return the sorted parts; every image must be in exactly one, and no part may be too small to train on."""
     if not np.array_equal(np.sort(np.concatenate(parts)), np.arange(num_images)):
-        raise InputError(f"partition gives not every one of {num_images} images to exactly one client; try another")
+        raise InputError(
+            f"the partition does not assign each of {num_images} images to exactly one client; choose another partition"
+        )
     smallest = min(len(part) for part in parts)
     if smallest < MIN_IMAGES:
         raise InputError(

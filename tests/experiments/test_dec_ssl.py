@@ -8,6 +8,7 @@ from fedssl.config.load import compose
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import make_phases
 from tests.experiments.every import some
+from tests.fedssl.partition.made import partition_input
 
 DEC_SSL = (
     *("base", "figure2", "figure4", "figure5", "figure13", "figure15", "figure16"),
@@ -61,7 +62,7 @@ def test_the_partitions_of_dec_ssl(name, classes):
     """Clients have equal numbers of images, so that a mean of clients is one of images too."""
     settings = compose([f"experiment=dec_ssl/{name}"]).partition
     labels = torch.arange(1000) % 10
-    parts = settings.rule.instantiate(labels, num_images=1000, num_clients=settings.num_clients, seed=0)
+    parts = settings.rule.instantiate(partition_input(labels, num_clients=settings.num_clients))
     assert {len(part) for part in parts} == {1000 // settings.num_clients}
     assert {len(labels[part].unique()) for part in parts} == {classes}
 

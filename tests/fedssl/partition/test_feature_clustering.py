@@ -16,6 +16,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
 from fedssl.partition import (
     ImageSubset,
+    PartitionInput,
     dirichlet,
     feature_clustering,
     feature_clusters,
@@ -29,7 +30,7 @@ KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 
 
 
 def blobs(kind: torch.Tensor, *, channels: int = 1) -> torch.Tensor:
-    """Images ``(n, channels, 8, 8)`` of a kind: some of its rows are bright, with noise of 10 grey levels."""
+    """Images ``(n, channels, 8, 8)`` of a kind: some of its rows are bright, with noise of 10 gray levels."""
     noise = torch.randint(10, (len(kind), channels, 8, 8), generator=torch.Generator().manual_seed(1))
     bright = torch.arange(8).view(1, 1, 8, 1) % 3 == kind.view(-1, 1, 1, 1)
     return (noise + 200 * bright).to(torch.uint8)
@@ -44,8 +45,9 @@ def found(images: ImageSubset, **settings) -> np.ndarray:
 
 
 def divided(images: ImageSubset, num_clients: int = 3, **settings):
-    settings = {"clusters": None, "alpha": 0.5, "min_size": 2, "seed": 0, "components": 2} | settings
-    return feature_clusters(None, images=images, num_images=len(images), num_clients=num_clients, **settings)
+    settings = {"clusters": None, "alpha": 0.5, "min_size": 2, "components": 2} | settings
+    data = PartitionInput(labels=None, images=images, num_clients=num_clients, seed=settings.pop("seed", 0))
+    return feature_clusters(data, **settings)
 
 
 def same_groups(a, b) -> bool:
@@ -55,7 +57,7 @@ def same_groups(a, b) -> bool:
 
 @pytest.fixture
 def encoder(tmp_path: Path) -> str:
-    """The file of an encoder for grey images of 16 x 16."""
+    """The file of an encoder for gray images of 16 x 16."""
     settings = {"channels": 1, "size": 16, "width": 4}
     torch.manual_seed(0)
     target = {"_target_": "fedssl.encoders.conv_small"}
@@ -93,9 +95,10 @@ def test_small_alpha_gives_whole_clusters_and_large_alpha_all_alike() -> None:
 
 def test_shares_are_those_of_dirichlet_over_the_clusters() -> None:
     images = images_of()
-    settings = {"num_images": 90, "num_clients": 4, "seed": 5, "alpha": 1.0, "min_size": 3, "self_balancing": True}
-    expected = dirichlet(torch.from_numpy(found(images, seed=5)), **settings)
-    parts = divided(images, 4, clusters=3, **{k: settings[k] for k in list(settings)[2:]}).client_indices
+    settings = {"alpha": 1.0, "min_size": 3, "self_balancing": True}
+    labels = torch.from_numpy(found(images, seed=5))
+    expected = dirichlet(PartitionInput(labels=labels, images=images, num_clients=4, seed=5), **settings)
+    parts = divided(images, 4, clusters=3, seed=5, **settings).client_indices
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
 
 
@@ -223,7 +226,7 @@ def test_bad_settings_are_one_sentence(settings: dict, message: str) -> None:
 
 
 def test_images_that_are_too_alike_and_an_encoder_for_others(encoder: str) -> None:
-    with pytest.raises(InputError, match="partition.clusters=3 but the images fall into 2, .* or fewer"):
+    with pytest.raises(InputError, match="partition.clusters=3 but the images form 2 clusters, .* or fewer"):
         k_means(np.repeat([[0.0], [1.0]], 20, axis=0), clusters=3, seed=0)
     with pytest.raises(InputError, match="was trained on images with 1 channels but these have 3; .*null"):
         divided(images_of(channels=3), encoder=encoder)

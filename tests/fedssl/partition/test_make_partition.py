@@ -9,6 +9,7 @@ from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
 from fedssl.partition.partition import client_indices, server_indices
 from fedssl.partition.partitioners import skew
+from tests.fedssl.partition.made import partition_input
 
 IMAGES = ImageData(torch.zeros(60, 1, 1, 1, dtype=torch.uint8), torch.arange(2).repeat_interleave(30))
 WORDS = ["seed=7", "num_clients=2"]
@@ -17,7 +18,7 @@ WORDS = ["seed=7", "num_clients=2"]
 def test_split_follows_the_settings_of_a_run():
     overrides = [*WORDS, "partition=skew"]
     parts = client_indices(compose([*overrides, "partition.beta=0.0"]).partition, IMAGES)
-    expected = skew(IMAGES.labels, num_images=60, num_clients=2, seed=7, beta=0.0)
+    expected = skew(partition_input(IMAGES.labels, num_clients=2, seed=7), beta=0.0)
     assert all(np.array_equal(a, b) for a, b in zip(parts, expected, strict=True))
     with pytest.raises(InputError, match=r"partition\.beta=2\.0"):
         client_indices(compose([*overrides, "partition.beta=2.0"]).partition, IMAGES)

@@ -21,6 +21,7 @@ from fedssl.errors import InputError
 from fedssl.partition import flwr_partitioners
 from fedssl.plots.partition import partition_table, save_partition_plot
 from fedssl.seeding import derive_seed, numpy_generator
+from tests.fedssl.partition.made import partition_input
 
 KINDS = {
     "iid": {},
@@ -36,9 +37,8 @@ def labels_of(*counts: int) -> torch.Tensor:
 
 
 def split(kind: str, labels: torch.Tensor | None, num_clients: int, *, seed: int = 0, **settings) -> list[np.ndarray]:
-    num_images = settings.pop("num_images", None) or len(labels)
-    function = getattr(partition, kind)
-    return function(labels, num_images=num_images, num_clients=num_clients, seed=seed, **settings)
+    data = partition_input(labels, num_images=settings.pop("num_images", None), num_clients=num_clients, seed=seed)
+    return getattr(partition, kind)(data, **settings)
 
 
 def counts_of(parts: list[np.ndarray], labels: torch.Tensor) -> np.ndarray:
@@ -75,7 +75,7 @@ def test_same_seed_same_parts_other_seed_others(kind: str) -> None:
 def test_yaml_names_the_function_and_its_settings(kind: str) -> None:
     settings = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[3] / f"conf/partition/{kind}.yaml"))
     function = get_method(settings.pop("_target_"))
-    parts = function(labels_of(*[30] * 4), num_images=120, num_clients=4, seed=0, **settings)
+    parts = function(partition_input(labels_of(*[30] * 4), num_clients=4), **settings)
     assert sum(map(len, parts)) == 120
 
 
@@ -230,7 +230,8 @@ OWNERS = OWNERS[torch.randperm(42, generator=torch.Generator().manual_seed(2))]
 
 
 def natural(owners: torch.Tensor, num_clients: int, *, seed: int = 0, labels: torch.Tensor | None = None) -> list:
-    return partition.natural(labels, owners=owners, num_images=len(owners), num_clients=num_clients, seed=seed)
+    data = partition_input(labels, owners=owners, num_images=len(owners), num_clients=num_clients, seed=seed)
+    return partition.natural(data)
 
 
 def test_natural_deals_owners_in_turn_by_hand() -> None:
@@ -294,7 +295,7 @@ def test_natural_that_is_impossible_is_one_sentence(
     owners: torch.Tensor | None, num_clients: int, message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        partition.natural(None, owners=owners, num_images=42, num_clients=num_clients, seed=0)
+        partition.natural(partition_input(None, owners=owners, num_images=42, num_clients=num_clients))
     assert "\n" not in str(caught.value)
 
 
@@ -325,7 +326,7 @@ def test_skew_sizes_differ_by_one_at_most() -> None:
         (
             "pathological",
             {"classes_per_client": 2, "num_clients": 2},
-            "leaves 1 of 5 classes to nobody; give at least 3 classes per client or 5 clients",
+            "leaves 1 of 5 classes unassigned; give at least 3 classes per client or 5 clients",
         ),
         (
             "pathological",
@@ -366,7 +367,8 @@ def test_a_partition_imports_nothing_that_takes_seconds() -> None:
     script = (
         "import sys\n"
         "from fedssl import partition\n"
-        "partition.iid(None, num_images=20, num_clients=2, seed=0)\n"
+        "from tests.fedssl.partition.made import partition_input\n"
+        "partition.iid(partition_input(None, num_images=20, num_clients=2))\n"
         "slow = {'datasets', 'flwr_datasets', 'matplotlib', 'pandas', 'sklearn', 'torchvision'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )

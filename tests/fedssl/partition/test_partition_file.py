@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,14 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet, from_file, make_partition, write_partition
+from tests.fedssl.partition.made import partition_input
 
 LABELS = torch.tensor([0, 1, 0, 1, 2, 2])
 
 
 def read(file: Path, text: str, labels: torch.Tensor | None = LABELS, num_clients: int = 2) -> list[list[int]]:
     file.write_text(text)
-    parts = from_file(labels, num_images=6, num_clients=num_clients, seed=0, file=file)
+    parts = from_file(partition_input(labels, num_images=6, num_clients=num_clients), file=file)
     return [part.tolist() for part in parts]
 
 
@@ -28,11 +30,12 @@ def test_images_go_where_the_file_says_and_to_nobody(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     labels = torch.arange(300) % 5
-    parts = dirichlet(labels, num_images=300, num_clients=4, seed=3, alpha=0.3, min_size=2, self_balancing=False)
+    data = partition_input(labels, num_clients=4, seed=3)
+    parts = dirichlet(data, alpha=0.3, min_size=2)
     parts[2] = parts[2][:-3]  # three are nobody's
     file = tmp_path / "division.csv"
     file.write_text(write_partition(parts, labels))
-    again = from_file(labels, num_images=300, num_clients=4, seed=8, file=file)
+    again = from_file(replace(data, seed=8), file=file)
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
@@ -40,7 +43,7 @@ def test_a_long_file_is_read(tmp_path: Path) -> None:
     """Longer than files of settings may be: 5 MB."""
     labels = torch.zeros(500_000, dtype=torch.int64)
     (tmp_path / "a.csv").write_text("client\n" + "000000000\n" * len(labels))
-    (part,) = from_file(labels, num_images=len(labels), num_clients=1, seed=0, file=tmp_path / "a.csv")
+    (part,) = from_file(partition_input(labels, num_clients=1), file=tmp_path / "a.csv")
     assert len(part) == len(labels)
 
 
@@ -59,15 +62,15 @@ def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("", "begins with ''; its first line must be client, or client,label"),
         ("owner\n1\n", "begins with 'owner'"),
         ("client,client\n" + "0,1\n" * 3, "begins with 'client,client'"),  # 6 numbers, but of 3 images
-        ("client\n" + "1" * 200_000, "is no CSV file (field larger than field limit (131072))"),
-        ("client\n" + "0\n1\n" * 2, "is of 4 images, but 6 are to be divided"),
+        ("client\n" + "1" * 200_000, "is not a CSV file (field larger than field limit (131072))"),
+        ("client\n" + "0\n1\n" * 2, "has 4 images, but the data set has 6"),
         ("client\n0\nx\n" + "1\n" * 4, "line 3: 'x' is no client; write a whole number from 0"),
         ("client\n0\n-1\n" + "1\n" * 4, "line 3: '-1' is no client"),
         ("client\n0\n2\n" + "1\n" * 4, "line 3: there is no client 2; the 2 clients are 0 to 1"),
         ("client,label\n0\n", "line 2, has 1 values for 2 columns"),
         ("client,label\n0,\n", "line 2: '' is no label"),
         ("client\n0\n" + "1\n" * 5, "gives client 0 1 images, too few to train on"),
-        ("client,label\n0,0\n0,1\n0,0\n1,2\n1,1\n1,2\n", "image 3 has label 2 there and 1 in the data"),
+        ("client,label\n0,0\n0,1\n0,0\n1,2\n1,1\n1,2\n", "image 3 has label 2 in the file and 1 in the data set"),
     ],
 )
 def test_bad_files_are_one_sentence(tmp_path: Path, text: str, message: str) -> None:
@@ -76,7 +79,9 @@ def test_bad_files_are_one_sentence(tmp_path: Path, text: str, message: str) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("file", "message"), [(None, "needs partition.file"), ("/no/such", "=/no/such is not there")])
+@pytest.mark.parametrize(
+    ("file", "message"), [(None, "needs partition.file"), ("/no/such", "=/no/such does not exist")]
+)
 def test_a_file_must_be_there(file: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        from_file(LABELS, num_images=6, num_clients=2, seed=0, file=file)
+        from_file(partition_input(LABELS, num_clients=2), file=file)
