@@ -118,8 +118,8 @@ class ClientWorker:
     ) -> ClientUpdate:
         """The encoder that the client would use itself, with parts that never travel; nothing is kept.
 
-        A client that never trained may have nothing to tell models apart by: before it chooses between several, it
-        learns from the one that it would take otherwise.
+        If the strategy selects by the client's state, an unseen client has none to select by. It first trains the model
+        that it would use otherwise.
         """
         with set_active_stages(
             self.method, depth=plan.num_stages, frozen=plan.num_frozen_stages, depth_dropout=plan.depth_dropout
@@ -128,7 +128,7 @@ class ClientWorker:
             plan, state = self._received(plan, state_folder, store)
             offered, place = plan, (self.settings.seed, "own", plan.round, client)
             chosen, plan = self._choose(offered, client, indices, state, _nothing)
-            if plan.candidate_arrays and ask.epochs:
+            if plan.candidate_arrays and ask.epochs and self.client_strategy.selects_by_state:
                 begun_with = self.client_strategy.load_start(self.method, plan, state)
                 self._train(training, plan, indices, torch_generator(*place, "first"), _nothing)
                 state = self.client_strategy.state_to_save(self.method, plan, start=begun_with, state=state)

@@ -134,6 +134,8 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
+    lr_schedule = make_lr_schedule(settings, method)
+    load_teacher(method, settings.teacher, data=data)
     results = evaluator.dry_run(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
@@ -150,9 +152,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         client_data = ClientData(image_data, make_partition(settings.partition, image_data))
         check_clients(client_data.parts, method)
     training = LocalTrainer.build(settings.training, method)
-    lr_schedule = make_lr_schedule(settings, method)
     validate_early_stopping(settings, method, result_units=results, phases=len(lr_schedule.phases))
-    load_teacher(method, settings.teacher, data=data)
     context = RoundContext(
         strategy=strategy,
         method=method,

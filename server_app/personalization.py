@@ -32,6 +32,8 @@ log = logging.getLogger("fedssl")
 
 PARTICIPANTS, UNSEEN, UNSEEN_ADAPTED = "participants", "unseen clients", "adapted unseen clients"
 
+MAX_CACHED_MODELS = 8  # models whose features and predictions are kept for further clients, such as clusters
+
 Scores = Mapping[str, Score]
 
 
@@ -151,8 +153,8 @@ class PersonalizedEvaluator:
 
     def __init__(self, components: RunComponents) -> None:
         self._components = components
-        self._known: dict[bytes, Scores] = {}
-        self._last: tuple[bytes, EvaluationInput] | None = None
+        self._global_test: dict[bytes, Scores] = {}
+        self._inputs: dict[bytes, EvaluationInput] = {}  # of the latest models, with their features and predictions
 
     def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
         """What the encoder is worth on all test images, and on those like the client's."""
@@ -161,14 +163,14 @@ class PersonalizedEvaluator:
         assert client_data.image_data.labels is not None  # the run was refused without them
         key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
         load_layers(self._components.method, layers)
-        if self._last is None or self._last[0] != key:
-            evaluation_input = evaluator.evaluation_input(self._components.method)
-            assert evaluation_input is not None
-            self._last = key, evaluation_input
-        evaluation_input = self._last[1]
-        if key not in self._known:
-            self._known[key] = evaluator.evaluate_final(evaluation_input)
+        evaluation_input = self._inputs.pop(key, None) or evaluator.evaluation_input(self._components.method)
+        assert evaluation_input is not None
+        self._inputs[key] = evaluation_input
+        if len(self._inputs) > MAX_CACHED_MODELS:
+            del self._inputs[next(iter(self._inputs))]
+        if key not in self._global_test:
+            self._global_test[key] = evaluator.evaluate_final(evaluation_input)
         own = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
         generator = torch_generator(self._components.settings.seed, "alike", client)
         rows = sample_label_matched(evaluation_input.test.labels, own, generator=generator)
-        return self._known[key], evaluator.evaluate_final(subset(evaluation_input, rows)) if len(rows) else {}
+        return self._global_test[key], evaluator.evaluate_final(subset(evaluation_input, rows)) if len(rows) else {}

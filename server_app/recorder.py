@@ -351,6 +351,10 @@ class Recorder:
         lines = read_jsonl(
             self.folder / "metrics.jsonl", required=("seconds", "clients", "bytes_down", "bytes_up", "dropped")
         )
+        rounds = max((line["round"] for line in lines), default=0)
+        if status != "finished":  # a round without a checkpoint is run again
+            rounds = min(rounds, max(saved_rounds(self.folder / "checkpoints"), default=0))
+            lines = [line for line in lines if line["round"] <= rounds]
         repeat = [word for word in self._settings.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
         results: dict[str, Any] = {}
         if final is not None:
@@ -364,7 +368,7 @@ class Recorder:
         content = {
             "status": status,
             "reason": reason or self._stop_reason,
-            "rounds": max((line["round"] for line in lines), default=0),
+            "rounds": rounds,
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,
             "command": shlex.join(["fedssl", *repeat]),

@@ -271,9 +271,13 @@ class ClientStrategy:
     ----------
     trainings_per_round : int
         How often it trains in a round, for what that costs.
+    selects_by_state : bool
+        Whether `select_model` compares models with the client's state. An unseen client, which has none, trains before
+        it selects.
     """
 
     trainings_per_round: int = 1
+    selects_by_state: bool = False
 
     def select_model(
         self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData

@@ -44,6 +44,8 @@ class SelectByFeatures(ClientStrategy):
         Of how many of its images, at least 1.
     """
 
+    selects_by_state = True
+
     def __init__(self, *, num_images: int) -> None:
         self.num_images = num_images
 

@@ -1,5 +1,6 @@
 """What an evaluation protocol is given: an encoder, and labelled images to find out with what it is worth."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,6 +64,20 @@ class EvaluationInput:
         """What the frozen encoder makes of all images, computed once for all protocols that ask for it."""
         train, test = self._represent(self.train.images), self._represent(self.test.images)
         return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
+
+    def predict_once(self, key: Hashable, predict: Callable[["EvaluationInput"], Tensor]) -> Tensor:
+        """Return the predicted classes of the test images. Call ``predict`` once per key, for all test images.
+
+        Protocols that train a network use this, so that subsets of the test images share one training. The key must
+        identify the protocol and its training.
+        """
+        if key not in self._predictions:
+            self._predictions[key] = predict(self)
+        return self._predictions[key]
+
+    @cached_property
+    def _predictions(self) -> dict[Hashable, Tensor]:
+        return {}
 
     def _represent(self, images: Tensor) -> Tensor:
         if self.encoder is None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import (
@@ -112,6 +112,11 @@ class FineTune:
         return results
 
     def _accuracy(self, subject: EvaluationInput, place: Place, *, share: float) -> float:
+        predicted = subject.predict_once((self, *place), lambda whole: self._predict(whole, place, share=share))
+        return accuracy(predicted, subject.test.labels)
+
+    def _predict(self, subject: EvaluationInput, place: Place, *, share: float) -> Tensor:
+        """Train a copy of the encoder and a classifier, and return the classes of the test images."""
         rows = stratified_sample(subject.train.labels, share=share, generator=numpy_generator(*place))
         few = LabeledImages(subject.train.images[rows], subject.train.labels[rows])
         encoder = copy.deepcopy(subject.encoder)
@@ -131,4 +136,4 @@ class FineTune:
             batch_size=self.batch_size,
             generator=views.generator,
         )
-        return accuracy(predict(network, subject), subject.test.labels)
+        return predict(network, subject)

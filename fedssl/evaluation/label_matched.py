@@ -1,5 +1,6 @@
 """Test images for one client: some of all, in which classes are as frequent as among its own."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,6 +60,10 @@ class SubsetInput(EvaluationInput):
             found.test_labels[self.rows],
             num_classes=found.num_classes,
         )
+
+    def predict_once(self, key: Hashable, predict: Callable[[EvaluationInput], Tensor]) -> Tensor:
+        """Return the predictions of the whole for these test images."""
+        return self.whole.predict_once(key, predict)[self.rows]
 
 
 def subset(subject: EvaluationInput, rows: Tensor) -> SubsetInput:

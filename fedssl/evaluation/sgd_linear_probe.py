@@ -13,6 +13,7 @@ another encoder than the one that was averaged: the run's own is copied and stay
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ class SGDLinearProbe:
         for share in self.shares:
             place = (seed, "linear probe", self.name, f"{share:g}")
             drawn = stratified_sample(subject.train.labels, share=share, generator=numpy_generator(*place))
-            found = (self._on_features if self.features_cacheable else self._on_images)(subject, drawn, place)
+            train = self._on_features if self.features_cacheable else self._on_images
+            found = subject.predict_once((self, *place), partial(train, drawn=drawn, place=place))
             name = self.name if share == 1 else f"{self.name}_{100 * share:g}_percent"
             results[name] = Score(accuracy(found, subject.test.labels))
         return results

@@ -104,3 +104,13 @@ def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, o
     overrides += ["method.sent_per_round=0", "method.alignment_weight=0.1", f"teacher={file}"]
     federation = Federation(tmp_path, *overrides)
     Round(federation.components.context, federation.state)
+
+
+def test_a_missing_teacher_is_refused_before_images_are_loaded(tmp_path, monkeypatch):
+    def load(*args, **options):
+        pytest.fail("images were loaded")
+
+    for name in ("server_app.build.load_federated", "fedssl.evaluation.evaluation_input.load"):
+        monkeypatch.setattr(name, load)
+    with pytest.raises(InputError, match="/nowhere/encoder.pt does not exist"):
+        Federation(tmp_path, *WORDS, "teacher=/nowhere/encoder.pt")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from client_app.worker import ClientWorker
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.wire.messages import PersonalizedModelRequest, TrainPlan
@@ -183,3 +184,28 @@ def test_a_device_shows_nothing(tmp_path):
 def test_what_cannot_be_is_one_sentence(tmp_path, overrides, sentence):
     with pytest.raises(InputError, match=sentence):
         Federation(tmp_path, *overrides)
+
+
+def test_an_unseen_client_selects_its_cluster_by_loss_without_training_first(tmp_path, monkeypatch):
+    federation = Federation(tmp_path, "strategy=clustered", "strategy.assign_by=loss", *NEW)
+    federation.run(1)
+    events = []
+    select_model, train = choosing.SelectByLoss.select_model, ClientWorker._train
+
+    def select(half, method, plans, state, local_data):
+        events.append("select")
+        return select_model(half, method, plans, state, local_data)
+
+    def trains(self, *args):
+        events.append("train")
+        return train(self, *args)
+
+    monkeypatch.setattr(choosing.SelectByLoss, "select_model", select)
+    monkeypatch.setattr(ClientWorker, "_train", trains)
+    name, received = encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3]
+    assert events == ["select"]
+    events.clear()
+    adapted_from, adapted = encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=True))[3]
+    assert events == ["select", "train"]
+    assert adapted_from == name
+    assert not equal(received, adapted)

@@ -221,3 +221,24 @@ def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monke
     rounds_done, _, lines = contents(tmp_path / "run")
     assert (rounds_done, [line["round"] for line in lines]) == (1, [1])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_an_interrupted_run_reports_the_round_of_its_newest_checkpoint(tmp_path, monkeypatch):
+    """Interrupted after the line of round 2 and before its checkpoint, a resumed run repeats round 2."""
+    checkpoint = Recorder.checkpoint
+
+    def interrupted(self, state, *, ends=False):
+        if state.round == 2 and not ends:
+            raise KeyboardInterrupt
+        checkpoint(self, state, ends=ends)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "checkpoint", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="after round 1; "):
+            run([*TINY, f"output_dir={tmp_path / 'run'}"])
+    rounds_done, _, lines = contents(tmp_path / "run")
+    assert (rounds_done, [line["round"] for line in lines]) == (1, [1, 2])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["rounds"]) == ("interrupted", 1)
+    run([f"resume={tmp_path / 'run'}"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 3

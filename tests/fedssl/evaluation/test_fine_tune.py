@@ -9,9 +9,11 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
+from fedssl.evaluation import fine_tune
 from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.few_labels import FewLabels, stratified_sample
 from fedssl.evaluation.fine_tune import FineTune
+from fedssl.evaluation.label_matched import subset
 from fedssl.evaluation.protocol import evaluate
 
 
@@ -128,3 +130,18 @@ def test_the_settings_make_the_protocols():
     optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5}])
     assert (optimizer.defaults["momentum"], optimizer.param_groups[0]["lr"]) == (0.9, 0.5)
     assert compose(["evaluation=semi_supervised"]).evaluation.protocol.instantiate().shares == (0.01, 0.1)
+
+
+def test_subsets_of_the_test_images_share_one_training(monkeypatch):
+    trainings = []
+    fit = fine_tune.fit
+    monkeypatch.setattr(fine_tune, "fit", lambda *args, **options: trainings.append(1) or fit(*args, **options))
+    whole, fine_tuning = subject(Brightness(1.0, 1.0)), protocol(epochs=1, shares=[0.1], draws=1)
+    evaluate(fine_tuning, whole, seed=0)
+    predicted = next(iter(whole._predictions.values()))
+    for rows in (torch.tensor([0, 1, 5]), torch.tensor([2, 8])):
+        score = evaluate(fine_tuning, subset(whole, rows), seed=0)["fine_tune_10_percent"]
+        assert score.value == (predicted[rows] == whole.test.labels[rows]).double().mean()
+    assert len(trainings) == 1
+    evaluate(fine_tuning, whole, seed=1)
+    assert len(trainings) == 2
