@@ -129,7 +129,7 @@ ATTEMPTS = {
     ),
     "a large model": (lambda plan: with_task(plan, encoder__width=60_000), "a training step takes about"),
     "large heads": (
-        lambda plan: with_task(plan, method__projector__hidden=65_536, method__projector__layers=256),
+        lambda plan: with_task(plan, method__projector__hidden_dim=65_536, method__projector__num_layers=256),
         "a training step takes about",
     ),
     "other code": (lambda plan: changed(plan, code_fingerprint="evil"), "the client runs other code"),
@@ -184,7 +184,7 @@ LIMITS = {
     "batch: 4": ({}, "batch_size=8 but this device allows 4 at most"),
     "size: 7": ({}, "dataset.size=8 but this device allows 7 at most"),
     "memory: 0.0001": ({}, "the message brings 0.3 MB of memory but this device allows 0.1 MB"),
-    "memory: 0.002": ({"method__projector__hidden": 2048}, "a training step takes about"),
+    "memory: 0.002": ({"method__projector__hidden_dim": 2048}, "a training step takes about"),
     "minutes: 1.0e-9": ({}, "training takes longer than the 1e-09 minutes of a round that this device allows"),
 }
 
@@ -251,7 +251,7 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
         ({"partition-id": 0, "num-partitions": 2}, "this SuperNode does not say where its images are"),
         (
             {MARKER_KEY: True, "partition-id": 0, "num-partitions": 2},
-            "the node's configuration has simulation; known are",
+            "the node's configuration has fedssl-simulation; known are",
         ),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; the log of the device says more"),
