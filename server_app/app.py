@@ -24,6 +24,7 @@ from fedssl.report.accuracy_table import format_table
 from fedssl.schedule.stages import set_active_stages
 from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import encode_arrays, record_bytes
+from fedssl.wire.wire_format import describe_wire_format
 from server_app.build import RunComponents, build_run
 from server_app.checkpoint import StateSchema
 from server_app.compatibility import NO_SERVER_DATA
@@ -142,11 +143,7 @@ def run(
         *(settings.num_clients, images, settings.rounds),
         *(record_bytes(encode_arrays(exchanged_layers(components.method), settings.wire_dtype)), recorder.folder),
     )
-    log.info(
-        "strategy %s; clients tell of their training: %s",
-        settings.recording.choices["strategy"],
-        ", ".join(components.context.requested_metrics(state.round + 1)) or "nothing",
-    )
+    log.info("strategy %s: %s", settings.recording.choices["strategy"], describe_exchange(components))
     problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
@@ -159,6 +156,21 @@ def run(
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
             recorder.personalized(evaluate_personalized(exchange, components, state, trained=trained, epochs=epochs))
     return (*results_by_model, problem)
+
+
+def describe_exchange(components: RunComponents) -> str:
+    """Describe what clients and server exchange, and which metrics a client reports."""
+    settings, context = components.settings, components.context
+    summary = context.strategy.describe_communication(components.method)
+    metrics = dict.fromkeys([*summary.required_metrics, *settings.algorithm.reported_metrics])
+    staged = ""
+    if len(context.phases) > 1:
+        frozen = "all frozen stages, which calibration changes" if settings.calibration else "frozen stages it lacks"
+        staged = f"; of the encoder, upload the trained stages, download these and {frozen}"
+    return (
+        f"download {summary.download}; upload {summary.upload}; metrics {', '.join(metrics) or 'none'}; "
+        f"local {summary.local_state}; wire format {describe_wire_format(settings.wire_dtype)}{staged}"
+    )
 
 
 def finish(

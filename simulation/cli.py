@@ -102,8 +102,6 @@ def _run_all(state: SweepState) -> int:
         state.run_job(hydra_settings)
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    if "job" in sys.argv[1:]:  # --cfg job
-        print_communication(_words(sys.argv[1:]))
     if state.jobs:
         print_table(state.jobs)
         return 1 if state.errors else 0
@@ -186,28 +184,6 @@ def _is_remote_resume(overrides: Sequence[str]) -> bool:
     said = {override.key_or_group: override.value() for override in parse(overrides)}
     folder = said.get("resume")
     return folder is not None and said.get("engine") == "deployment" and not Path(str(folder)).exists()
-
-
-def print_communication(overrides: Sequence[str]) -> None:
-    """Print what is exchanged with these settings, as comments behind the printed YAML."""
-    from fedssl.methods.build import build_method
-    from fedssl.schedule.phases import make_phases
-    from fedssl.wire.wire_format import describe_wire_format
-
-    settings = compose(overrides)
-    method = build_method(settings.model)
-    phases = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
-    communication = settings.algorithm.strategy.instantiate().describe_communication(method)
-    metrics = dict.fromkeys([*communication.required_metrics, *settings.algorithm.reported_metrics])
-    frozen = "all frozen ones, which calibration changes" if settings.calibration else "frozen ones that it lacks"
-    print(
-        f"\n# down, to the clients: {communication.download}"
-        f"\n# up, to the server:    {communication.upload}"
-        f"\n# metrics, up:          {', '.join(metrics) or 'none'}"
-        f"\n# stays at the clients: {communication.local_state}"
-        f"\n# layers travel as:     {describe_wire_format(settings.wire_dtype)}"
-        + (f"\n# of the encoder:       up the stages in training; down these and {frozen}" if len(phases) > 1 else "")
-    )
 
 
 def print_table(folders: Sequence[Path]) -> None:

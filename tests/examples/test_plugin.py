@@ -87,7 +87,6 @@ def test_the_other_commands(folder):
     assert re.search(r"two_teams .*\n.*fedavg ", printed)
     printed = fedssl(*shown, folder=folder)
     assert "_target_: mylab.strategy.TwoTeams" in printed
-    assert "# up, to the server:    encoder, projector" in printed
     assert evaluate[0] == "--config-dir"
 
 

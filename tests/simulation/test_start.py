@@ -1,0 +1,39 @@
+"""Commands that train nothing start without torch, which takes four seconds to import."""
+
+import subprocess
+import sys
+
+import pytest
+
+CHECK = """
+import sys
+from importlib import import_module
+try:
+    import_module(sys.argv.pop(1)).main()
+finally:
+    heavy = {"torch", "flwr", "sklearn", "matplotlib", "ray"} & set(sys.modules)
+    print(f"imported: {sorted(heavy)}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("simulation.cli", "--help"),
+        ("simulation.cli", "--cfg", "job", "strategy=fedu", "method=byol"),
+        ("simulation.cli", "strategy=fedav"),
+        ("fedssl.runs.cli", "list"),
+        ("fedssl.report.cli", "."),
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(arguments, tmp_path):
+    done = subprocess.run([sys.executable, "-c", CHECK, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr.endswith("imported: []\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_no_error():
+    shell = f"{sys.executable} -c 'from simulation.cli import main; main()' --help | true"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert done.stderr == ""
