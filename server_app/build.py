@@ -136,7 +136,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     validate_batch_size(settings, method)
     lr_schedule = make_lr_schedule(settings, method)
     load_teacher(method, settings.teacher, data=data)
-    results = evaluator.dry_run(method.encoder)
+    evaluator.validate(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
@@ -152,7 +152,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         client_data = ClientData(image_data, make_partition(settings.partition, image_data))
         check_clients(client_data.parts, method)
     training = LocalTrainer.build(settings.training, method)
-    validate_early_stopping(settings, method, result_units=results, phases=len(lr_schedule.phases))
+    validate_early_stopping(settings, method, result_units=evaluator.result_units(), phases=len(lr_schedule.phases))
     context = RoundContext(
         strategy=strategy,
         method=method,
@@ -187,7 +187,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
             settings, method, training, client_data, device, trainings_per_round=strategy.client.trainings_per_round
         ),
         device=device,
-        evaluation_is_training_free=results is not None,
+        evaluation_is_training_free=not evaluator.trains_network,
     )
 
 

@@ -180,12 +180,11 @@ def validate_personalized_evaluation(settings: Settings, image_data: ImageData) 
 
 
 def validate_early_stopping(
-    settings: Settings, method: SSLMethod, *, result_units: Mapping[str, str] | None, phases: int
+    settings: Settings, method: SSLMethod, *, result_units: Mapping[str, str], phases: int
 ) -> None:
-    """Refuse, by an `InputError`, to end a run by what no round will have, or before all stages are trained.
+    """Refuse to stop by a result that no round has, or before all stages are trained; raises `InputError`.
 
-    ``result_units`` are names and units of what rounds are judged by, and None where only an evaluation tells them:
-    then the first one does.
+    ``result_units`` are the units of the results of a round, by name.
     """
     rule = settings.evaluation.early_stopping
     if rule.monitor is None:
@@ -198,10 +197,9 @@ def validate_early_stopping(
     problem = why_not_evaluable(settings.data)
     if problem:
         raise InputError(f"early_stopping.monitor={rule.monitor} needs evaluations; {problem}")
-    if result_units is not None:
-        found = {**result_units, **({"classifier": ACCURACY} if method.uses_labels else {})}
-        check_monitor(rule, found)
-        check_threshold_unit(rule, found[rule.monitor])
+    units = {**result_units, **({"classifier": ACCURACY} if method.uses_labels else {})}
+    check_monitor(rule, units)
+    check_threshold_unit(rule, units[rule.monitor])
 
 
 def require_full_exchange(what: str, context: RoundContext, plans: PlanBuilder, *, models: Iterable[str]) -> None:

@@ -22,7 +22,8 @@ from fedssl.errors import InputError
 from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.linear_probe import check_solver, softmax_regression
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.seeding import numpy_generator
 
 
@@ -46,15 +47,20 @@ def sample_per_class(labels: Tensor, *, per_class: int, num_classes: int, genera
     InputError
         A class has fewer than ``per_class`` images.
     """
+    check_labels_per_class(labels, per_class=per_class, num_classes=num_classes)
     classes = labels.cpu().numpy()
-    counts = np.bincount(classes, minlength=num_classes)
+    drawn = [generator.choice(np.flatnonzero(classes == c), per_class, replace=False) for c in range(num_classes)]
+    return torch.from_numpy(np.concatenate(drawn))
+
+
+def check_labels_per_class(labels: Tensor, *, per_class: int, num_classes: int) -> None:
+    """Refuse labels with fewer than ``per_class`` images of a class; raises `InputError`."""
+    counts = np.bincount(labels.cpu().numpy(), minlength=num_classes)
     if counts.min() < per_class:
         raise InputError(
             f"labels_per_class={per_class} but class {counts.argmin()} has {counts.min()} labelled training images; "
             "lower labels_per_class, or choose evaluation=knn or evaluation=linear"
         )
-    drawn = [generator.choice(np.flatnonzero(classes == c), per_class, replace=False) for c in range(num_classes)]
-    return torch.from_numpy(np.concatenate(drawn))
 
 
 def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
@@ -91,7 +97,7 @@ def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     return train / scale, test / scale
 
 
-class FewLabels:
+class FewLabels(EvaluationProtocol):
     """Accuracy as ``linear_<n>_per_class`` and ``linear_<share>_percent``, means over draws with standard deviations.
 
     Parameters
@@ -148,6 +154,17 @@ class FewLabels:
             ]
             results[f"linear_{100 * share:g}_percent"] = self._score(scaled, drawn)
         return results
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        """Return the unit of each number and share of labels."""
+        names = [f"linear_{per_class}_per_class" for per_class in self.labels_per_class]
+        return dict.fromkeys([*names, *(f"linear_{100 * share:g}_percent" for share in self.shares)], ACCURACY)
+
+    def validate(self, subject: EvaluationInput, *, feature_dim: int) -> None:
+        """Refuse images of which a class has too few; raises `InputError`."""
+        super().validate(subject, feature_dim=feature_dim)
+        for per_class in self.labels_per_class:
+            check_labels_per_class(subject.train.labels, per_class=per_class, num_classes=subject.num_classes)
 
     def _places(self, seed: int, what: int | str) -> list[tuple[int, str, int | str, int]]:
         """Of each draw in the run, see `fedssl.seeding`."""

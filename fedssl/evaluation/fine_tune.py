@@ -31,11 +31,12 @@ from fedssl.evaluation.classifier import (
 from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import check_shares, stratified_sample
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.seeding import numpy_generator
 
 
-class FineTune:
+class FineTune(EvaluationProtocol):
     """Accuracy as ``<name>_<share>_percent``, the mean over draws, with their standard deviation.
 
     Parameters
@@ -61,6 +62,9 @@ class FineTune:
     InputError
         A number is out of range.
     """
+
+    trains_network = True
+    uses_features = False
 
     def __init__(
         self,
@@ -110,6 +114,10 @@ class FineTune:
             std = stdev(found) if len(found) > 1 else None
             results[f"{self.name}_{100 * share:g}_percent"] = Score(mean(found), std=std)
         return results
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        """Return the unit of each share."""
+        return {f"{self.name}_{100 * share:g}_percent": ACCURACY for share in self.shares}
 
     def _accuracy(self, subject: EvaluationInput, place: Place, *, share: float) -> float:
         predicted = subject.predict_once((self, *place), lambda whole: self._predict(whole, place, share=share))

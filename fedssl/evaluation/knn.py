@@ -12,7 +12,8 @@ from torch import Tensor
 from fedssl.errors import InputError
 from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY, Score
 
 _SIMILARITIES = 2**24  # numbers in a block of the similarity matrix: 64 MB
 
@@ -52,7 +53,7 @@ def knn_predict(
     return torch.cat(predictions)
 
 
-class KNN:
+class KNN(EvaluationProtocol):
     """Accuracy of `knn_predict` as ``knn``.
 
     Raises
@@ -80,3 +81,7 @@ class KNN:
             temperature=self.temperature,
         )
         return {"knn": Score(accuracy(predictions, data.test_labels))}
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        """Return the unit of ``knn``."""
+        return {"knn": ACCURACY}

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedssl.errors import InputError
 from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY, Score
 
 
 def softmax_regression(
@@ -100,7 +101,7 @@ def linear_probe(
     return torch.addmm(bias, x_test, weight).argmax(dim=1)
 
 
-class LinearProbe:
+class LinearProbe(EvaluationProtocol):
     """Accuracy of `linear_probe` as ``linear``.
 
     Parameters
@@ -133,6 +134,10 @@ class LinearProbe:
             max_iterations=self.max_iterations,
         )
         return {"linear": Score(accuracy(predictions, data.test_labels))}
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        """Return the unit of ``linear``."""
+        return {"linear": ACCURACY}
 
 
 def check_solver(*, l2: float, max_iterations: int) -> None:

@@ -38,12 +38,13 @@ from fedssl.evaluation.classifier import (
 from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import check_shares, stratified_sample
-from fedssl.evaluation.scores import Score
+from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.machine.devices import to_device
 from fedssl.seeding import numpy_generator, torch_generator
 
 
-class SGDLinearProbe:
+class SGDLinearProbe(EvaluationProtocol):
     """Accuracy after the last epoch, as ``<name>`` with all labels and ``<name>_<share>_percent`` with some.
 
     Parameters
@@ -69,6 +70,8 @@ class SGDLinearProbe:
     InputError
         A setting is out of range; when called, also if the encoder has no feature map or training diverges.
     """
+
+    trains_network = True
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class SGDLinearProbe:
         self.features, self.batch_norm_epochs = features, batch_norm_epochs
         self.epochs, self.batch_size, self.optimizer, self.lr_schedule = epochs, batch_size, optimizer, lr_schedule
         self.transform, self.view = transform, view
+        self.uses_features = self.features_cacheable
 
     @property
     def features_cacheable(self) -> bool:
@@ -120,9 +124,20 @@ class SGDLinearProbe:
             drawn = stratified_sample(subject.train.labels, share=share, generator=numpy_generator(*place))
             train = self._on_features if self.features_cacheable else self._on_images
             found = subject.predict_once((self, *place), partial(train, drawn=drawn, place=place))
-            name = self.name if share == 1 else f"{self.name}_{100 * share:g}_percent"
-            results[name] = Score(accuracy(found, subject.test.labels))
+            results[self._result_name(share)] = Score(accuracy(found, subject.test.labels))
         return results
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        """Return the unit of each share."""
+        return {self._result_name(share): ACCURACY for share in self.shares}
+
+    def validate(self, subject: EvaluationInput, *, feature_dim: int) -> None:
+        """Refuse feature maps of an encoder without stages; raises `InputError`."""
+        super().validate(subject, feature_dim=feature_dim)
+        self._check_encoder(subject.encoder)
+
+    def _result_name(self, share: float) -> str:
+        return self.name if share == 1 else f"{self.name}_{100 * share:g}_percent"
 
     def _on_features(self, subject: EvaluationInput, drawn: Tensor, place: Place) -> Tensor:
         """Classes of the test images by a classifier of features that are computed once."""
@@ -171,13 +186,17 @@ class SGDLinearProbe:
         )
         return predict(nn.Sequential(encoder, head), subject)
 
+    def _check_encoder(self, encoder: nn.Module | None) -> None:
+        if self.features == "map" and encoder is not None and not isinstance(encoder, Encoder):
+            raise InputError(
+                f"features=map needs an encoder in stages and {type(encoder).__name__} is none; set features=pooled"
+            )
+
     def _copy(self, encoder: nn.Module) -> nn.Module:
-        """An encoder like this one, in eval mode, that puts out the features asked for."""
-        found = copy.deepcopy(encoder).eval()
+        """Return a copy of the encoder in eval mode that outputs pooled features or feature maps."""
+        self._check_encoder(encoder)
+        copied = copy.deepcopy(encoder).eval()
         if self.features == "map":
-            if not isinstance(found, Encoder):
-                raise InputError(
-                    f"features=map needs an encoder in stages and {type(found).__name__} is none; set features=pooled"
-                )
-            found.return_feature_map = True
-        return found
+            assert isinstance(copied, Encoder)
+            copied.return_feature_map = True
+        return copied

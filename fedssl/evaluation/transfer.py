@@ -10,11 +10,11 @@ from fedssl.config.load import read_data
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.evaluation.evaluation_input import EvaluationInput, load_labeled, why_not_evaluable
-from fedssl.evaluation.protocol import EvaluationProtocol, evaluate
+from fedssl.evaluation.protocol import EvaluationProtocol, check_protocol, evaluate
 from fedssl.evaluation.scores import Score
 
 
-class Transfer:
+class Transfer(EvaluationProtocol):
     """The results of a protocol on each data set, as ``<result>@<name of the data set>``.
 
     Images are brought to the size that the encoder has been given so far, and standardised as for it.
@@ -38,7 +38,8 @@ class Transfer:
                 "evaluation=transfer needs a data set: add +dataset@evaluation.datasets.NAME=CHOICE, and its settings "
                 "as evaluation.datasets.NAME.KEY=VALUE (final_evaluation in both for the end of a run)"
             )
-        self.protocol: EvaluationProtocol = Component(protocol).instantiate()
+        self.protocol = check_protocol(Component(protocol).instantiate())
+        self.trains_network, self.uses_features = self.protocol.trains_network, self.protocol.uses_features
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
 
     def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
@@ -48,6 +49,16 @@ class Transfer:
             found = evaluate(self.protocol, self._on(name, subject), seed=seed)
             results |= {f"{key}@{name}": score for key, score in found.items()}
         return results
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        """Return the units of the protocol's results on every data set."""
+        units = self.protocol.result_units(num_classes)
+        return {f"{key}@{name}": unit for name in self.datasets for key, unit in units.items()}
+
+    def validate(self, subject: EvaluationInput, *, feature_dim: int) -> None:
+        """Validate every data set by the protocol."""
+        for name in self.datasets:
+            self.protocol.validate(self._on(name, subject), feature_dim=feature_dim)
 
     def _on(self, name: str, subject: EvaluationInput) -> EvaluationInput:
         _, channels, size, _ = subject.train.images.shape

@@ -1,5 +1,6 @@
-"""Evaluation in a run: protocols of others, units from the progress line to the files, and the rehearsal."""
+"""Evaluation in a run: protocols of users, units from the progress line to the files, and validation."""
 
+import collections
 import copy
 import json
 from contextlib import nullcontext
@@ -13,9 +14,9 @@ from fedssl.config.load import compose
 from fedssl.config.settings import Component
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
-from fedssl.evaluation.features import accuracy, extract
-from fedssl.evaluation.protocol import CombinedProtocol
-from fedssl.evaluation.scores import Score, mean_over_models
+from fedssl.evaluation.features import extract
+from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY, Score, mean_over_models
 from fedssl.methods.build import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
@@ -27,35 +28,49 @@ TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "lo
 HERE = "tests.server_app.test_evaluator"
 
 
-class Plain:
-    """A protocol that knows nothing of scores."""
+class Plain(EvaluationProtocol):
+    """A protocol that returns plain numbers."""
+
+    uses_features = False
+
+    def result_units(self, num_classes):
+        return {"plain": ACCURACY}
 
     def __call__(self, subject, *, seed):
         return {"plain": 0.25, "plain_std": 0.05}
 
 
-class Norm:
+class Norm(EvaluationProtocol):
     """Mean length of a representation."""
+
+    def result_units(self, num_classes):
+        return {"norm": "cm"}
 
     def __call__(self, subject, *, seed):
         lengths = subject.features.test.norm(dim=1)
         return {"norm": Score(lengths.mean().item(), "cm", lengths.std().item())}
 
 
-class Trains:
-    """Puts images through a copy of the encoder; notes how often it was called, and how far it came."""
+class Trains(EvaluationProtocol):
+    """Trains a copy of the encoder and counts its calls."""
 
-    began, ended = 0, 0
+    calls = 0
+    trains_network, uses_features = True, False
+
+    def result_units(self, num_classes):
+        return {"trained": ACCURACY}
+
+    def validate(self, subject, *, feature_dim):
+        super().validate(subject, feature_dim=feature_dim)
+        if subject.num_classes > 10:
+            raise InputError("too many classes")
 
     def __call__(self, subject, *, seed):
         if subject.encoder is None:
             return {}
-        Trains.began += 1
-        if subject.num_classes > 10:
-            raise InputError("too many classes for it")
+        Trains.calls += 1
         encoder = copy.deepcopy(subject.encoder).train()
         nn.Linear(encoder.feature_dim, 2)(encoder(torch.rand(4, 1, 8, 8))).sum().backward()
-        Trains.ended += 1
         return {"trained": 0.5}
 
 
@@ -75,45 +90,38 @@ def judge(made, method):
     return made.evaluate([("global", method)])["global"]
 
 
-class Guesses:
-    """A protocol that looks at the labels itself, beside the features."""
-
-    def __call__(self, subject, *, seed):
-        nearest = torch.cdist(subject.features.test, subject.features.train).argmin(dim=1)
-        return {"nearest": accuracy(subject.train.labels[nearest], subject.test.labels)}
-
-
-def test_features_and_labels_of_a_dry_run_fit():
-    made, method, _ = evaluator(protocol="Guesses")
-    assert made.dry_run(method.encoder) == {"nearest": "accuracy"}
-    assert 0.2 < judge(made, method)["nearest"].value <= 1
-
-
-def test_a_dry_run_ends_where_images_come_to_the_encoder(monkeypatch):
-    monkeypatch.setattr(Trains, "began", 0)
-    monkeypatch.setattr(Trains, "ended", 0)
+def test_validation_runs_no_protocol(monkeypatch):
+    monkeypatch.setattr(Trains, "calls", 0)
     made, method, _ = evaluator(protocol="Trains", final="Trains")
     before = copy.deepcopy(method.state_dict())
-    assert made.dry_run(method.encoder) is None  # what results there will be
-    assert (Trains.began, Trains.ended) == (2, 0)
+    made.validate(method.encoder)
+    assert made.result_units() == {"trained": "accuracy"}
+    assert made.trains_network
+    assert Trains.calls == 0
     assert all(torch.equal(value, before[name]) for name, value in method.state_dict().items())
     judged = {"global": {"trained": Score(0.5)}}
-    assert made.evaluate([("global", method)]) == judged  # nothing of the rehearsal is left
-    assert Trains.ended == 1
+    assert made.evaluate([("global", method)]) == judged
     assert made.evaluate([("global", method)], final=True) == judged
     assert made.baselines(method) == {"untrained": {"trained": Score(0.5)}, "pixels": {}}
+
+
+def test_a_class_that_is_no_protocol_is_refused():
+    with pytest.raises(
+        InputError, match="Counter is no evaluation protocol; derive it from fedssl.evaluation.protocol"
+    ):
+        CombinedProtocol(protocols={"a": collections.Counter()})
 
 
 def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
     made, method, _ = evaluator(final="Trains")
     monkeypatch.setattr("fedssl.evaluation.evaluation_input.EvaluationInput.num_classes", 11)
     with pytest.raises(InputError, match="too many classes"):
-        made.dry_run(method.encoder)
+        made.validate(method.encoder)
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
         run([*TINY, "final_evaluation=few_labels", "final_evaluation.labels_per_class=[70]"])
 
 
-def test_a_dry_run_hears_every_protocol_of_several():
+def test_every_protocol_of_several_validates():
     """Also one behind a protocol that computes, and on the second of several data sets."""
     few = {"_target_": "fedssl.evaluation.few_labels.FewLabels", "labels_per_class": [70]}
     trains = {"_target_": f"{HERE}.Trains"}
@@ -122,38 +130,38 @@ def test_a_dry_run_hears_every_protocol_of_several():
         protocols={"trains": Component(trains).instantiate(), "few": Component(few).instantiate()}
     )
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
-        made.dry_run(method.encoder)
+        made.validate(method.encoder)
     overrides = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
     other = ["final_evaluation.datasets.second.channels=3"]
     transfer = compose(["final_evaluation=transfer", *overrides, *other]).evaluation.final_protocol
     made._final_protocol = Component({**transfer.values, "protocol": trains}).instantiate()
     with pytest.raises(InputError, match="datasets.second.channels=3"):
-        made.dry_run(method.encoder)
+        made.validate(method.encoder)
 
 
 def test_maps_need_no_memory_before_any_training(monkeypatch):
     """They are kept for a batch at a time; representations that are computed once are kept for all images."""
-    monkeypatch.setattr("server_app.evaluator.available_memory", lambda: 0)
+    monkeypatch.setattr("fedssl.evaluation.protocol.available_memory", lambda: 0)
     for name, refused in (("l_dawa", False), ("fedu", True)):
         made, method, _ = evaluator(protocol="Plain")
         made._final_protocol = compose([f"final_evaluation={name}/linear"]).evaluation.final_protocol.instantiate()
         with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
-            made.dry_run(method.encoder)
+            made.validate(method.encoder)
 
 
 def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(monkeypatch):
     # 60 images of 64 pixels, 4 bytes each, twice: 30,720 bytes; representations of conv_small of width 4 are shorter.
     one, method, _ = evaluator()
     for free, refused in ((30_719, True), (30_720, False)):
-        monkeypatch.setattr("server_app.evaluator.available_memory", lambda free=free: free)
+        monkeypatch.setattr("fedssl.evaluation.protocol.available_memory", lambda free=free: free)
         with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
-            one.dry_run(method.encoder)
+            one.validate(method.encoder)
 
 
 def test_without_labels_there_is_nothing_to_evaluate():
     made, method, data = evaluator(final="Trains")
     made._data = replace(data, test=None)
-    made.dry_run(method.encoder)
+    made.validate(method.encoder)
     assert made.evaluate([("global", method)]) == {"global": {}}
     assert made.baselines(method) == {}
 
@@ -178,7 +186,7 @@ def test_protocols_of_the_images_alone_cost_no_features(monkeypatch):
         raise AssertionError("nobody asked")
 
     monkeypatch.setattr("fedssl.evaluation.evaluation_input.extract", refuse)
-    made.dry_run(method.encoder)
+    made.validate(method.encoder)
     assert judge(made, method) == {"plain": Score(0.25, std=0.05)}
 
 

@@ -4,10 +4,15 @@ import torch
 
 from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
+from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY
 
 
-class NearestMean:
+class NearestMean(EvaluationProtocol):
     """Accuracy of the class whose mean is nearest, as ``nearest_mean``."""
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        return {"nearest_mean": ACCURACY}
 
     def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, float]:
         features = subject.features

@@ -11,7 +11,7 @@ from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import CombinedProtocol, evaluate
+from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol, evaluate
 from fedssl.evaluation.scores import Score, units_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,8 +51,13 @@ def test_features_of_an_encoder_and_raw_pixels():
     torch.testing.assert_close(subject(None).features.train[2:], torch.tensor([[0.8, 0.2], [0.2, 0.8]]))
 
 
-class FineTuned:
-    """A protocol that trains a copy of the encoder: no features, the images themselves."""
+class FineTuned(EvaluationProtocol):
+    """A protocol that trains a copy of the encoder."""
+
+    trains_network, uses_features = True, False
+
+    def result_units(self, num_classes):
+        return {"fine_tuned_loss": "nats", "steps": "", "fine_tuned": "accuracy"}
 
     def __call__(self, subject: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
         if subject.encoder is None:

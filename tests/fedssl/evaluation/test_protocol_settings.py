@@ -2,16 +2,29 @@
 
 import math
 import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
+from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
+from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import CombinedProtocol
+from fedssl.evaluation.protocol import CombinedProtocol, evaluate
+from fedssl.evaluation.scores import units_of
+from fedssl.methods.build import build_method
 from tests.fedssl.evaluation.made import Given, blobs, results
+
+FOLDER = Path(__file__).resolve().parents[3] / "conf" / "evaluation"
+TRANSFERS = ("transfer", "stl10", "table3", "four")  # they need data sets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,3 +74,41 @@ def test_bad_settings_are_refused_by_name(protocol: type, settings: dict[str, ob
     (name, value) = next(iter(settings.items()))
     with pytest.raises(InputError, match=re.escape(f"{name}={value}")):
         protocol(**settings)
+
+
+class _NetworkRan(Exception):
+    pass
+
+
+NAMES = sorted(
+    str(file.relative_to(FOLDER).with_suffix("")) for file in FOLDER.rglob("*.yaml") if file.stem not in TRANSFERS
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_declarations_are_those_of_a_run_of_the_protocol(name: str):
+    """Images of 2 classes and an encoder: whether a network runs, whether features are used, and which results."""
+    settings = compose([f"evaluation={name}", "encoder.width=2"])
+    protocol, encoder = settings.evaluation.protocol.instantiate(), build_method(settings.model).encoder
+    images = torch.randint(256, (60, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    labeled, device = LabeledImages(images, torch.arange(60) % 2), torch.device("cpu")
+    subject = EvaluationInput(encoder=encoder, train=labeled, test=labeled, mean=(0.5,), std=(0.5,), device=device)
+    for part in [protocol, *getattr(protocol, "protocols", {}).values()]:
+        vars(part).update({"epochs": 0} if hasattr(part, "epochs") else {})
+        vars(part).update({"lr_schedule": None} if hasattr(part, "lr_schedule") else {})
+    assert units_of(evaluate(protocol, subject, seed=0)) == protocol.result_units(2)
+    features = replace(subject)
+    vars(features)["features"] = Features(
+        torch.zeros(60, 3), labeled.labels, torch.zeros(60, 3), labeled.labels, num_classes=2
+    )
+    end = register_module_forward_pre_hook(_network_ran)
+    try:
+        with pytest.raises(_NetworkRan) if protocol.trains_network else nullcontext():
+            evaluate(protocol, features, seed=0)
+    finally:
+        end.remove()
+    assert ("features" in vars(subject)) == protocol.uses_features
+
+
+def _network_ran(network: nn.Module, inputs: object) -> None:
+    raise _NetworkRan
