@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from fedssl.config.load import compose
 from fedssl.config.overrides import quote_value
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, make_evaluation_input
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.linear_probe import LinearProbe
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, make_evaluation_input
 from fedssl.export import load_encoder
 from fedssl.machine.threads import tune_allocator
 from fedssl.training import batches

@@ -16,7 +16,7 @@ from fedssl.config.load import load_settings
 from fedssl.config.overrides import parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import why_not_evaluable
+from fedssl.evaluation.protocol import why_not_evaluable
 from fedssl.evaluation.scores import mean_over_models
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers, load_layers

@@ -13,7 +13,7 @@ from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData
 from fedssl.early_stopping import check_monitor, check_threshold_unit
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import why_not_evaluable
+from fedssl.evaluation.protocol import why_not_evaluable
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.methods.base import SSLMethod
 from server_app.nodes import ClientDirectory

@@ -6,9 +6,15 @@ import torch
 
 from fedssl.config.settings import DataSettings, EvaluationSettings
 from fedssl.encoders.base import Encoder
-from fedssl.evaluation.evaluation_input import EvaluationInput, make_evaluation_input, why_not_evaluable
 from fedssl.evaluation.features import accuracy, pixels
-from fedssl.evaluation.protocol import EvaluationProtocol, check_protocol, evaluate
+from fedssl.evaluation.protocol import (
+    EvaluationInput,
+    EvaluationProtocol,
+    check_protocol,
+    evaluate,
+    make_evaluation_input,
+    why_not_evaluable,
+)
 from fedssl.evaluation.scores import Score
 from fedssl.methods.base import SSLMethod
 

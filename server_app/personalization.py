@@ -16,8 +16,8 @@ import torch
 from flwr.app import Message
 
 from fedssl.arrays import Layers
-from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.label_matched import sample_label_matched, subset
+from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score, mean_over_models
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator

@@ -1,1 +1,1 @@
-"""What encoders are worth: protocols with labels, and numbers of collapse without."""
+"""Evaluation of encoders: protocols with labels, and measures of collapse without labels."""

@@ -1,12 +1,13 @@
-"""Training of a linear classifier by steps of an optimiser: what fine-tuning and the papers' linear probes share.
+"""Training of a linear classifier by an optimizer, shared by fine-tuning and the papers' linear probes.
 
-The classifier begins with zeros. Batches are drawn anew in every epoch, all images are in one, and the number that
-counts is that of the last epoch: test images come after training, and take no part in it.
+The classifier is initialized with zeros. Batches are drawn again in every epoch and contain all images. The result is
+the accuracy after the last epoch; test images have no influence on training.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import read_view
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import extract
+from fedssl.evaluation.few_labels import check_shares
+from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.machine.devices import to_device
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import batches
@@ -26,22 +28,22 @@ from fedssl.training import batches
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 Transform = Callable[[Tensor], Tensor]
-Place = tuple[int, *tuple[int | str, ...]]  # of a training in the run, see `fedssl.seeding`
+SeedPath = tuple[int, *tuple[int | str, ...]]  # of a training, see `fedssl.seeding`
 
 
 def warmup_cosine(optimizer: Optimizer, *, epochs: int, warmup: int) -> LRScheduler:
-    """Factors of the learning rates: 1/w, 2/w to 1 in the first w epochs, then half a cosine down to 0 after the last.
+    """Scale the learning rates by 1/w, 2/w, ..., 1 in the first w epochs, then by half a cosine down to 0.
 
     Parameters
     ----------
     epochs : int
     warmup : int
-        w, fewer than ``epochs``; 0 begins with the cosine.
+        w, fewer than ``epochs``; 0 starts with the cosine.
 
     Raises
     ------
     InputError
-        There are not so many epochs.
+        If ``warmup`` is out of range.
     """
     if not 0 <= warmup < epochs:
         raise InputError(f"warmup={warmup} must be at least 0 and fewer than the epochs={epochs} of training")
@@ -54,133 +56,180 @@ def warmup_cosine(optimizer: Optimizer, *, epochs: int, warmup: int) -> LRSchedu
     return LambdaLR(optimizer, factor)
 
 
-def check_training(
-    *,
-    epochs: int,
-    batch_size: int,
-    optimizer: MakeOptimizer,
-    groups: Sequence[Mapping[str, float]],
-    lr_schedule: MakeSchedule | None,
-    view: Mapping[str, Any],
-    of: str,
-) -> None:
-    """Refuse settings of the training ``of`` a protocol that make no sense, before there is anything to train.
+@dataclass(kw_only=True, eq=False)
+class ClassifierTraining(EvaluationProtocol):
+    """Evaluation protocol that trains a classifier.
 
-    ``groups`` are the settings of each group of parameters. Raises `InputError`.
+    Attributes
+    ----------
+    name : str
+        Name of the results.
+    shares : sequence of float
+        Shares of the labels of every class; one result for each.
+    epochs, batch_size : int
+    optimizer : callable
+        Makes the optimizer of parameter groups.
+    lr_schedule : callable or None
+        Makes the learning rate scheduler, which steps after every epoch. None keeps the learning rates.
+    transform, view
+        Augmentation, as in `Views`.
+
+    Raises
+    ------
+    InputError
+        If a setting is out of range.
     """
-    for name, value, minimum in (("epochs", epochs, 0), ("batch_size", batch_size, 2)):
-        if value < minimum:
-            raise InputError(f"{name}={value} of {of} must be at least {minimum}")
-    read_view(view, name="view")
-    try:
-        made = optimizer([{"params": [nn.Parameter(torch.zeros(1))], **group} for group in groups])
-        if lr_schedule is not None:
-            lr_schedule(made)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"optimizer or lr_schedule of {of} refuses its settings: {error}; change them") from error
 
+    trains_network = True
+    title: ClassVar[str]  # in error messages
 
-def classifier_of(encoder: nn.Module, subject: EvaluationInput) -> nn.Linear:
-    """A `classifier` for what the encoder puts out."""
-    few = subject.train.images[:2]
-    found = extract(encoder, few, mean=subject.mean, std=subject.std, device=subject.device)
-    return classifier(found.shape[1], subject)
+    name: str
+    shares: Sequence[float]
+    epochs: int
+    batch_size: int
+    optimizer: MakeOptimizer
+    lr_schedule: MakeSchedule | None
+    transform: Transform | None
+    view: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        self.shares = tuple(self.shares)
+        check_shares(self.shares)
+        if not self.shares:
+            raise InputError(f"shares=[] of {self.title} must have at least one share of the labels, e.g. [0.1,1.0]")
+        for name, value, minimum in (("epochs", self.epochs, 0), ("batch_size", self.batch_size, 2)):
+            if value < minimum:
+                raise InputError(f"{name}={value} of {self.title} must be at least {minimum}")
+        read_view(self.view, name="view")
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], **settings} for settings in self.group_settings]
+        try:
+            optimizer = self.optimizer(groups)
+            if self.lr_schedule is not None:
+                self.lr_schedule(optimizer)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"optimizer or lr_schedule of {self.title} rejects its settings: {error}; change them"
+            ) from error
 
-def classifier(width: int, subject: EvaluationInput) -> nn.Linear:
-    """A linear classifier of zeros for features of this length, on the subject's device."""
-    head = nn.Linear(width, subject.num_classes).to(subject.device)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head
+    @property
+    def group_settings(self) -> Sequence[Mapping[str, float]]:
+        """Settings of each parameter group beside those of the optimizer."""
+        return [{}]
+
+    def views(self, evaluation_input: EvaluationInput, seed_path: SeedPath) -> "Views":
+        """Return the augmentation of one training."""
+        return Views(evaluation_input, transform=self.transform, view=self.view, seed_path=seed_path)
+
+    def fit(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        labels: Tensor,
+        *,
+        modules: Sequence[nn.Module],
+        generator: torch.Generator,
+        before_epoch: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
+        """Minimize the mean cross-entropy.
+
+        Parameters
+        ----------
+        logits : callable
+            Maps indices of training images, int64 ``(batch,)`` on the CPU, to scores ``(batch, num_classes)``.
+        labels : Tensor
+            Labels of all training images, int64 ``(n,)``, on the CPU.
+        modules : sequence of nn.Module
+            Trained modules, one per parameter group.
+        generator : torch.Generator
+            Draws the batches; on the CPU.
+        before_epoch : callable
+            Called with the number of every epoch, from 0.
+        """
+        optimizer = self.optimizer(
+            [
+                {"params": list(module.parameters()), **settings}
+                for module, settings in zip(modules, self.group_settings, strict=True)
+            ]
+        )
+        schedule = None if self.lr_schedule is None else self.lr_schedule(optimizer)
+        for epoch in range(self.epochs):
+            before_epoch(epoch)
+            for rows in batches(torch.arange(len(labels)), self.batch_size, generator=generator):
+                scores = logits(rows)
+                loss = F.cross_entropy(scores, to_device(labels[rows], scores.device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            if schedule is not None:
+                schedule.step()
 
 
 class Views:
-    """What training sees of images: augmented, standardised, on the subject's device.
+    """Training views of images: augmented, standardized, on the device of the evaluation.
 
     Parameters
     ----------
-    subject : EvaluationInput
+    evaluation_input : EvaluationInput
     transform : callable or None
-        Changes one uint8 image ``(channels, height, width)`` before the view is made, e.g. by torchvision's
-        ``RandAugment``; what it draws is torch's own chance. None: nothing.
+        Applied to each uint8 image ``(channels, height, width)`` before the view, e.g. torchvision's ``RandAugment``;
+        it draws from torch's global generator.
     view : mapping
-        Fields of `fedssl.augmentation.recipe.View`; none of them leave images as they are.
-    place : tuple
-        Where in the run this is.
+        Fields of `fedssl.augmentation.recipe.View`; without fields images are not augmented.
+    seed_path : tuple
+        Seed path of the training.
     """
 
     def __init__(
-        self, subject: EvaluationInput, *, transform: Transform | None, view: Mapping[str, Any], place: Place
+        self,
+        evaluation_input: EvaluationInput,
+        *,
+        transform: Transform | None,
+        view: Mapping[str, Any],
+        seed_path: SeedPath,
     ) -> None:
-        size = subject.train.images.shape[-1]
-        self._augment = Augmentation(size=size, mean=subject.mean, std=subject.std, views=[dict(view), {}])
-        self._transform, self._device = transform, subject.device
-        self.generator = torch_generator(*place)
-        for device in {torch.device("cpu"), subject.device}:  # of transforms, and of layers such as dropout
-            seed_torch(derive_seed(*place), device)
+        size, mean, std = evaluation_input.train.images.shape[-1], evaluation_input.mean, evaluation_input.std
+        self._augment = Augmentation(size=size, mean=mean, std=std, views=[dict(view), {}])
+        self._transform, self._device = transform, evaluation_input.device
+        self.generator = torch_generator(*seed_path)
+        for device in {torch.device("cpu"), self._device}:  # for transforms, and layers such as dropout
+            seed_torch(derive_seed(*seed_path), device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """A view of each of these images, uint8 ``(batch, channels, height, width)`` on the CPU."""
+        """Return a view of each image, from uint8 ``(batch, channels, height, width)`` on the CPU."""
         if self._transform is not None:
             images = torch.stack([self._transform(image) for image in images])
         view, _ = self._augment(to_device(images, self._device), self.generator)
         return view
 
 
-def fit(
-    logits: Callable[[Tensor], Tensor],
-    labels: Tensor,
-    *,
-    optimizer: Optimizer,
-    lr_schedule: MakeSchedule | None,
-    epochs: int,
-    batch_size: int,
-    generator: torch.Generator,
-    before_epoch: Callable[[int], None] = lambda epoch: None,
-) -> None:
-    """Minimise the mean cross-entropy.
-
-    Parameters
-    ----------
-    logits : callable
-        Scores ``(batch, num_classes)`` of the training images at these places, int64 ``(batch,)`` on the CPU.
-    labels : Tensor
-        Of all training images, int64 ``(n,)``, on the CPU.
-    optimizer : Optimizer
-        Of what is trained.
-    lr_schedule : callable or None
-        Makes what sets the learning rates after every epoch; None: they stay.
-    epochs, batch_size : int
-    generator : torch.Generator
-        On the CPU, of the batches.
-    before_epoch : callable
-        Called with the number of every epoch, from 0 on.
-    """
-    schedule = None if lr_schedule is None else lr_schedule(optimizer)
-    for epoch in range(epochs):
-        before_epoch(epoch)
-        for rows in batches(torch.arange(len(labels)), batch_size, generator=generator):
-            scores = logits(rows)
-            loss = F.cross_entropy(scores, to_device(labels[rows], scores.device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        if schedule is not None:
-            schedule.step()
+def make_classifier(encoder: nn.Module, evaluation_input: EvaluationInput) -> nn.Linear:
+    """Return a linear classifier of zeros for the output of the encoder, on the device of the evaluation."""
+    features = _extract(encoder, evaluation_input.train.images[:2], evaluation_input)
+    return zero_classifier(features.shape[1], evaluation_input)
 
 
-def predict(network: nn.Module, subject: EvaluationInput) -> Tensor:
-    """Classes of the test images, ``(n_test,)``, by a network of encoder and classifier in eval mode."""
-    images = subject.test.images
-    return classes_of(extract(network, images, mean=subject.mean, std=subject.std, device=subject.device))
+def zero_classifier(in_features: int, evaluation_input: EvaluationInput) -> nn.Linear:
+    """Return a linear classifier of zeros for features of this length, on the device of the evaluation."""
+    classifier = nn.Linear(in_features, evaluation_input.num_classes).to(evaluation_input.device)
+    nn.init.zeros_(classifier.weight)
+    nn.init.zeros_(classifier.bias)
+    return classifier
 
 
-def classes_of(scores: Tensor) -> Tensor:
-    """Classes with the highest scores ``(n, num_classes)``; raises `InputError` if a score is not finite."""
+def predict(network: nn.Module, evaluation_input: EvaluationInput) -> Tensor:
+    """Predict the classes of the test images ``(n_test,)`` by encoder and classifier in eval mode."""
+    return predicted_classes(_extract(network, evaluation_input.test.images, evaluation_input))
+
+
+def predicted_classes(scores: Tensor) -> Tensor:
+    """Return the classes with the highest scores ``(n, num_classes)``; `InputError` if a score is not finite."""
     if not scores.isfinite().all():
         raise InputError(
             "a classifier's scores are NaN or infinite, so its training or that of the encoder has diverged; lower the "
             "learning rate of the protocol, or optimizer.lr"
         )
     return scores.argmax(dim=1)
+
+
+def _extract(network: nn.Module, images: Tensor, evaluation_input: EvaluationInput) -> Tensor:
+    mean, std, device = evaluation_input.mean, evaluation_input.std, evaluation_input.device
+    return extract(network, images, mean=mean, std=std, device=device)

@@ -1,8 +1,8 @@
-"""Features of labelled images: what protocols work on that leave the encoder as it is.
+"""Features of labeled images by a frozen encoder.
 
-The encoder is frozen: eval mode, no augmentation, the representation h and not the projection z. L-DAWA's code leaves
-batch normalisation in training mode while it probes, which `fedssl.evaluation.sgd_linear_probe` can, and EasyFL
-monitors the projection, which is not followed here.
+The encoder is in eval mode, without augmentation. Features are the representations h, not the projections z. L-DAWA's
+code keeps batch normalization in training mode while it probes, which `fedssl.evaluation.sgd_linear_probe` can do, and
+EasyFL monitors the projection, which is not implemented.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from fedssl.errors import InputError
 
-MAX_PIXELS = 3072  # length of a raw-pixel feature: an RGB image of 32 x 32
-_CHUNK = 2048  # images turned into floats at a time
+MAX_PIXELS = 3072  # per image: those of an RGB image of 32 x 32
+_CHUNK = 2048  # images converted to floats at a time
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of labelled training and test images; one encoder's, or the raw pixels.
+    """Features of labeled training and test images, by an encoder or raw pixels.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Features:
     Raises
     ------
     InputError
-        A feature is not a finite number.
+        If a feature is not finite.
     """
 
     train: Tensor
@@ -58,21 +58,21 @@ def extract(
     device: torch.device | str,
     batch_size: int = 256,
 ) -> Tensor:
-    """Representations of images by a frozen encoder.
+    """Compute the representations of images by a frozen encoder.
 
     Parameters
     ----------
     encoder : nn.Module
-        Maps ``(batch, channels, height, width)`` to ``(batch, feature_dim)``. It is moved to ``device``; whether its
-        modules are in training mode is afterwards as before.
+        Maps ``(batch, channels, height, width)`` to ``(batch, feature_dim)``. It is moved to ``device``; the training
+        mode of its modules is restored.
     images : Tensor
         uint8, ``(n, channels, height, width)``.
     mean, std : sequence of float
         Per channel, of pixels in [0, 1].
     device : torch.device or str
-        Where the encoder runs.
+        Device of the encoder.
     batch_size : int
-        Images at a time.
+        Number of images at a time.
 
     Returns
     -------
@@ -92,21 +92,20 @@ def extract(
     finally:
         for module, training in modes.items():
             module.training = training
-    return torch.cat(batches)  # outside of inference mode: an ordinary tensor, which autograd accepts
+    return torch.cat(batches)  # outside of inference mode: autograd accepts the tensor
 
 
 def pixels(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
-    """Raw pixels in [0, 1] as features: what a representation has to beat.
+    """Return raw pixels in [0, 1] as features, the baseline of representations.
 
-    Images with more than ``max_values`` values are averaged over squares of the smallest side that gives no more than
-    that.
+    Images with more than ``max_values`` values are averaged over the smallest squares that give no more than that.
 
     Parameters
     ----------
     images : Tensor
         uint8, ``(n, channels, height, width)``.
     max_values : int
-        Longest feature.
+        Maximum length of a feature.
 
     Returns
     -------
@@ -126,5 +125,5 @@ def pixels(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:
-    """Share of predictions ``(n,)`` that equal the labels ``(n,)``, in [0, 1]."""
+    """Return the share of predictions ``(n,)`` that equal the labels ``(n,)``, in [0, 1]."""
     return (predictions.cpu() == labels.cpu()).double().mean().item()

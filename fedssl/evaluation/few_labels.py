@@ -1,13 +1,13 @@
-"""Linear probe with a few labelled images per class, averaged over draws.
+"""Linear probe with a few labeled images per class, averaged over draws.
 
-The papers fine-tune on 1% and 10% of the labels; here the encoder stays frozen, so that what is measured is what the
-representation holds. Which images are labelled depends on the seed, the number per class, the draw and the labels of
-the data set only: every encoder, and the raw pixels, are compared on the same draws.
+The papers fine-tune on 1% and 10% of the labels. Here the encoder is frozen, so that the result depends on the
+representation alone. The labeled images depend only on the seed, the number per class, the draw and the labels of the
+data set. All encoders, and raw pixels, are compared on the same draws.
 
 The probe is the same for every representation: `fedssl.evaluation.linear_probe.softmax_regression` on features that are
-centred and divided by one number, their root mean square distance from the centre over all training images (their
-labels are not used). Scaling each feature by itself, as in the full probe, costs raw pixels several points (digits,
-2 per class: 71% instead of 78%) and gains untrained encoders nothing; one scale leaves the baselines at their best.
+centered and divided by one number, their root mean square distance from the center over all training images (their
+labels are not used). Scaling each feature separately, as in the full probe, costs raw pixels several points (digits,
+2 per class: 71% instead of 78%) and does not improve untrained encoders. One scale gives the best baselines.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.linear_probe import check_solver, softmax_regression
-from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.seeding import numpy_generator
 
 
 def sample_per_class(labels: Tensor, *, per_class: int, num_classes: int, generator: np.random.Generator) -> Tensor:
-    """Positions of ``per_class`` images of every class, drawn without replacement.
+    """Draw the indices of ``per_class`` images of every class without replacement.
 
     Parameters
     ----------
@@ -45,7 +44,7 @@ def sample_per_class(labels: Tensor, *, per_class: int, num_classes: int, genera
     Raises
     ------
     InputError
-        A class has fewer than ``per_class`` images.
+        If a class has fewer than ``per_class`` images.
     """
     check_labels_per_class(labels, per_class=per_class, num_classes=num_classes)
     classes = labels.cpu().numpy()
@@ -54,17 +53,17 @@ def sample_per_class(labels: Tensor, *, per_class: int, num_classes: int, genera
 
 
 def check_labels_per_class(labels: Tensor, *, per_class: int, num_classes: int) -> None:
-    """Refuse labels with fewer than ``per_class`` images of a class; raises `InputError`."""
+    """Raise an `InputError` if a class has fewer than ``per_class`` images."""
     counts = np.bincount(labels.cpu().numpy(), minlength=num_classes)
     if counts.min() < per_class:
         raise InputError(
-            f"labels_per_class={per_class} but class {counts.argmin()} has {counts.min()} labelled training images; "
+            f"labels_per_class={per_class} but class {counts.argmin()} has {counts.min()} labeled training images; "
             "lower labels_per_class, or choose evaluation=knn or evaluation=linear"
         )
 
 
 def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
-    """Where a share of every class is, drawn without replacement: at least one image of each, int64, sorted.
+    """Draw the sorted indices (int64) of a share of every class without replacement, at least one image of each.
 
     Parameters
     ----------
@@ -77,23 +76,23 @@ def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Gene
     classes = labels.cpu().numpy()
     drawn = []
     for name in np.unique(classes):
-        places = np.flatnonzero(classes == name)
-        drawn.append(generator.choice(places, max(1, round(share * len(places))), replace=False))
+        indices = np.flatnonzero(classes == name)
+        drawn.append(generator.choice(indices, max(1, round(share * len(indices))), replace=False))
     return torch.from_numpy(np.sort(np.concatenate(drawn)))
 
 
 def check_shares(shares: Sequence[float]) -> None:
-    """Refuse shares that are none; raises `InputError`."""
+    """Raise an `InputError` if a share of the labels is out of range."""
     if not all(isinstance(share, int | float) and share is not True and 0 < share <= 1 for share in shares):
         raise InputError(f"shares={list(shares)} of the labels must each be above 0 and at most 1, e.g. [0.01,0.1]")
 
 
 def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sets ``(n, dim)`` shifted and scaled so that the training set has mean 0 and mean squared length 1."""
+    """Shift and scale both sets ``(n, dim)`` so that the training set has mean 0 and mean squared length 1."""
     center = train.mean(0)
     train, test = train - center, test - center
     scale = train.square().sum(1).mean().sqrt()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # all images alike: a collapsed encoder
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # all features equal: a collapsed encoder
     return train / scale, test / scale
 
 
@@ -103,21 +102,21 @@ class FewLabels(EvaluationProtocol):
     Parameters
     ----------
     labels_per_class : sequence of int
-        One result for each number of labelled images per class.
+        Numbers of labeled images per class; one result for each.
     shares : sequence of float
-        One result for each share of the labels of every class, of which at least one image is taken.
+        Shares of the labels of every class, at least one image of each; one result for each.
     draws : int
-        How often the labelled images are drawn; with 1 there is no standard deviation.
+        Number of draws of labeled images; 1 gives no standard deviation.
     l2 : float
-        Penalty on the weights, for features of mean squared length 1. It was chosen by raw pixels and untrained
-        encoders (digits, CIFAR-10), whose accuracies move by about a point at most between 1e-3 and 1e-4.
+        Penalty on the weights, for features of mean squared length 1. It was chosen on raw pixels and untrained
+        encoders (digits, CIFAR-10), whose accuracies change by at most about a point between 1e-3 and 1e-4.
     max_iterations : int
-        Upper bound for L-BFGS.
+        Maximum number of L-BFGS iterations.
 
     Raises
     ------
     InputError
-        A number is below 1 or ``l2`` below 0; when called, also if a class has too few images.
+        If a number is below 1 or ``l2`` below 0. When called, also if a class has too few images.
     """
 
     def __init__(
@@ -138,19 +137,20 @@ class FewLabels(EvaluationProtocol):
         self.labels_per_class, self.shares, self.draws = tuple(labels_per_class), tuple(shares), draws
         self.l2, self.max_iterations = l2, max_iterations
 
-    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        """Judge the subject on the draws of this seed."""
-        data = subject.features
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
+        """Evaluate the encoder on the draws of this seed."""
+        data = evaluation_input.features
         train, test = center_and_scale(data.train, data.test)
         scaled = replace(data, train=train, test=test)
         results = {}
         for per_class in self.labels_per_class:
-            drawn = [self._few(data, per_class, numpy_generator(*place)) for place in self._places(seed, per_class)]
+            seed_paths = self._seed_paths(seed, per_class)
+            drawn = [self._sample(data, per_class, numpy_generator(*seed_path)) for seed_path in seed_paths]
             results[f"linear_{per_class}_per_class"] = self._score(scaled, drawn)
         for share in self.shares:
-            places = self._places(seed, f"{share:g}")
             drawn = [
-                stratified_sample(data.train_labels, share=share, generator=numpy_generator(*one)) for one in places
+                stratified_sample(data.train_labels, share=share, generator=numpy_generator(*seed_path))
+                for seed_path in self._seed_paths(seed, f"{share:g}")
             ]
             results[f"linear_{100 * share:g}_percent"] = self._score(scaled, drawn)
         return results
@@ -160,31 +160,30 @@ class FewLabels(EvaluationProtocol):
         names = [f"linear_{per_class}_per_class" for per_class in self.labels_per_class]
         return dict.fromkeys([*names, *(f"linear_{100 * share:g}_percent" for share in self.shares)], ACCURACY)
 
-    def validate(self, subject: EvaluationInput, *, feature_dim: int) -> None:
-        """Refuse images of which a class has too few; raises `InputError`."""
-        super().validate(subject, feature_dim=feature_dim)
+    def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
+        """Validate the number of images per class."""
+        super().validate(evaluation_input, feature_dim=feature_dim)
+        labels, num_classes = evaluation_input.train.labels, evaluation_input.num_classes
         for per_class in self.labels_per_class:
-            check_labels_per_class(subject.train.labels, per_class=per_class, num_classes=subject.num_classes)
+            check_labels_per_class(labels, per_class=per_class, num_classes=num_classes)
 
-    def _places(self, seed: int, what: int | str) -> list[tuple[int, str, int | str, int]]:
-        """Of each draw in the run, see `fedssl.seeding`."""
-        return [(seed, "few labels", what, draw) for draw in range(self.draws)]
+    def _seed_paths(self, seed: int, setting: int | str) -> list[tuple[int, str, int | str, int]]:
+        return [(seed, "few labels", setting, draw) for draw in range(self.draws)]
 
-    def _few(self, data: Features, per_class: int, generator: np.random.Generator) -> Tensor:
+    def _sample(self, data: Features, per_class: int, generator: np.random.Generator) -> Tensor:
         return sample_per_class(
             data.train_labels, per_class=per_class, num_classes=data.num_classes, generator=generator
         )
 
     def _score(self, data: Features, drawn: Sequence[Tensor]) -> Score:
-        accuracies = [self._accuracy(data, chosen) for chosen in drawn]
+        accuracies = [self._accuracy(data, rows) for rows in drawn]
         return Score(mean(accuracies), std=stdev(accuracies) if self.draws > 1 else None)
 
-    def _accuracy(self, data: Features, drawn: Tensor) -> float:
-        """Train on these labels, and test."""
-        labels, chosen = data.train_labels.to(data.train.device), drawn.to(data.train.device)
+    def _accuracy(self, data: Features, rows: Tensor) -> float:
+        labels, rows = data.train_labels.to(data.train.device), rows.to(data.train.device)
         weight, bias = softmax_regression(
-            data.train[chosen],
-            labels[chosen],
+            data.train[rows],
+            labels[rows],
             num_classes=data.num_classes,
             l2=self.l2,
             max_iterations=self.max_iterations,

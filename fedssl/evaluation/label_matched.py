@@ -1,81 +1,75 @@
-"""Test images for one client: some of all, in which classes are as frequent as among its own."""
+"""Label-matched test images of a client: a subset with the client's class frequencies."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.features import Features
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
 
 
 def sample_label_matched(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Where test images are that are like the client's: as many as there can be, drawn anew in every class.
+    """Draw the largest set of test images with the class frequencies of the client.
 
     Parameters
     ----------
     test : Tensor
         Classes of the test images, int64 ``(n,)``.
     own : Tensor
-        Classes of the client's images, int64 ``(m,)``. Those that no test image has are left out.
+        Classes of the client's images, int64 ``(m,)``. Classes without test images are ignored.
     generator : torch.Generator
         On the CPU.
 
     Returns
     -------
     Tensor
-        int64, sorted; empty if the client has none of the classes. A class of which the client has the share p is
-        floor(p N) of the N that would be taken if numbers could be cut.
+        Sorted indices, int64; empty if no test image has a class of the client. A class with share p of the client's
+        images gets floor(p N) images, where N is the size of the set without rounding.
     """
     rows = {int(name): (test == name).nonzero().flatten() for name in own.unique()}
-    counts = {name: int((own == name).sum()) for name, places in rows.items() if len(places)}
+    counts = {name: int((own == name).sum()) for name, indices in rows.items() if len(indices)}
     if not counts:
         return torch.empty(0, dtype=torch.int64)
-    # The class that is the scarcest for its share gives all that it has; whole numbers, so that nothing is rounded.
-    scarce = min(counts, key=lambda name: len(rows[name]) / counts[name])
-    taken = []
+    # The scarcest class relative to its share contributes all its images. Integers avoid rounding errors.
+    scarcest = min(counts, key=lambda name: len(rows[name]) / counts[name])
+    sampled = []
     for name, count in counts.items():
-        number = count * len(rows[scarce]) // counts[scarce]
-        taken.append(rows[name][torch.randperm(len(rows[name]), generator=generator)[:number]])
-    return torch.cat(taken).sort().values
+        size = count * len(rows[scarcest]) // counts[scarcest]
+        sampled.append(rows[name][torch.randperm(len(rows[name]), generator=generator)[:size]])
+    return torch.cat(sampled).sort().values
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SubsetInput(EvaluationInput):
-    """A subject with some of its test images; features of the whole are used."""
+    """An evaluation input with a subset of the test images; it reuses the features of the full one."""
 
-    whole: EvaluationInput
+    full: EvaluationInput
     rows: Tensor
 
     @cached_property
     def features(self) -> Features:
-        """Those of the whole, of which the test images are taken."""
-        found = self.whole.features
-        return Features(
-            found.train,
-            found.train_labels,
-            found.test[self.rows],
-            found.test_labels[self.rows],
-            num_classes=found.num_classes,
-        )
+        """Features of all training images and of the subset of the test images."""
+        features = self.full.features
+        return replace(features, test=features.test[self.rows], test_labels=features.test_labels[self.rows])
 
     def predict_once(self, key: Hashable, predict: Callable[[EvaluationInput], Tensor]) -> Tensor:
-        """Return the predictions of the whole for these test images."""
-        return self.whole.predict_once(key, predict)[self.rows]
+        """Return the predictions of the full input for the subset."""
+        return self.full.predict_once(key, predict)[self.rows]
 
 
-def subset(subject: EvaluationInput, rows: Tensor) -> SubsetInput:
-    """The subject with the test images of these rows alone."""
-    test = LabeledImages(subject.test.images[rows], subject.test.labels[rows])
+def subset(evaluation_input: EvaluationInput, rows: Tensor) -> SubsetInput:
+    """Return the evaluation input with only the test images at ``rows``."""
+    test = LabeledImages(evaluation_input.test.images[rows], evaluation_input.test.labels[rows])
     return SubsetInput(
-        encoder=subject.encoder,
-        train=subject.train,
+        encoder=evaluation_input.encoder,
+        train=evaluation_input.train,
         test=test,
-        mean=subject.mean,
-        std=subject.std,
-        device=subject.device,
-        whole=subject,
+        mean=evaluation_input.mean,
+        std=evaluation_input.std,
+        device=evaluation_input.device,
+        full=evaluation_input,
         rows=rows,
     )

@@ -1,12 +1,130 @@
-"""The interface of evaluation protocols, and a protocol that combines several."""
+"""The interface of evaluation protocols: their input, their call and their combination."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
+import torch
+from torch import Tensor, nn
+
+from fedssl.config.settings import DataSettings
+from fedssl.datasets.base import Split, load, load_split, source_split
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import EvaluationInput
+from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.memory import available_memory, gigabytes
+
+# Splits that an evaluation needs, with their names in messages.
+SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
+
+
+@dataclass(frozen=True, eq=False)
+class LabeledImages:
+    """Images with labels.
+
+    Attributes
+    ----------
+    images : Tensor
+        uint8, ``(n, channels, height, width)``.
+    labels : Tensor
+        int64, ``(n,)``.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EvaluationInput:
+    """An encoder and labeled images to evaluate it.
+
+    Attributes
+    ----------
+    encoder : nn.Module or None
+        Maps standardized images to representations; None to evaluate raw pixels. It belongs to the run: a protocol that
+        trains it uses a copy.
+    train, test : LabeledImages
+    mean, std : tuple of float
+        Per channel, of pixels in [0, 1].
+    device : torch.device
+        Device of the encoder.
+    """
+
+    encoder: nn.Module | None
+    train: LabeledImages
+    test: LabeledImages
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    device: torch.device
+
+    @property
+    def num_classes(self) -> int:
+        """One more than the highest training label."""
+        return int(self.train.labels.max()) + 1
+
+    @cached_property
+    def features(self) -> Features:
+        """Features of all images by the frozen encoder, computed once for all protocols."""
+        train, test = self._represent(self.train.images), self._represent(self.test.images)
+        return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
+
+    def predict_once(self, key: Hashable, predict: Callable[["EvaluationInput"], Tensor]) -> Tensor:
+        """Return the predicted classes of the test images. Call ``predict`` once per key, for all test images.
+
+        Protocols that train a network use this, so that subsets of the test images share one training. The key must
+        identify the protocol and its training.
+        """
+        if key not in self._predictions:
+            self._predictions[key] = predict(self)
+        return self._predictions[key]
+
+    @cached_property
+    def _predictions(self) -> dict[Hashable, Tensor]:
+        return {}
+
+    def _represent(self, images: Tensor) -> Tensor:
+        if self.encoder is None:
+            return pixels(images)
+        return extract(self.encoder, images, mean=self.mean, std=self.std, device=self.device)
+
+
+def make_evaluation_input(
+    encoder: nn.Module | None, data: DataSettings, *, device: torch.device
+) -> EvaluationInput | None:
+    """Join the encoder and the labeled images of the data set; None without labeled training and test images."""
+    train, test = load_labeled(data, "train"), load_labeled(data, "test")
+    if train is None or test is None:
+        return None
+    return EvaluationInput(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
+
+
+def why_not_evaluable(data: DataSettings) -> str | None:
+    """Return the reason, with a remedy, why the data set cannot evaluate encoders; None if it can."""
+    keys = data.reader.values
+    for split, name in SPLITS.items():
+        if load_labeled(data, split) is not None:
+            continue
+        setting = f"dataset.splits.{split}={source_split(data, split) or 'null'}"
+        remedies = [f"set dataset.splits.{split} to a split with labeled images"]
+        if load_split(data, split) is None:
+            reason = "names no images"
+            if split == "test" and "test_fraction" in keys:
+                remedies.append("hold out a share of the training images with dataset.test_fraction=0.2")
+        else:
+            reason = "names images without labels"
+            remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
+            remedies += ["use one subfolder per class"] if "folders" in keys else []
+        return f"the data set has no labeled {name} images ({setting} {reason}); {', or '.join(remedies)}"
+    return None
+
+
+def load_labeled(data: DataSettings, split: Split) -> LabeledImages | None:
+    """Load the labeled images of a split; None if it has no images or no labels."""
+    image_data = load(data, split)
+    if image_data is None or image_data.labels is None:
+        return None
+    return LabeledImages(image_data.images, image_data.labels)
 
 
 class EvaluationProtocol(ABC):
@@ -29,22 +147,22 @@ class EvaluationProtocol(ABC):
     uses_features: bool = True
 
     @abstractmethod
-    def __call__(self, subject: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
         """Evaluate an encoder."""
 
     @abstractmethod
     def result_units(self, num_classes: int) -> Mapping[str, str]:
         """Return the unit of each result for an encoder, see `fedssl.evaluation.scores.Score`."""
 
-    def validate(self, subject: EvaluationInput, *, feature_dim: int) -> None:
-        """Refuse images that the protocol cannot use; raises `InputError`. Called before the first round."""
+    def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
+        """Raise an `InputError` if the protocol cannot use the images. Called before the first round."""
         if self.uses_features:
-            check_feature_memory(subject, feature_dim=feature_dim)
+            check_feature_memory(evaluation_input, feature_dim=feature_dim)
 
 
-def evaluate(protocol: EvaluationProtocol, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
+def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
     """Run a protocol and return its results as scores."""
-    return as_scores(protocol(subject, seed=seed))
+    return as_scores(protocol(evaluation_input, seed=seed))
 
 
 def check_protocol(protocol: object) -> EvaluationProtocol:
@@ -57,9 +175,9 @@ def check_protocol(protocol: object) -> EvaluationProtocol:
     return protocol
 
 
-def check_feature_memory(subject: EvaluationInput, *, feature_dim: int) -> None:
-    """Refuse training images whose features would not fit into memory; raises `InputError`."""
-    count = len(subject.train.labels)
+def check_feature_memory(evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
+    """Raise an `InputError` if the features of the training images do not fit into memory."""
+    count = len(evaluation_input.train.labels)
     needed = 2 * 4 * feature_dim * count  # float32, twice where a protocol scales them
     available = available_memory()
     if available is not None and needed > available:
@@ -78,11 +196,11 @@ class CombinedProtocol(EvaluationProtocol):
         self.trains_network = any(protocol.trains_network for protocol in self.protocols.values())
         self.uses_features = any(protocol.uses_features for protocol in self.protocols.values())
 
-    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Evaluate by all protocols."""
         results: dict[str, Score] = {}
         for protocol in self.protocols.values():
-            results |= evaluate(protocol, subject, seed=seed)
+            results |= evaluate(protocol, evaluation_input, seed=seed)
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
@@ -93,7 +211,7 @@ class CombinedProtocol(EvaluationProtocol):
             for name, unit in protocol.result_units(num_classes).items()
         }
 
-    def validate(self, subject: EvaluationInput, *, feature_dim: int) -> None:
+    def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         """Validate by all protocols."""
         for protocol in self.protocols.values():
-            protocol.validate(subject, feature_dim=feature_dim)
+            protocol.validate(evaluation_input, feature_dim=feature_dim)

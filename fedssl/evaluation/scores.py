@@ -1,28 +1,28 @@
-"""Results of evaluations: numbers that know their unit.
+"""Results of evaluations: numbers with units.
 
-Files hold a result as a plain number under its name, and its standard deviation under the name with ``_std`` behind it.
+Files store a result as a plain number under its name, and its standard deviation under the name with suffix ``_std``.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-ACCURACY = "accuracy"  # the unit of a share of right predictions, in [0, 1]; people are shown it in per cent
+ACCURACY = "accuracy"  # unit of a share of correct predictions in [0, 1], displayed in percent
 
 _STD_SUFFIX = "_std"
 
 
 @dataclass(frozen=True)
 class Score:
-    """A result.
+    """Result of an evaluation.
 
     Attributes
     ----------
     value : float
     unit : str
-        `ACCURACY`, or the word that people are to read behind the number; empty if there is none.
+        `ACCURACY`, or the displayed unit; empty if there is none.
     std : float or None
-        Standard deviation over draws or models; None: there was only one.
+        Standard deviation over draws or models; None for one draw or model.
     """
 
     value: float
@@ -31,45 +31,45 @@ class Score:
 
     @property
     def number(self) -> str:
-        """For people, where the unit stands elsewhere."""
-        shown = [self.value] if self.std is None else [self.value, self.std]
-        return " ± ".join(f"{100 * one:.1f}" if self.unit == ACCURACY else f"{one:.4g}" for one in shown)
+        """Display text without the unit."""
+        numbers = [self.value] if self.std is None else [self.value, self.std]
+        return " ± ".join(f"{100 * number:.1f}" if self.unit == ACCURACY else f"{number:.4g}" for number in numbers)
 
     @property
     def text(self) -> str:
-        """For people, with the unit."""
+        """Display text with the unit."""
         return f"{self.number}%" if self.unit == ACCURACY else f"{self.number} {self.unit}".rstrip()
 
 
 def column_title(name: str, unit: str) -> str:
-    """Name a column of a table with the unit of its numbers."""
+    """Return the title of a table column, with the unit of its numbers."""
     return f"{name} ({'%' if unit == ACCURACY else unit})" if unit else name
 
 
 def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | None = None) -> dict[str, Score]:
-    """Bring what a protocol returns, or a file holds, into the one form.
+    """Convert the results of a protocol or a file to scores.
 
     Parameters
     ----------
     results : mapping
-        Name to result. A plain number takes its spread from the number under its name with ``_std`` behind it.
+        Name to result. The standard deviation of a plain number is under its name with suffix ``_std``.
     units : mapping or None
-        Name to unit of plain numbers; those that are not in it are accuracies.
+        Name to unit of plain numbers; other numbers are accuracies.
     """
     units = units or {}
     numbers = {name: result for name, result in results.items() if not isinstance(result, Score)}
-    spreads = {name + _STD_SUFFIX for name in numbers} & numbers.keys()
+    std_names = {name + _STD_SUFFIX for name in numbers} & numbers.keys()
     scores = {}
     for name, result in results.items():
         if isinstance(result, Score):
             scores[name] = result
-        elif name not in spreads:
+        elif name not in std_names:
             scores[name] = Score(float(result), units.get(name, ACCURACY), numbers.get(name + _STD_SUFFIX))
     return scores
 
 
 def mean_over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
-    """Return the results of one model as they are; of several the means, and the spread over the models."""
+    """Average results over models, with standard deviations; the results of one model are unchanged."""
     if len(results) == 1:
         return dict(results[0])
     averaged = {}
@@ -80,7 +80,7 @@ def mean_over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]
 
 
 def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Bring scores into the form of files: a plain number for every value, and one for every spread."""
+    """Convert scores to the plain numbers of a file, values and standard deviations."""
     numbers = {}
     for name, score in scores.items():
         numbers[name] = score.value
@@ -90,5 +90,5 @@ def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def units_of(scores: Mapping[str, Score]) -> dict[str, str]:
-    """Return the unit of every score, which files hold beside the numbers."""
+    """Return the unit of every score."""
     return {name: score.unit for name, score in scores.items()}

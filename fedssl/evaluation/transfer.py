@@ -1,4 +1,4 @@
-"""Transfer: a protocol on the images of other data sets than the run's."""
+"""Transfer: a protocol on other data sets than the run's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,45 +9,51 @@ from omegaconf import OmegaConf
 from fedssl.config.load import read_data
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import EvaluationInput, load_labeled, why_not_evaluable
-from fedssl.evaluation.protocol import EvaluationProtocol, check_protocol, evaluate
+from fedssl.evaluation.protocol import (
+    EvaluationInput,
+    EvaluationProtocol,
+    check_protocol,
+    evaluate,
+    load_labeled,
+    why_not_evaluable,
+)
 from fedssl.evaluation.scores import Score
 
 
 class Transfer(EvaluationProtocol):
-    """The results of a protocol on each data set, as ``<result>@<name of the data set>``.
+    """Results of a protocol on each data set, as ``<result>@<name of the data set>``.
 
-    Images are brought to the size that the encoder has been given so far, and standardised as for it.
+    Images are resized to the encoder's size and standardized as in its training.
 
     Parameters
     ----------
     protocol : mapping
         A choice of the group ``evaluation``.
     datasets : mapping of str to mapping
-        Choices of the group ``dataset``, by names that the results take.
+        Choices of the group ``dataset`` by the names in the results.
 
     Raises
     ------
     InputError
-        There is no data set; when called, also if one has other channels, or lacks labels for training or test.
+        If there is no data set. When called, also if a data set has other channels or no labeled images.
     """
 
     def __init__(self, *, protocol: Mapping[str, Any], datasets: Mapping[str, Mapping[str, Any]]) -> None:
         if not datasets:
             raise InputError(
                 "evaluation=transfer needs a data set: add +dataset@evaluation.datasets.NAME=CHOICE, and its settings "
-                "as evaluation.datasets.NAME.KEY=VALUE (final_evaluation in both for the end of a run)"
+                "as evaluation.datasets.NAME.KEY=VALUE (final_evaluation instead of evaluation for the end of a run)"
             )
         self.protocol = check_protocol(Component(protocol).instantiate())
         self.trains_network, self.uses_features = self.protocol.trains_network, self.protocol.uses_features
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
 
-    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        """Judge the subject on every data set."""
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
+        """Evaluate the encoder on every data set."""
         results: dict[str, Score] = {}
         for name in self.datasets:
-            found = evaluate(self.protocol, self._on(name, subject), seed=seed)
-            results |= {f"{key}@{name}": score for key, score in found.items()}
+            scores = evaluate(self.protocol, self._on(name, evaluation_input), seed=seed)
+            results |= {f"{key}@{name}": score for key, score in scores.items()}
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
@@ -55,20 +61,20 @@ class Transfer(EvaluationProtocol):
         units = self.protocol.result_units(num_classes)
         return {f"{key}@{name}": unit for name in self.datasets for key, unit in units.items()}
 
-    def validate(self, subject: EvaluationInput, *, feature_dim: int) -> None:
+    def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         """Validate every data set by the protocol."""
         for name in self.datasets:
-            self.protocol.validate(self._on(name, subject), feature_dim=feature_dim)
+            self.protocol.validate(self._on(name, evaluation_input), feature_dim=feature_dim)
 
-    def _on(self, name: str, subject: EvaluationInput) -> EvaluationInput:
-        _, channels, size, _ = subject.train.images.shape
+    def _on(self, name: str, evaluation_input: EvaluationInput) -> EvaluationInput:
+        _, channels, size, _ = evaluation_input.train.images.shape
         data = self.datasets[name].resized(size)
         if data.channels != channels:
             raise InputError(
-                f"the encoder takes images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
+                f"the encoder needs images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
                 f"set datasets.{name}.channels={channels} to convert the images"
             )
         train, test = load_labeled(data, "train"), load_labeled(data, "test")
         if train is None or test is None:
             raise InputError(f"datasets.{name}: {why_not_evaluable(data)}")
-        return replace(subject, train=train, test=test)
+        return replace(evaluation_input, train=train, test=test)

@@ -22,7 +22,7 @@ from fedssl.config.overrides import did_you_mean
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.cli import as_in_training, encoder_file
+from fedssl.evaluation.cli import encoder_file, match_encoder
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export
 from fedssl.export.onnx_int8 import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size, export_int8
@@ -117,7 +117,7 @@ def _beside(file: Path, form: str, *, int8: bool) -> Path:
 def _images(source: ExportSource, own: Mapping[str, str], others: Sequence[str]) -> Tensor:
     """Images of the data set in the form that the encoder takes, as many as int8 needs."""
     settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
-    images = load_federated(as_in_training(source.encoder, settings.data, own_size=False)).images
+    images = load_federated(match_encoder(source.encoder, settings.data, explicit_size=False)).images
     check_calibration_size(len(images))
     chosen = torch.randperm(len(images), generator=torch_generator(settings.seed, "export"))
     return images[chosen[: CALIBRATION + MEASURED]]

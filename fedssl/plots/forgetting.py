@@ -15,9 +15,9 @@ import torch
 
 from fedssl.datasets.base import load_federated, subsample_indices
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, load_labeled, why_not_evaluable
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.label_matched import sample_label_matched, subset
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, load_labeled, why_not_evaluable
 from fedssl.evaluation.scores import column_title
 from fedssl.partition import client_indices
 from fedssl.plots.style import PlotData, axes_over_rounds, new_figure, strategy_color

@@ -83,7 +83,7 @@ def test_the_rule_may_come_with_the_resumption(folders):
         (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
         (
             ["dataset.splits.test=null"],
-            "early_stopping.monitor=knn needs evaluations; the data set has no labelled test",
+            "early_stopping.monitor=knn needs evaluations; the data set has no labeled test",
         ),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_class_that_is_no_protocol_is_refused():
 
 def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
     made, method, _ = evaluator(final="Trains")
-    monkeypatch.setattr("fedssl.evaluation.evaluation_input.EvaluationInput.num_classes", 11)
+    monkeypatch.setattr("fedssl.evaluation.protocol.EvaluationInput.num_classes", 11)
     with pytest.raises(InputError, match="too many classes"):
         made.validate(method.encoder)
     with pytest.raises(InputError, match="labels_per_class=70 but class"):
@@ -185,7 +185,7 @@ def test_protocols_of_the_images_alone_cost_no_features(monkeypatch):
     def refuse(*args, **settings):
         raise AssertionError("nobody asked")
 
-    monkeypatch.setattr("fedssl.evaluation.evaluation_input.extract", refuse)
+    monkeypatch.setattr("fedssl.evaluation.protocol.extract", refuse)
     made.validate(method.encoder)
     assert judge(made, method) == {"plain": Score(0.25, std=0.05)}
 

@@ -11,7 +11,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.datasets import base, cache
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import why_not_evaluable
+from fedssl.evaluation.protocol import why_not_evaluable
 from fedssl.losses import barlow_twins
 from simulation.cli import run
 from tests.federation import Federation
@@ -46,7 +46,7 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     run([*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"])
     said = capsys.readouterr().out
     assert "the images have no labels, which partition=dirichlet needs: partition=iid is taken" in said
-    assert "nothing will be evaluated: the data set has no labelled training images" in said
+    assert "nothing will be evaluated: the data set has no labeled training images" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert "partition=iid" in summary["overrides"]
@@ -120,18 +120,18 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     for overrides, message in (
         (
             [*own, "dataset.test_fraction=0"],
-            "the data set has no labelled test images (dataset.splits.test=test names no images); give "
+            "the data set has no labeled test images (dataset.splits.test=test names no images); give "
             "dataset.splits.test=NAME of a split that has them, or hold out a share of the training images with "
             "dataset.test_fraction=0.2",
         ),
         (
             [*own, f"dataset.path={flat}"],
-            "the data set has no labelled training images (dataset.splits.train=train names images without "
+            "the data set has no labeled training images (dataset.splits.train=train names images without "
             "labels); give dataset.splits.train=NAME of a split that has them, or give every class a subfolder",
         ),
         (
             ["dataset=digits", "dataset.splits.train=null"],
-            "the data set has no labelled training images (dataset.splits.train=null names no images); give "
+            "the data set has no labeled training images (dataset.splits.train=null names no images); give "
             "dataset.splits.train=NAME of a split that has them",
         ),
     ):

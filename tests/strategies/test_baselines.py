@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 import fedssl.training
 from client_app.state import load_state
 from fedssl.config.load import compose
-from fedssl.evaluation.evaluation_input import make_evaluation_input
+from fedssl.evaluation.protocol import make_evaluation_input
 from fedssl.export import load_encoder
 from fedssl.model_arrays import local_names
 from fedssl.wire.messages import TrainPlan

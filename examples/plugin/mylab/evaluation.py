@@ -2,9 +2,8 @@
 
 import torch
 
-from fedssl.evaluation.evaluation_input import EvaluationInput
 from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.protocol import EvaluationProtocol
+from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY
 
 
@@ -14,8 +13,8 @@ class NearestMean(EvaluationProtocol):
     def result_units(self, num_classes: int) -> dict[str, str]:
         return {"nearest_mean": ACCURACY}
 
-    def __call__(self, subject: EvaluationInput, *, seed: int) -> dict[str, float]:
-        features = subject.features
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, float]:
+        features = evaluation_input.features
         classes = range(features.num_classes)
         means = torch.stack([features.train[features.train_labels == label].mean(dim=0) for label in classes])
         nearest = torch.cdist(features.test, means).argmin(dim=1)

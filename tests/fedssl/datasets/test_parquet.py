@@ -77,8 +77,8 @@ def test_names_that_say_no_split_are_training_images(tmp_path: Path) -> None:
     assert load(settings, "test") is None
 
 
-def test_splits_as_folders_and_unlabelled_images(tmp_path: Path) -> None:
-    """The layout of the Hub's conversion; STL-10 marks unlabelled images with -1."""
+def test_splits_as_folders_and_unlabeled_images(tmp_path: Path) -> None:
+    """The layout of the Hub's conversion; STL-10 marks unlabeled images with -1."""
     parts = {"unlabeled": ([1, 2, 3], [-1, -1, -1]), "train": ([4, 5], [0, 1]), "test": ([6], [2])}
     for name, (values, labels) in parts.items():
         (tmp_path / name).mkdir()

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.protocol import EvaluationProtocol, evaluate
+from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol, LabeledImages, evaluate
 from fedssl.evaluation.scores import to_flat_dict
 
 

@@ -83,13 +83,13 @@ def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypa
     [
         ([], "give either run=DIR"),
         (["run={run}", "encoder={run}/encoder.pt"], "give either run=DIR"),
-        (["run={run}/nowhere"], "there is no .*encoder.pt; give the folder"),
+        (["run={run}/nowhere"], "encoder.pt does not exist; give the folder"),
         (["encoder={run}/encoder.pt"], "add dataset=NAME"),
         (["run={run}", "dataset.pth=x"], "dataset.pth=x does not fit the data set"),
         (["run={run}", "evaluation=kn"], "did you mean knn"),
         (["run={run}", "evaluation.k=0"], "k=0"),
         (["run={run}", "dataset=digits", "dataset.channels=3"], r"images with 1 channel\(s\) but dataset.channels=3"),
-        (["run={run}", "dataset.splits={{federated: train, train: train, test: null}}"], "no labelled test images"),
+        (["run={run}", "dataset.splits={{federated: train, train: train, test: null}}"], "no labeled test images"),
         (["run={run}", "evaluation=few_labels", "dataset.limit=12"], "labels_per_class=2 but class"),
     ],
 )

@@ -33,7 +33,7 @@ def test_draw_few_reaches_every_image():
 
 
 def test_draw_few_names_the_class_that_is_too_small():
-    with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labelled training images"):
+    with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labeled training images"):
         sample_per_class(torch.tensor([0, 0, 1]), per_class=2, num_classes=2, generator=np.random.default_rng(0))
     with pytest.raises(InputError, match=r"class 2 has 0"):
         sample_per_class(torch.tensor([0, 0, 1]), per_class=1, num_classes=3, generator=np.random.default_rng(0))

@@ -9,12 +9,10 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.evaluation import fine_tune
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.few_labels import FewLabels, stratified_sample
 from fedssl.evaluation.fine_tune import FineTune
 from fedssl.evaluation.label_matched import subset
-from fedssl.evaluation.protocol import evaluate
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluate
 
 
 class Brightness(nn.Module):
@@ -134,8 +132,8 @@ def test_the_settings_make_the_protocols():
 
 def test_subsets_of_the_test_images_share_one_training(monkeypatch):
     trainings = []
-    fit = fine_tune.fit
-    monkeypatch.setattr(fine_tune, "fit", lambda *args, **options: trainings.append(1) or fit(*args, **options))
+    fit = FineTune.fit
+    monkeypatch.setattr(FineTune, "fit", lambda *args, **options: trainings.append(1) or fit(*args, **options))
     whole, fine_tuning = subject(Brightness(1.0, 1.0)), protocol(epochs=1, shares=[0.1], draws=1)
     evaluate(fine_tuning, whole, seed=0)
     predicted = next(iter(whole._predictions.values()))

@@ -32,9 +32,7 @@ def slow_knn(data: Features, *, k: int, temperature: float) -> list[int]:
 def test_knn_equals_the_slow_loop(k: int, temperature: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(knn, "_SIMILARITIES", 200 * 30)  # several blocks, the last one smaller
     data = blobs()
-    found = knn_predict(
-        data.train, data.train_labels, data.test, num_classes=data.num_classes, k=k, temperature=temperature
-    )
+    found = knn_predict(data, k=k, temperature=temperature)
     assert found.tolist() == slow_knn(data, k=k, temperature=temperature)
 
 
@@ -45,7 +43,8 @@ def test_knn_by_hand():
     query = torch.tensor([[5.0, 0.0]])
 
     def predict(k: int, temperature: float) -> int:
-        return knn_predict(train, labels, query, num_classes=2, k=k, temperature=temperature).item()
+        features = Features(train, labels, query, torch.tensor([0]), num_classes=2)
+        return knn_predict(features, k=k, temperature=temperature).item()
 
     assert predict(1, 0.1) == 0
     # k = 3, temperature 0.1: class 0 e^10 = 22026, class 1 2 e^8 = 5962.
@@ -61,7 +60,7 @@ def test_knn_with_a_tiny_temperature_is_the_nearest_neighbour():
     data = blobs()
 
     def predict(k: int, temperature: float) -> Tensor:
-        return knn_predict(data.train, data.train_labels, data.test, num_classes=4, k=k, temperature=temperature)
+        return knn_predict(data, k=k, temperature=temperature)
 
     assert torch.equal(predict(50, 1e-6), predict(1, 0.1))
 

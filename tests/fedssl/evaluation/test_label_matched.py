@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.label_matched import sample_label_matched, subset
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
 
 
 def labels(**counts):

@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.linear_probe import LinearProbe, linear_probe, softmax_regression, standardise
+from fedssl.evaluation.linear_probe import LinearProbe, linear_probe, softmax_regression, standardize
 from tests.fedssl.evaluation.made import Given, blobs, results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ def test_softmax_regression_by_hand():
 @pytest.mark.parametrize("l2", [1e-1, 1e-3])
 def test_softmax_regression_equals_scikit_learn(n: int, l2: float):
     data = blobs(n=n)
-    x, x_test = standardise(data.train, data.test)
+    x, x_test = standardize(data.train, data.test)
     weight, bias = softmax_regression(x, data.train_labels, num_classes=4, l2=l2)
     # scikit-learn minimises C * sum of losses + ||weight||^2 / 2.
     reference = LogisticRegression(C=1 / (n * l2), tol=1e-10, max_iter=20_000).fit(
@@ -45,7 +45,7 @@ def test_linear_probe_equals_scikit_learn():
     scaler = StandardScaler().fit(data.train.double().numpy())
     reference = LogisticRegression(C=1 / (200 * 1e-2), tol=1e-10, max_iter=20_000)
     reference.fit(scaler.transform(data.train.double().numpy()), data.train_labels.numpy())
-    found = linear_probe(data.train, data.train_labels, data.test, num_classes=4, l2=1e-2)
+    found = linear_probe(data, l2=1e-2)
     expected = reference.predict(scaler.transform(data.test.double().numpy()))
     assert (found.numpy() == expected).mean() >= 0.99  # a test image on a boundary may fall to either side
 
@@ -69,9 +69,9 @@ def test_linear_ignores_shift_and_scale_of_features():
     assert found == pytest.approx(results(LinearProbe(), data, seed=0)["linear"], abs=0.01)
 
 
-def test_standardise_leaves_a_constant_feature_at_zero():
+def test_standardize_leaves_a_constant_feature_at_zero():
     train = torch.tensor([[0.1, 1.0], [0.1, 3.0], [0.1, 5.0]])
-    x, x_test = standardise(train, torch.tensor([[0.4, 3.0]]))
+    x, x_test = standardize(train, torch.tensor([[0.4, 3.0]]))
     # Deviation of 1, 3, 5 with divisor n: sqrt(8 / 3).
     torch.testing.assert_close(x[:, 1], torch.tensor([-1.0, 0.0, 1.0]) * 2 / math.sqrt(8 / 3))
     torch.testing.assert_close(x[:, 0], torch.zeros(3), rtol=0, atol=1e-6)

@@ -13,12 +13,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import CombinedProtocol, evaluate
+from fedssl.evaluation.protocol import CombinedProtocol, EvaluationInput, LabeledImages, evaluate
 from fedssl.evaluation.scores import units_of
 from fedssl.methods.build import build_method
 from tests.fedssl.evaluation.made import Given, blobs, results

@@ -12,12 +12,11 @@ from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.evaluation.classifier import Views, classes_of, fit, warmup_cosine
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages, make_evaluation_input
+from fedssl.evaluation.classifier import Views, predicted_classes, warmup_cosine
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import evaluate
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluate, make_evaluation_input
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.sgd_linear_probe import SGDLinearProbe
 from fedssl.seeding import numpy_generator
@@ -99,23 +98,14 @@ def slow_sgd(x, labels, *, classes, rates, momentum, nesterov):
 
 def test_training_is_the_gradient_steps_of_the_paper():
     """L-DAWA's optimiser and its rates, in an epoch of one batch, whose order changes no sum."""
-    made = compose(
-        ["evaluation=l_dawa/linear", "evaluation.lr_schedule.milestones=[2,3]"]
-    ).evaluation.protocol.instantiate()
+    overrides = ["evaluation.lr_schedule.milestones=[2,3]", "evaluation.epochs=4", "evaluation.batch_size=30"]
+    made = compose(["evaluation=l_dawa/linear", *overrides]).evaluation.protocol.instantiate()
     generator = torch.Generator().manual_seed(0)
     x, labels = torch.randn(30, 4, generator=generator), torch.arange(30) % 3
     head = nn.Linear(4, 3)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    fit(
-        lambda rows: head(x[rows]),
-        labels,
-        optimizer=made.optimizer([{"params": list(head.parameters())}]),
-        lr_schedule=made.lr_schedule,
-        epochs=4,
-        batch_size=30,
-        generator=generator,
-    )
+    made.fit(lambda rows: head(x[rows]), labels, modules=[head], generator=generator)
     rates = [0.01, 0.01, 0.001, 0.0001]
     weight, bias = slow_sgd(x.double().numpy(), labels, classes=3, rates=rates, momentum=0.9, nesterov=True)
     np.testing.assert_allclose(head.weight.detach(), weight, rtol=1e-4, atol=1e-7)
@@ -180,15 +170,15 @@ def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
 
     def view(place):
         made = Views(
-            subject(None), transform=lambda one: drop(one.float()).byte(), view={"flip_prob": 0.5}, place=place
+            subject(None), transform=lambda one: drop(one.float()).byte(), view={"flip_prob": 0.5}, seed_path=place
         )
         return made(images)
 
     assert torch.equal(view((0, "a")), view((0, "a")))
     assert not torch.equal(view((0, "a")), view((1, "a")))
-    untouched = Views(subject(None), transform=None, view={}, place=(0,))(images)
+    untouched = Views(subject(None), transform=None, view={}, seed_path=(0,))(images)
     torch.testing.assert_close(untouched, (images.float() / 255 - 0.5) / 0.5)
-    flipped = Views(subject(None), transform=lambda one: one.flip(2), view={}, place=(0,))(images)
+    flipped = Views(subject(None), transform=lambda one: one.flip(2), view={}, seed_path=(0,))(images)
     torch.testing.assert_close(flipped, untouched.flip(3))
 
 
@@ -221,7 +211,7 @@ def test_raw_pixels_are_judged_where_features_are_computed_once():
 
 def test_training_that_diverges_is_one_sentence():
     with pytest.raises(InputError, match="NaN or infinite, so its training or that of the encoder has diverged"):
-        classes_of(torch.tensor([[0.0, math.nan]]))
+        predicted_classes(torch.tensor([[0.0, math.nan]]))
     wild = protocol(optimizer=lambda groups: torch.optim.SGD(groups, lr=math.inf))
     with pytest.raises(InputError, match="diverged"):
         evaluate(wild, subject(Halves()), seed=0)
@@ -309,14 +299,14 @@ def test_every_protocol_serves_at_the_end_of_a_run_too():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["evaluation.shares=[]"], "shares=.. of a linear probe needs shares of the labels"),
+        (["evaluation.shares=[]"], "shares=.. of a linear probe must have at least one share"),
         (["evaluation.shares=[2.0]"], "shares=.2.0. of the labels must each be above 0 and at most 1"),
         (["evaluation.features=both"], "features=both of a linear probe is unknown; set features=pooled or"),
         (["evaluation.batch_norm_epochs=-1"], "batch_norm_epochs=-1 of a linear probe must be at least 0"),
         (["evaluation.epochs=-1"], "epochs=-1 of a linear probe must be at least 0"),
         (["evaluation.batch_size=1"], "batch_size=1 of a linear probe must be at least 2"),
         (["evaluation.view={flip_prob: 2}"], "view.flip_prob=2 is out of range"),
-        (["evaluation.optimizer.lr=-1"], "optimizer or lr_schedule of a linear probe refuses its settings"),
+        (["evaluation.optimizer.lr=-1"], "optimizer or lr_schedule of a linear probe rejects its settings"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(overrides, sentence):

@@ -5,8 +5,7 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.evaluation.evaluation_input import make_evaluation_input
-from fedssl.evaluation.protocol import evaluate
+from fedssl.evaluation.protocol import evaluate, make_evaluation_input
 from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.build import build_method
 
@@ -33,12 +32,12 @@ def test_pixels_are_judged_too():
     assert found["linear@few"].value > 0.5
 
 
-def test_a_data_set_without_labelled_test_images_is_refused():
+def test_a_data_set_without_labeled_test_images_is_refused():
     values = dict(compose(OTHER).evaluation.protocol.values)
     node = dict(values["datasets"]["few"])
     node["splits"] = {"federated": "train", "train": "train", "test": None}
     transfer = Transfer(protocol=values["protocol"], datasets={"few": node})
-    with pytest.raises(InputError, match="datasets.few: the data set has no labelled test images"):
+    with pytest.raises(InputError, match="datasets.few: the data set has no labeled test images"):
         evaluate(transfer, make_evaluation_input(None, compose([]).data, device=CPU), seed=0)
 
 
@@ -48,7 +47,7 @@ def test_a_data_set_without_labelled_test_images_is_refused():
         (["evaluation=transfer"], "evaluation=transfer needs a data set: add"),
         (
             [*OTHER, "evaluation.datasets.few.channels=3"],
-            "takes images with 1 channel.s. but datasets.few.channels=3",
+            "needs images with 1 channel.s. but datasets.few.channels=3",
         ),
     ],
 )

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedssl.evaluation.evaluation_input import EvaluationInput, LabeledImages
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol, evaluate
+from fedssl.evaluation.protocol import CombinedProtocol, EvaluationInput, EvaluationProtocol, LabeledImages, evaluate
 from fedssl.evaluation.scores import Score, units_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
