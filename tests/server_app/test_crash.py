@@ -70,7 +70,7 @@ def result(folder):
     layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
     lines = [
         {key: value for key, value in json.loads(line).items() if key not in VARY}
-        for name in recorder.LINES
+        for name in recorder.JSONL_FILES
         for line in (folder / name).read_text().splitlines()
     ]
     # Beside the newest checkpoint the one before may be left.

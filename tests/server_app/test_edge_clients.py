@@ -64,7 +64,7 @@ def lines(file):
 def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_images(overrides, places, tmp_path):
     overrides = [*SMALL, "rounds=2", "seed=3", *overrides]
     simulated = [
-        f"dataset.path={tmp_path / 'write_images'}",
+        f"dataset.path={tmp_path / 'images'}",
         "dataset.folders=owner",
         "partition=natural",
         "num_clients=3",

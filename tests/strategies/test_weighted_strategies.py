@@ -92,7 +92,7 @@ def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
     ("name", "kind", "metrics"),
     [
         ("fedavg", FedAvg, ("num-examples", "train-loss", "seconds")),
-        ("loss", LossWeighted, ("train-loss", "seconds")),
+        ("loss_weighted", LossWeighted, ("train-loss", "seconds")),
         ("l_dawa", LDAWA, ("seconds",)),
         ("m_dawa", MDAWA, ("seconds",)),
     ],

@@ -60,8 +60,8 @@ def test_every_round_belongs_to_one_stage(shares):
     [
         (lambda: split_rounds(3, 4, "uniform"), "rounds=3 but the encoder has 4 stages"),
         (lambda: split_rounds(8, 4, "even"), "rounds_per_stage=even is unknown"),
-        (lambda: split_rounds(8, 4, [2, 2, 2, 1]), r"rounds_per_stage=\[2, 2, 2, 1\] must be 4 whole numbers"),
-        (lambda: split_rounds(8, 4, [4, 4]), "must be 4 whole numbers"),
+        (lambda: split_rounds(8, 4, [2, 2, 2, 1]), r"rounds_per_stage=\[2, 2, 2, 1\] must be 4 integers"),
+        (lambda: split_rounds(8, 4, [4, 4]), "must be 4 integers"),
         (lambda: split_rounds(8, 3, [8, 0, 0]), "of at least 1"),
         (lambda: layer_wise(rounds=8, depth=4, depth_dropout=1.0), "depth_dropout=1.0"),
     ],
@@ -73,7 +73,7 @@ def test_bad_schedules_are_refused(call, message):
 
 def test_depth_dropout_needs_stages_that_can_be_left_out(tmp_path):
     overrides = ["schedule=layer_wise", "schedule.depth_dropout=0.5", f"output_dir={tmp_path}"]
-    with pytest.raises(InputError, match="which only a vision transformer allows"):
+    with pytest.raises(InputError, match="which only a vision transformer supports"):
         run(overrides)
 
 
