@@ -36,7 +36,7 @@ class Fault:
         sync, append = os.fsync, recorder.append_text
         monkeypatch.setattr(os, "fsync", lambda descriptor: self.step() or sync(descriptor))
         monkeypatch.setattr(
-            recorder, "append_text", lambda file, text: self.client_strategy(file, text) or append(file, text)
+            recorder, "append_text", lambda file, text: self.write_half(file, text) or append(file, text)
         )
 
     def step(self):
@@ -44,7 +44,7 @@ class Fault:
         if self.count == self.at:
             raise self.error
 
-    def half(self, file, text):
+    def write_half(self, file, text):
         if self.count + 1 == self.at:
             with file.open("a") as stream:
                 stream.write(text[: len(text) // 2])
