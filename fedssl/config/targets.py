@@ -130,7 +130,8 @@ def locate(target: str, *, key: str = "_target_") -> Any:
     if not callable(found):
         names = [one for one, value in vars(imported).items() if callable(value) and not one.startswith("_")]
         raise InputError(
-            f"{key}={target} cannot be imported, for {module} has no class or function {name}{did_you_mean(name, names)}; "
+            f"{key}={target} cannot be imported, for {module} has no class or function "
+            f"{name}{did_you_mean(name, names)}; "
             "correct the name"
         )
     return found

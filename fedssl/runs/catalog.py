@@ -144,7 +144,8 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
         unknown = [value for value in values.split(",") if key == "status" and value.lower() not in STATUSES]
         if unknown:
             raise InputError(
-                f"there is no status={unknown[0]}{did_you_mean(unknown[0], STATUSES)}; choose one of {', '.join(STATUSES)}"
+                f"there is no status={unknown[0]}{did_you_mean(unknown[0], STATUSES)}; "
+                f"choose one of {', '.join(STATUSES)}"
             )
         given = values.split(",")
         kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in given)]
@@ -189,7 +190,8 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, each: bool = False) -
     if not entry_of:
         known = dict.fromkeys(name for entry in finished for name in entry.results)
         raise InputError(
-            f"no finished run has the result {metric!r}{did_you_mean(metric, known)}; there are {', '.join(known) or 'none'}"
+            f"no finished run has the result {metric!r}{did_you_mean(metric, known)}; "
+            f"there are {', '.join(known) or 'none'}"
         )
     runs = [entry.run for entry in entry_of.values()]
     ranked = []
