@@ -48,7 +48,7 @@ def test_a_run_ends_early_and_goes_on(folders):
     early, reason = folders / "early", "knn did not improve by more than 1 in 1 evaluation after round 1"
     assert told(early) == ("finished", 2, reason)
     assert last(early)[0] == 2  # although a checkpoint was due in round 3
-    assert f"early_stopping: {reason}; the run ends after round 2 of 3" in (early / "run.log").read_text()
+    assert f"early_stopping: {reason}; the run stops after round 2 of 3" in (early / "run.log").read_text()
     assert read_content(early / "encoder.pt")["metadata"]["rounds"] == 2  # that the encoder has seen
     assert (
         f"runs that early_stopping ended:\n\n  {early}: after 2 of 3 rounds" in run_table(find_runs([folders])).text()

@@ -130,7 +130,7 @@ def test_another_seed_gives_other_weights(folder, tmp_path):
 
 
 def test_a_run_folder_is_not_overwritten(folder):
-    with pytest.raises(InputError, match="holds a run already"):
+    with pytest.raises(InputError, match="contains a run already"):
         run([*QUICK, f"output_dir={folder}"])
 
 
@@ -214,7 +214,7 @@ class TestResume:
         assert same(weights(whole), weights(folder))
         run([f"resume={folder}"])  # the raised number is remembered: nothing is left to do
         assert len(lines(folder / "metrics.jsonl")) == 4
-        with pytest.raises(InputError, match="rounds=3 but the run has done 4; set rounds=4 or more"):
+        with pytest.raises(InputError, match="rounds=3 but the run has completed 4; set rounds=4 or more"):
             run([f"resume={folder}", "rounds=3"])
         assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 

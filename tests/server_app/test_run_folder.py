@@ -26,6 +26,6 @@ def test_a_run_goes_on_with_the_images_that_its_clients_had(tmp_path):
     resumed = replace(new, resumed=0)
     recorder = Recorder(resumed, rounds=2, screen=PlainConsole())
     recorder.start_run(resumed, client_data([0, 1, 2], [3, 4, 5]))
-    with pytest.raises(InputError, match=r"partition.csv says that clients held other images: .*file of partition"):
+    with pytest.raises(InputError, match=r"partition.csv differs from the partition of this run: .*file of partition"):
         recorder.start_run(resumed, client_data([0, 1, 3], [2, 4, 5]))
     assert (tmp_path / "run" / "partition.csv").read_text().splitlines()[1:] == ["0,3,3,0", "1,3,0,3"]

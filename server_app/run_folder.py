@@ -1,0 +1,200 @@
+"""The run folder on disk: its files, its lock, the client ids, checkpoints, and what a resumed run removes."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from fedssl.atomic_files import fsync_file, reject_symlinks, remove_partial_files, saved_rounds, write_text
+from fedssl.config.load import DEVICE_NUMBERS_FILE
+from fedssl.config.settings import RecordingSettings, Settings
+from fedssl.errors import InputError
+from fedssl.export import save_encoder
+from fedssl.methods.base import SSLMethod
+from fedssl.plots.partition import partition_table
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import LOCK_FILE
+from fedssl.runs.snapshots import SnapshotWriter, forget_after
+from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
+from server_app.build import ClientData
+from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_checkpoint, save_checkpoint
+from strategies.state import ServerState, model_suffix
+
+JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
+PERSONALIZED_FILE = "personalized.json"
+
+# Files of a run, besides encoders, checkpoints and figures.
+RUN_FILES = (
+    *(
+        LOCK_FILE,
+        "run.log",
+        "config.yaml",
+        "overrides.yaml",
+        "choices.yaml",
+        DEVICE_NUMBERS_FILE,
+        "partition.csv",
+        "summary.json",
+    ),
+    *JSONL_FILES,
+    "representations.npz",
+    PERSONALIZED_FILE,
+)
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Only the server writes to it while rounds run, except for the states of clients of the same machine (``clients/``).
+    The command line completes the summary of a run that could not, and ``fedssl-report`` draws the figures again.
+
+    Parameters
+    ----------
+    settings : RecordingSettings
+        With a folder.
+    rounds : int
+        Of the run.
+
+    Attributes
+    ----------
+    folder : Path
+    checkpoints : Path
+
+    Raises
+    ------
+    InputError
+        The folder cannot be written, or contains another run.
+    """
+
+    def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:
+        assert settings.folder is not None
+        self.folder, self.checkpoints = settings.folder, settings.folder / "checkpoints"
+        self._settings, self._rounds = settings, rounds
+        self._client_ids: dict[str, int] = {}
+        self._make_folder()
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            reject_symlinks(self.folder)
+            if self._settings.resumed is None and (self.folder / "config.yaml").exists():
+                raise InputError(
+                    f"output_dir={self.folder} contains a run already; choose another folder, "
+                    f"or continue that run: fedssl resume={self.folder}"
+                )
+            for name in ("checkpoints", "figures"):
+                (self.folder / name).mkdir(exist_ok=True)
+            self._check_files()
+        except OSError as error:
+            raise InputError(
+                f"output_dir={self.folder} cannot be written ({error.strerror}); choose a folder that you may write to"
+            ) from error
+
+    def _check_files(self) -> None:
+        """Refuse a folder or a broken link in place of a file; raises `InputError`."""
+        paths = [self.folder / name for name in RUN_FILES]
+        paths += [*self.folder.glob("encoder*.pt"), *self.folder.glob("checkpoints/*"), *self.folder.glob("figures/*")]
+        for path in paths:
+            if os.path.lexists(path) and not path.is_file():
+                raise InputError(f"{path} must be a regular file; remove it and retry")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the folder for this process; raises `InputError` if another one uses it. Ends with the process."""
+        with (self.folder / LOCK_FILE).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise InputError(f"{self.folder} is in use by another run; wait until it ends, or stop it") from error
+            yield
+
+    def devices(self) -> dict[str, int]:
+        """Return the stored ids of edge clients by name. Empty in a new run or a simulation.
+
+        Raises
+        ------
+        InputError
+            The file is damaged.
+        """
+        file = self.folder / DEVICE_NUMBERS_FILE
+        client_ids = read_yaml(file, dict) or {}
+        if not all(
+            isinstance(name, str) and type(number) is int and number >= 0 for name, number in client_ids.items()
+        ):
+            raise corrupt_file_error(file, "a name has no number")
+        if len(set(client_ids.values())) < len(client_ids):
+            raise corrupt_file_error(file, "two names have the same number")
+        return client_ids
+
+    def register(self, client_ids: Mapping[str, int]) -> None:
+        """Store the ids of edge clients by name, so that a resumed run assigns the same ones."""
+        if client_ids != self._client_ids:
+            write_text(self.folder / DEVICE_NUMBERS_FILE, json.dumps(dict(client_ids), indent=2) + "\n")
+            self._client_ids = dict(client_ids)
+
+    def write_partition(self, client_data: ClientData) -> None:
+        """Write ``partition.csv``; raises `InputError` if a resumed run has another partition."""
+        image_data, partition, file = client_data.image_data, client_data.partition, self.folder / "partition.csv"
+        text = partition_table(
+            client_data.parts, (image_data.labels, image_data.classes), (partition.groups, partition.names)
+        )
+        if self._settings.resumed is not None and read_text(file, max_bytes=MAX_LINES_BYTES) not in (None, text):
+            raise InputError(
+                f"{file} differs from the partition of this run: the data, or the file of partition=file, have changed "
+                "since the run started; restore them, or start a new run"
+            )
+        write_text(file, text)
+
+    def restore(self, schema: StateSchema | None = None) -> ServerState:
+        """Return the state of the newest valid checkpoint, and remove everything that was written after it.
+
+        Partial files of a killed process are removed as well. ``schema`` is as in `latest_checkpoint`.
+
+        Raises
+        ------
+        InputError
+            The run has completed more than ``rounds`` rounds, or there is no valid checkpoint.
+        """
+        remove_partial_files(self.folder)
+        state = latest_checkpoint(self.checkpoints, schema) or ServerState()
+        done = state.round
+        if done > self._rounds:
+            raise InputError(f"rounds={self._rounds} but the run has completed {done}; set rounds={done} or more")
+        delete_checkpoints_after(self.checkpoints, done)
+        forget_after(self.folder, done)
+        for name in JSONL_FILES:
+            lines = [line for line in read_jsonl(self.folder / name) if line["round"] <= done]
+            write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        return state
+
+    def checkpoint(self, state: ServerState, *, ends: bool = False) -> None:
+        """Save the state if a checkpoint is due. If the run ends, save it unless a checkpoint is as new."""
+        due = state.round % self._settings.checkpoint_every == 0 or state.round == self._rounds
+        if ends:
+            due = state.round > max(saved_rounds(self.checkpoints), default=0)
+        if due:
+            for name in JSONL_FILES:  # the lines of a checkpoint's rounds must be on the disk as well
+                fsync_file(self.folder / name)
+            save_checkpoint(self.checkpoints, state, keep=self._settings.keep_checkpoints)
+
+    def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> None:
+        """Export the encoder of the model of this name."""
+        save_encoder(
+            self.folder / f"encoder{model_suffix(name)}.pt",
+            method.encoder,
+            settings=settings.model.encoder.values,
+            mean=settings.data.mean,
+            std=settings.data.std,
+            metadata={
+                "method": settings.model.method.name,
+                "strategy": settings.algorithm.strategy.name,
+                "dataset": settings.data.name,
+                "rounds": rounds,
+                "seed": settings.seed,
+            },
+        )
+
+    def snapshot_writer(self, round: int) -> SnapshotWriter | None:
+        """Return a writer of this round's models; None if no snapshot is due."""
+        every = self._settings.snapshot_every
+        return SnapshotWriter(self.folder, round) if every and (round % every == 0 or round == self._rounds) else None
