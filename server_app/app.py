@@ -78,7 +78,7 @@ RUN_CONFIG_KEYS = {
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Compose the settings and run all rounds; what ends the run early is in ``summary.json``."""
+    """Compose the settings and run all rounds. The reason for an early end is in ``summary.json``."""
     overrides = overrides_of(context.run_config)
     settings = load_settings(overrides)
     if not SETS_NUM_CLIENTS & {word.key_or_group for word in parse(overrides)}:
@@ -101,7 +101,9 @@ def main(grid: Grid, context: Context) -> None:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
             resumed = settings.recording.resumed is not None
-            if not (resumed and isinstance(error, InputError)):  # the folder's run is not to blame
+            if not (
+                resumed and isinstance(error, InputError)
+            ):  # settings of the resumption were refused, the run is unchanged
                 with suppress(OSError):  # the disk may be full
                     recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
@@ -113,14 +115,14 @@ def main(grid: Grid, context: Context) -> None:
 def run(
     grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None
 ) -> tuple[ResultsByModel, ResultsByModel, str | None]:
-    """All rounds from the last checkpoint on; returns what `finish` does, and why nothing is evaluated, if so."""
+    """Run all rounds after the last checkpoint. Return the results of `finish`, and why nothing is evaluated."""
     components = build_run(grid, settings, known_client_ids=recorder.devices())
     settings = components.settings
     resumed = settings.recording.resumed
     if resumed not in (None, settings.rounds) and len(components.context.phases) > 1:
-        raise InputError(  # they decide which phase a round belongs to
-            f"resume={recorder.folder} was run with rounds={resumed} (now {settings.rounds}); leave these as they "
-            "were, or start a new run"
+        raise InputError(  # the phase of a round depends on them
+            f"resume={recorder.folder} was run with rounds={resumed} (now {settings.rounds}); keep the "
+            "number, or start a new run"
         )
     state = ServerState()
     if resumed is not None:
@@ -176,7 +178,7 @@ def describe_exchange(components: RunComponents) -> str:
 def finish(
     components: RunComponents, state: ServerState, settings: Settings, recorder: Recorder
 ) -> tuple[ResultsByModel, ResultsByModel]:
-    """Export and draw what the rounds have led to; returns the final comparison, and the results of every model."""
+    """Export and draw the results. Return the final comparison, and the results of every model."""
     method = components.method
     with set_active_stages(method, depth=components.context.phases[-1].depth):
         models = arrays_by_model(components.context, state)
@@ -187,7 +189,7 @@ def finish(
             load_layers(method, layers)
             recorder.encoder(name, method, settings, rounds=state.round)
     recorder.figures(components.client_data)
-    if not baselines:  # there are no labelled images
+    if not baselines:  # no labeled images
         return {}, {}
     federated = mean_over_models(list(results_by_model.values()))
     return {

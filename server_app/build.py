@@ -53,14 +53,13 @@ log = logging.getLogger("fedssl")
 
 @dataclass(frozen=True)
 class ClientData:
-    """Images and their owners.
+    """Images of all simulated clients and their partition.
 
     Attributes
     ----------
     image_data : ImageData
         Of all clients together.
     partition : Partition
-        The images of each client, and by what they were divided.
     """
 
     image_data: ImageData
@@ -68,33 +67,32 @@ class ClientData:
 
     @property
     def parts(self) -> list[np.ndarray]:
-        """The images of each client."""
+        """Return the indices of each client's images."""
         return self.partition.client_indices
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents:
-    """What a run works with, found usable before any round.
+    """Validated components of a run.
 
     Attributes
     ----------
     settings : Settings
-        Those of the run, with what only the images could tell.
+        Of the run, completed by the data and the federation.
     context : RoundContext
     lr_schedule : LRSchedule
     client_manager : ClientManager
-        Who is there.
     client_data : ClientData or None
-        None: the images are on the devices.
+        None if clients are edge clients, whose images are local.
     evaluator : Evaluator
     monitor : CollapseMonitor or None
-        None: health is not looked at.
+        None if it is turned off.
     costs : TrainingCostMeter or None
-        None: they are not measured.
+        None if costs are not measured.
     device : torch.device
-        Where the method is.
+        Of the method.
     evaluation_is_training_free : bool
-        Whether rounds are judged by what frozen encoders make of images alone, and no network is trained for it.
+        Whether the evaluation of a round trains no network.
     """
 
     settings: Settings
@@ -110,17 +108,17 @@ class RunComponents:
 
     @property
     def method(self) -> SSLMethod:
-        """The server's own copy, into which models are loaded to be looked at."""
+        """Return the server's method, into which models are loaded."""
         return self.context.method
 
 
 def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, int] | None = None) -> RunComponents:
-    """Build all parts; ``known_client_ids`` are the numbers that devices of the run have from before.
+    """Build and validate all components. ``known_client_ids`` are the ids of edge clients of a resumed run.
 
     Raises
     ------
     InputError
-        Settings do not fit each other, the data or the federation.
+        Settings conflict with each other, the data or the federation.
     """
     device = configure_process(settings.machine)
     clients = discover_clients(
@@ -194,7 +192,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
 def make_algorithm(
     settings: Settings, method: SSLMethod, *, is_deployment: bool
 ) -> tuple[FedSSLStrategy, ServerOptimizer]:
-    """The strategy and the server optimiser, which must be able to work here; raises `InputError`."""
+    """Return the strategy and the server optimizer; raises `InputError` if they cannot be used here."""
     strategy: FedSSLStrategy = settings.algorithm.strategy.instantiate()
     server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.instantiate()
     strategy.validate(
@@ -215,18 +213,18 @@ def make_algorithm(
 
 
 def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
-    """The phases and the learning rates, which the method's encoder must allow; raises `InputError`."""
+    """Return the phases and the learning rates; raises `InputError` if the encoder does not allow them."""
     phases: Sequence[Phase] = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
     check_phases(method, phases)
     lr_schedule = LRSchedule(settings.lr_schedule.instantiate(), phases, settings.rounds)
-    lr_schedule(1)  # refuses its settings now or never
+    lr_schedule(1)  # validates its settings
     return lr_schedule
 
 
 def make_calibration(
     settings: Settings, method: SSLMethod, lr_schedule: LRSchedule, device: torch.device
 ) -> Calibration | None:
-    """The server's own training, with an optimiser of its own; None: there is none."""
+    """Return the server-side calibration, with a separate optimizer; None if it is turned off."""
     if settings.calibration is None:
         return None
     return Calibration(
@@ -249,7 +247,7 @@ def make_costs(
     *,
     trainings_per_round: int,
 ) -> TrainingCostMeter | None:
-    """What measures the costs; None: it is turned off, or nobody knows the clients' images."""
+    """Return the meter of costs; None if it is turned off, or the clients' images are unknown."""
     if client_data is None or not settings.evaluation.measure_resources:
         return None
     return TrainingCostMeter(
@@ -263,14 +261,14 @@ def make_costs(
 
 
 def make_privacy(settings: Settings, method: SSLMethod, *, is_deployment: bool) -> Privacy | None:
-    """What adds noise; None: nothing. In a simulation, whose numbers are to repeat, the noise comes from the seed."""
+    """Return differential privacy, or None. In a simulation the noise depends on the seed, to be reproducible."""
     if settings.privacy is None:
         return None
     check_model(method)
     if settings.aggregation.max_norm_ratio is not None:
         raise InputError(
-            "aggregation.max_norm_ratio lets clients decide on each other, which privacy=central does not count; set "
-            "aggregation.max_norm_ratio=null"
+            "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "
+            "not account for; set aggregation.max_norm_ratio=null"
         )
 
     def generator(round: int) -> np.random.Generator:
@@ -282,7 +280,7 @@ def make_privacy(settings: Settings, method: SSLMethod, *, is_deployment: bool) 
 def make_monitor(
     settings: Settings, method: SSLMethod, training: LocalTrainer, device: torch.device
 ) -> CollapseMonitor | None:
-    """The monitor of health; None: it is turned off."""
+    """Return the collapse monitor; None if it is turned off."""
     num_images = settings.evaluation.collapse_images
     if not num_images:
         return None
@@ -294,14 +292,14 @@ def make_monitor(
 def make_feature_extractor(
     settings: Settings, method: SSLMethod, num_images: int, device: torch.device
 ) -> Callable[[Layers], torch.Tensor]:
-    """What compares models on so many of the server's images, if the algorithm asks for any."""
+    """Return the extractor of features of ``num_images`` server images, if the strategy compares models."""
     if not num_images:
         return raise_no_server_images
     return ServerFeatureExtractor(method, data=settings.data, num_images=num_images, device=device, seed=settings.seed)
 
 
 def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
-    """What the clients share; raises `InputError` if the method needs labels that are not there."""
+    """Load the images of all clients; raises `InputError` if the method needs labels and they have none."""
     image_data = load_federated(settings.data)
     if method.uses_labels and image_data.labels is None:
         raise InputError(
@@ -312,18 +310,18 @@ def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
 
 
 def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
-    """Read the teacher into the server's copy of the method, from which clients get it.
+    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path.
 
     Raises
     ------
     InputError
-        One of the two has no use for the other, or the file does not fit.
+        The method uses no teacher, needs one, or the file does not match.
     """
     name = type(method).__name__
     if TEACHER not in method.static_parts:
         if file is not None:
             raise InputError(
-                f"teacher={file} but {name} learns from no teacher; set method=fedca method.alignment_weight=0.1, or "
+                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1, or "
                 "leave teacher out"
             )
         return
@@ -332,8 +330,8 @@ def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) ->
             f"teacher=null but {name} is aligned with a teacher; give teacher=FILE, the encoder.pt of a run on public "
             "images, or set method.alignment_weight=0"
         )
-    found = load_weights(file, method.get_submodule(TEACHER))
+    metadata = load_weights(file, method.get_submodule(TEACHER))
     here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
-    others = [f"dataset.{key}={here[key]} (there {found[key]})" for key in here if here[key] != found[key]]
+    others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
     if others:
-        log.warning("the teacher of %s was trained on other images than it sees here: %s", file, ", ".join(others))
+        log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))

@@ -27,34 +27,34 @@ log = logging.getLogger("fedssl")
 
 # Why nothing is evaluated.
 NO_SERVER_DATA = (
-    "the server has no images, so that health and costs are not measured either; name a labelled set of its own with "
-    "dataset=NAME dataset.path=PLACE"
+    "the server has no images, so collapse metrics and costs are not measured either; set a labeled data set of the "
+    "server with dataset=NAME dataset.path=FOLDER"
 )
 
 
 def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Settings:
-    """The settings of a run whose clients are these devices.
+    """Return the settings of a run with these edge clients.
 
-    There are as many clients as devices that are there, and all take part in a round unless ``clients_per_round`` says
-    how many. The data set is the server's own, for evaluation; if none was chosen there is none.
+    The number of clients is that of available devices. All take part in a round unless ``clients_per_round`` is set.
+    The data set is the server's, for evaluation. Without an explicit one there is none.
 
     Raises
     ------
     InputError
-        Fewer devices are there than are to train in a round, or calibration has no images.
+        Fewer devices are available than train in a round, or calibration has no images.
     """
     number, explicit = len(clients.nodes), _explicit_keys(settings)
     of_all = "clients_per_round" not in explicit and settings.clients_per_round == settings.num_clients
     per_round = number if of_all else settings.clients_per_round
     if per_round > number:
         raise InputError(
-            f"clients_per_round={per_round} but {number} devices are there; lower clients_per_round, or set "
-            f"num_clients={per_round} to wait for so many"
+            f"clients_per_round={per_round} but {number} devices are available; lower clients_per_round, or set "
+            f"num_clients={per_round} to wait for more"
         )
     if settings.calibration is not None and not settings.calibration.has_own_dataset:
         raise InputError(
-            f"calibration.when={settings.calibration.when} takes a share of the clients' images, which are on the "
-            "devices; name a data set of the server's with +dataset@calibration.dataset=NAME"
+            f"calibration.when={settings.calibration.when} uses a share of the clients' images, which stay on the "
+            "devices; set a data set of the server's with +dataset@calibration.dataset=NAME"
         )
     data = server_data(settings)
     measured = settings.evaluation.collapse_images if data.train else 0
@@ -66,90 +66,88 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
 
 
 def server_data(settings: Settings) -> DataSettings:
-    """The server's labelled images; without splits if no data set was chosen, or one without a place."""
+    """Return the server's data set, without splits if none was set explicitly or it has no path."""
     data = settings.data
     keys = data.reader.values
     if "dataset" not in _explicit_keys(settings) or (keys.get("path", "") is None and not keys.get("hub")):
         return replace(data, federated=None, train=None, test=None)
-    return replace(data, federated=data.train)  # what clients would share is not needed
+    return replace(data, federated=data.train)  # images of clients are not needed
 
 
 def log_devices(settings: Settings, clients: ClientDirectory) -> None:
-    """Tell people which devices there are, and what is not measured."""
-    known = {number: name for name, number in clients.client_ids.items()}
+    """Log the devices and what is not measured."""
+    names = {number: name for name, number in clients.client_ids.items()}
     data = settings.data
     log.info(
-        "devices: %s; they train on their own images, brought to %d x %d pixels in %d channels",
-        ", ".join(f"{number} {known[number]}" for number in sorted(clients.nodes)),
+        "devices: %s; they train on their local images, resized to %d x %d pixels with %d channels",
+        ", ".join(f"{number} {names[number]}" for number in sorted(clients.nodes)),
         *(data.size, data.size, data.channels),
     )
     if data.train is not None:
-        log.info("costs are not measured: how many images devices have is not known")
+        log.info("costs are not measured: the number of images of a device is unknown")
 
 
 def _explicit_keys(settings: Settings) -> set[str]:
-    """Keys that the user's words have."""
+    """Return the keys of the user's overrides."""
     return {override.key_or_group for override in parse(settings.recording.overrides)}
 
 
 def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
-    """Refuse batches of which the method learns nothing; raises `InputError`."""
+    """Refuse batches that are too small for the method; raises `InputError`."""
     batch_size, smallest = settings.training.batch_size, method.min_batch_size
     if batch_size < smallest:
         raise InputError(
-            f"batch_size={batch_size} but {type(method).__name__} learns nothing from batches of fewer than {smallest} "
-            f"images; set batch_size={smallest} or more, better 64"
+            f"batch_size={batch_size} but {type(method).__name__} needs batches of at least {smallest} images; "
+            f"set batch_size={smallest} or more, better 64"
         )
 
 
 def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
-    """Tell which clients have too few images to be trained with; raises `InputError` if all have."""
+    """Log clients with too few images for training; raises `InputError` if all have too few."""
     smallest = method.min_batch_size
     few = [str(client) for client, part in enumerate(parts) if len(part) < smallest]
     if len(few) == len(parts):
         raise InputError(
-            f"no client has the {smallest} images that {type(method).__name__} needs at least; lower num_clients="
+            f"no client has the {smallest} images that {type(method).__name__} needs; lower num_clients="
             f"{len(parts)}, or choose another method"
         )
     if few:
         log.warning(
-            "%s learns nothing from fewer than %d images: client %s will be dropped in every round; a larger "
-            "partition.min_size or fewer clients avoid it",
+            "%s needs at least %d images: client %s will be dropped in every round; set a larger "
+            "partition.min_size, or fewer clients",
             *(type(method).__name__, smallest, ", ".join(few)),
         )
 
 
 def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
-    """Refuse, by an `InputError`, to wait for what cannot come."""
+    """Refuse settings of the aggregation that conflict with each other; raises `InputError`."""
     aggregation, asked, clients = settings.aggregation, settings.clients_per_round, settings.num_clients
     if aggregation.min_updates > asked:
         raise InputError(
-            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={asked}; lower the one or "
-            "raise the other"
+            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={asked}; lower the first "
+            "or raise the second"
         )
     if not is_deployment and asked + aggregation.over_selection > clients:
         raise InputError(
             f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={asked} leaves "
-            f"{clients - asked} of "
-            f"num_clients={clients}; lower one of them"
+            f"{clients - asked} of num_clients={clients}; lower one of them"
         )
     if aggregation.buffered and not is_deployment:
         raise InputError(
-            "aggregation.buffered=true is for devices: the clients of a simulation are never late; set it false"
+            "aggregation.buffered=true is for edge clients: simulated clients are never late; set it to false"
         )
     if settings.secure_aggregation and (
         settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
     ):
         raise InputError(
-            "secure_aggregation=secagg_plus shows the server nothing but a sum; set privacy=none "
-            "aggregation.buffered=false "
-            "aggregation.max_norm_ratio=null, which need single updates"
+            "secure_aggregation=secagg_plus reveals only the sum of updates; set privacy=none "
+            "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
         )
     if settings.secure_aggregation and settings.recording.snapshot_every:
-        raise InputError("secure_aggregation=secagg_plus shows the server no client's model; set snapshot_every=0")
+        raise InputError("secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0")
     if settings.privacy and settings.recording.snapshot_every:
         raise InputError(
-            "privacy=central hides what a client adds, which kept models of clients show; set snapshot_every=0"
+            "privacy=central hides the contribution of a client, which snapshots reveal; set snapshot_every=0"
         )
     if aggregation.buffered and aggregation.over_selection:
         raise InputError(
@@ -158,22 +156,24 @@ def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
 
 
 def validate_edge_method(method: SSLMethod) -> None:
-    """Refuse, by an `InputError`, a method that devices cannot be asked for."""
+    """Refuse methods that need labels with edge clients; raises `InputError`."""
     if method.uses_labels:
-        raise InputError(f"{type(method).__name__} needs labels, and devices agree on no classes; set another method")
+        raise InputError(
+            f"{type(method).__name__} needs labels, and edge clients share no list of classes; set another method"
+        )
 
 
 def forbid_personalized_evaluation(settings: Settings) -> None:
-    """Refuse, by an `InputError`, to look at what only clients of a simulation show."""
+    """Refuse personalized evaluation with edge clients; raises `InputError`."""
     if settings.evaluation.personalized or settings.unseen_clients:
         raise InputError(
-            "evaluate_personalized and unseen_clients are for simulations: what a device uses itself stays on it; set "
-            "evaluate_personalized=false unseen_clients=0"
+            "evaluate_personalized and unseen_clients are for simulations: a device never sends its personalized "
+            "model; set evaluate_personalized=false unseen_clients=0"
         )
 
 
 def validate_personalized_evaluation(settings: Settings, image_data: ImageData) -> None:
-    """Refuse, by an `InputError`, to judge clients' encoders without labels."""
+    """Refuse personalized evaluation without labels; raises `InputError`."""
     problem = why_not_evaluable(settings.data)
     if settings.evaluation.personalized and (problem or image_data.labels is None):
         raise InputError(f"evaluate_personalized=true needs labels; {problem or 'the images of the clients have none'}")
@@ -191,7 +191,7 @@ def validate_early_stopping(
         return
     if phases > 1:
         raise InputError(
-            f"early_stopping.monitor={rule.monitor} would end a schedule of {phases} stages before its last; set "
+            f"early_stopping.monitor={rule.monitor} would stop a schedule of {phases} stages before its last; set "
             "early_stopping.monitor=null or schedule=end_to_end"
         )
     problem = why_not_evaluable(settings.data)

@@ -141,7 +141,7 @@ class Recorder(RunFolder):
         self._screen.show(snapshot)
 
     def _check_clients(self, report: RoundResult) -> None:
-        """Raise `OSError` if clients of this machine were dropped for a full disk, so that a resumed run repeats them."""
+        """Raise `OSError` if clients of this machine were dropped for a full disk, so that `resume` repeats them."""
         reasons = report.dropped.values()
         codes = [code for code in DISK_ERRORS if any(os.strerror(code) in reason for reason in reasons)]
         if codes and (self.folder / "clients").is_dir():

@@ -1,4 +1,4 @@
-"""What is the same in all rounds of a run: who takes part, the algorithm, the phases, and what the server adds."""
+"""Context of all rounds of a run: clients, algorithm, phases, and the steps of the server."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,53 +32,53 @@ class Calibrator(Protocol):
 
 
 def raise_no_server_images(layers: Layers) -> Tensor:
-    """What stands for a server without images."""
-    raise InputError("the server has no images to compare models with; name a data set of its own")
+    """Raise the error of a server without images."""
+    raise InputError("the server has no images to compare models with; set a data set of the server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundContext:
-    """What is the same in all rounds of a run.
+    """Context of all rounds of a run.
 
     Attributes
     ----------
     strategy : FedSSLStrategy
     method : SSLMethod
-        Tells what is exchanged; its server side is asked.
+        Defines the layers; its server side aggregates parts.
     phases : sequence of Phase
-        They cover all rounds.
+        Of all rounds.
     initial_arrays : callable
-        Makes the untrained layers, from which a model begins that does not exist yet.
+        Returns the untrained layers of a new model.
     nodes : mapping of int to int
-        Node ids by the numbers of the clients, which are partition ids in a simulation.
+        Node ids by client id. In a simulation a client id is a partition id.
     unseen_clients : frozenset of int
         Clients that never train.
     seed, clients_per_round : int
     timeout : float
-        Seconds without a reply after which a round goes on without the clients that are missing.
+        Seconds without a reply after which missing clients are dropped.
     client_config, code_fingerprint : str
         For `TrainPlan`.
     metrics : tuple of str
-        What clients report for the log beside what the rule needs. Nothing else leaves them.
+        Metrics that clients report besides those of the aggregator. They report nothing else.
     server_optimizer : ServerOptimizer
     lr_factor : callable
         Maps a round to the factor of the clients' learning rate.
     calibration : Calibrator or None
     aggregation : AggregationSettings
-        What is taken from clients, and how long it is waited for.
+        Which updates are accepted, and how long the server waits for them.
     privacy : Privacy or None
-        None: the model is released as the rule made it.
+        None if no noise is added.
     secure_aggregation : SecureAggregationSettings or None
-        None: the server sees every update.
+        None if the server receives single updates.
     wire_dtype : str
-        How layers travel, see `fedssl.wire.wire_format`.
+        See `fedssl.wire.wire_format`.
     extract_features : callable
         What a model with these layers makes of images of the server's own, for server strategies that compare models.
 
     Raises
     ------
     InputError
-        There is no metric of that name.
+        A metric is unknown.
     """
 
     strategy: FedSSLStrategy
@@ -107,28 +107,28 @@ class RoundContext:
 
     @cached_property
     def stages(self) -> Stages:
-        """The stages of the encoder by the names of their layers."""
+        """Return the stages of the encoder."""
         return Stages(self.method)
 
     @cached_property
     def gathered(self) -> ReferenceLayers:
-        """What a client's part for the method's server side must be like."""
+        """Return the names, shapes and dtypes of the parts that clients upload to the method's server side."""
         return ReferenceLayers(self._copied(self.method.uploaded_parts))
 
     @property
     def clients_cache_frozen(self) -> bool:
-        """Whether what clients receive of frozen stages stays valid: calibration would change it."""
+        """Return whether clients may cache frozen stages. Calibration would change them."""
         return len(self.phases) > 1 and self.calibration is None
 
     def initial_model(self) -> GlobalModel:
-        """The model that nobody has trained yet."""
+        """Return the untrained model."""
         return GlobalModel(layers=self.initial_arrays(), broadcast=self._copied(self.method.broadcast_parts))
 
     def _copied(self, parts: tuple[str, ...]) -> Layers:
         return copy_layers(self.method, names_in_parts(self.method, parts))
 
     def advance_to_phase(self, model: GlobalModel, round: int) -> GlobalModel:
-        """The model as a round begins with it, brought through all phases since it was trained last."""
+        """Return the model at the start of a round, after all phase changes since its last training."""
         phase = phase_at(self.phases, round)
         layers = model.layers
         for later in self.phases[model.phase : phase.number]:
@@ -136,16 +136,16 @@ class RoundContext:
         return replace(model, layers=layers, phase=phase.number)
 
     def calibrate_if_due(self, model: GlobalModel, round: int, *, when: str) -> GlobalModel:
-        """The model, trained by the server if its calibration is due at the start or end of a round."""
+        """Return the model, calibrated if a calibration is due at the start or end of a round."""
         if self.calibration is None or self.calibration.when != when:
             return model
         return replace(model, layers=self.calibration(round, model.layers))
 
     def sample(self, round: int, *, attempt: int = 0, in_flight: Collection[int] = ()) -> list[int]:
-        """Numbers of the clients that are asked in a round, ascending.
+        """Return the ids of the clients that train in a round, ascending.
 
-        Of those that are there as many as are to train in a round, and ``aggregation.over_selection`` more; those
-        that are ``in_flight`` with an older plan count, and are not asked. Another attempt asks others.
+        ``clients_per_round`` and ``aggregation.over_selection`` of the available clients are sampled, less those
+        ``in_flight`` with an older plan. Another attempt samples other clients.
         """
         client_ids = sorted(self.nodes.keys() - in_flight - self.unseen_clients)
         num_wanted = self.clients_per_round + self.aggregation.over_selection - len(in_flight)
@@ -159,19 +159,19 @@ class RoundContext:
         return [client_ids[index] for index in indices]
 
     def requested_metrics(self, round: int) -> tuple[str, ...]:
-        """Metrics that clients report in a round."""
+        """Return the metrics that clients report in a round."""
         return tuple(dict.fromkeys([*self.strategy.server.aggregator(round).required_metrics, *self.metrics]))
 
 
 def check_metrics(metrics: Iterable[str]) -> None:
-    """Refuse names of metrics that clients do not know; raises `InputError`."""
+    """Refuse unknown metrics; raises `InputError`."""
     unknown = [name for name in metrics if name not in CLIENT_METRICS]
     if unknown:
         raise InputError(f"strategy.reported_metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
 
 
 def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int, attempt: int = 0) -> list[int]:
-    """Which of the clients train in a round, by place, ascending: a pure function of seed, round and attempt."""
+    """Return the indices of the clients that train, ascending: a pure function of seed, round and attempt."""
     seed_path = ("clients", round, attempt) if attempt else ("clients", round)
     chosen = numpy_generator(seed, *seed_path).choice(num_clients, size=clients_per_round, replace=False)
     return sorted(int(client) for client in chosen)

@@ -52,7 +52,7 @@ def test_other_images_are_told(tmp_path, caplog):
     file, _ = save(tmp_path, "dataset.mean=[0.25]")
     with caplog.at_level(logging.WARNING):
         give(f"teacher={file}", "dataset.mean=[0.5]")
-    assert "trained on other images than it sees here: dataset.mean=[0.5] (there [0.25])" in caplog.text
+    assert "trained with other preprocessing: dataset.mean=[0.5] (there [0.25])" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_other_images_are_told(tmp_path, caplog):
         ([], "teacher=null but FedCA is aligned with a teacher; give teacher=FILE"),
         (["teacher=/nowhere/encoder.pt"], "/nowhere/encoder.pt does not exist"),
         (["teacher=5"], "5 does not exist"),
-        (["teacher={file}", "method.alignment_weight=0"], "FedCA learns from no teacher; set method=fedca method"),
-        (["teacher={file}", "method.alignment_weight=0", "encoder.width=8"], "FedCA learns from no teacher"),
+        (["teacher={file}", "method.alignment_weight=0"], "FedCA uses no teacher; set method=fedca method"),
+        (["teacher={file}", "method.alignment_weight=0", "encoder.width=8"], "FedCA uses no teacher"),
         (["teacher={file}", "encoder.width=8"], "holds another encoder than this run's"),
         (
             ["teacher={file}", "schedule=layer_wise", "rounds=5"],
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
 def test_another_method_takes_no_teacher(tmp_path):
     file, _ = save(tmp_path)
     settings = compose(["encoder.width=4", f"teacher={file}"])
-    with pytest.raises(InputError, match="but SimCLR learns from no teacher"):
+    with pytest.raises(InputError, match="but SimCLR uses no teacher"):
         load_teacher(build_method(settings.model), settings.teacher, data=settings.data)
 
 

@@ -94,8 +94,8 @@ def test_without_images_the_server_says_what_it_does_without(places, tmp_path, c
     overrides = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
     run_server_app(Devices(*devices(places, tmp_path)), overrides)
     said = capsys.readouterr().out
-    assert "devices: 0 a, 1 b, 2 c; they train on their own images, brought to 8 x 8 pixels in 1 channels" in said
-    assert "nothing will be evaluated: the server has no images, so that health and costs are not measured" in said
+    assert "devices: 0 a, 1 b, 2 c; they train on their local images, resized to 8 x 8 pixels with 1 channels" in said
+    assert "nothing will be evaluated: the server has no images, so collapse metrics and costs are not measured" in said
     config = OmegaConf.load(tmp_path / "run" / "config.yaml")
     assert (config.num_clients, config.clients_per_round) == (3, 3)
     assert (tmp_path / "run" / "encoder.pt").is_file()
@@ -134,7 +134,7 @@ def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
 
 def test_so_many_devices_as_are_asked_for_train(places, tmp_path):
     overrides = [*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"]
-    with pytest.raises(InputError, match="clients_per_round=4 but 3 devices are there; lower clients_per_round"):
+    with pytest.raises(InputError, match="clients_per_round=4 but 3 devices are available; lower clients_per_round"):
         run_server_app(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=4"])
     shutil.rmtree(tmp_path / "run")
     run_server_app(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=2"])
@@ -146,7 +146,7 @@ def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
     del bad.node_config["data-path"]
     found = discover_clients(Devices(good, bad), 2, timeout=60)
     assert found == ClientDirectory(nodes={0: 2}, client_ids={"a": 0})
-    assert "node 3 takes no part: this SuperNode does not say where its images are" in caplog.text
+    assert "node 3 does not take part: this SuperNode does not say where its images are" in caplog.text
     with pytest.raises(InputError, match="a client cannot start: this SuperNode does not say where its images are"):
         discover_clients(Devices(bad), 1, timeout=60)
 
@@ -154,10 +154,10 @@ def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("others", "sentence"),
     [
-        ([{"client_name": "a"}, {"client_name": "a"}], "2 devices have client-name=a; give each another one"),
+        ([{"client_name": "a"}, {"client_name": "a"}], "2 devices have client-name=a; set a different one"),
         (
             [{"client_name": "a", "partition_id": 1}, {"client_name": "b", "partition_id": 1}],
-            "2 devices have partition-id=1; give each another one",
+            "2 devices have partition-id=1; set a different one",
         ),
     ],
 )
@@ -220,8 +220,8 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["method=supervised", "method.num_classes=2"], "Supervised needs labels, and devices agree on no classes"),
-        (["calibration=auxiliary"], "takes a share of the clients' images, which are on the devices"),
+        (["method=supervised", "method.num_classes=2"], "Supervised needs labels, and edge clients share no list of classes"),
+        (["calibration=auxiliary"], "uses a share of the clients' images, which stay on the devices"),
         (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
     ],
 )

@@ -65,7 +65,7 @@ def test_what_takes_no_time_is_not_talked_about(caplog):
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        ({"silent": {1}}, r"1 of 3 SuperNodes, such as 3, did not say within 0 s .* longer reply_timeout"),
+        ({"silent": {1}}, r"1 of 3 SuperNodes, such as 3, did not reply within 0 s .* longer reply_timeout"),
         ({"error": "no torch"}, r"a client cannot start: no torch"),
         ({"partition": lambda node: node // 2}, r"hold the partitions \[0, 1\] but 0 to 2 are needed, each once"),
         ({"size": 2}, r"num_clients=3 but the federation has 2 SuperNodes"),
@@ -79,5 +79,5 @@ def test_what_is_wrong_with_the_nodes(grid, message, monkeypatch):
 
 
 def test_no_node_says_how_many_there_are():
-    with pytest.raises(InputError, match="no SuperNode answered within 0 s"):
+    with pytest.raises(InputError, match="no SuperNode replied within 0 s"):
         federation_size(SlowGrid(silent={0, 1, 2}), timeout=0.2)

@@ -138,9 +138,9 @@ def test_a_whole_run(tmp_path):
         (["strategy=fedavg"], "secure_aggregation=secagg_plus needs a strategy that adds up the clients"),
         (
             ["privacy=central", "encoder.norm=group"],
-            "secure_aggregation=secagg_plus shows the server nothing but a sum",
+            "secure_aggregation=secagg_plus reveals only the sum of updates",
         ),
-        (["aggregation.max_norm_ratio=5"], "secure_aggregation=secagg_plus shows the server nothing but a sum"),
+        (["aggregation.max_norm_ratio=5"], "secure_aggregation=secagg_plus reveals only the sum of updates"),
         (
             ["secure_aggregation.threshold=0.5"],
             "secure_aggregation.threshold=0.5 must be a number above 0.5 and at most 1",

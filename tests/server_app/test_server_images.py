@@ -152,7 +152,7 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     ],
 )
 def test_batches_of_which_a_method_learns_nothing_are_refused(tmp_path, method, name):
-    message = f"batch_size=2 but {name} learns nothing from batches of fewer than 3 images; set batch_size=3 or more"
+    message = f"batch_size=2 but {name} needs batches of at least 3 images; set batch_size=3 or more"
     with pytest.raises(InputError, match=message):
         Federation(tmp_path, f"method={method}", "batch_size=2")
 
@@ -184,7 +184,7 @@ def test_a_client_with_too_few_images_is_dropped_and_told(owners, tmp_path, caps
     run([*owners, "method=byol", f"output_dir={tmp_path / 'run'}"])
     table = [row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:]]
     [few] = [client for client, number in table if number == "2"]
-    assert f"BYOL learns nothing from fewer than 3 images: client {few} will be dropped" in capsys.readouterr().out
+    assert f"BYOL needs at least 3 images: client {few} will be dropped" in capsys.readouterr().out
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert line["clients"] == 2
     assert list(line["dropped"]) == [few]
@@ -192,5 +192,5 @@ def test_a_client_with_too_few_images_is_dropped_and_told(owners, tmp_path, caps
 
 
 def test_a_federation_of_clients_with_too_few_images_is_refused(owners, tmp_path):
-    with pytest.raises(InputError, match="no client has the 3 images that BYOL needs at least; lower num_clients=3"):
+    with pytest.raises(InputError, match="no client has the 3 images that BYOL needs; lower num_clients=3"):
         run([*owners, "dataset.limit=6", "partition=iid", "method=byol", f"output_dir={tmp_path / 'run'}"])

@@ -214,7 +214,7 @@ def test_only_who_is_there_is_asked_and_who_comes_back_takes_part():
     assert client_manager.wait_for(1).nodes == {0: 2, 1: 3, 2: 4}
     grid.there = [2, 4]
     assert client_manager.wait_for(2).nodes == {0: 2, 2: 4}
-    with pytest.raises(RunError, match=r"2 devices are there and 3 are needed \(aggregation.min_updates\)"):
+    with pytest.raises(RunError, match=r"2 devices are available and 3 are needed \(aggregation.min_updates\)"):
         client_manager.wait_for(3)
     grid.there = [4, 3]
     assert client_manager.wait_for(2).nodes == {1: 3, 2: 4}

@@ -190,7 +190,7 @@ def test_few_rounds_give_no_plane(opened: LoadedRun):
 
 def test_a_sum_has_no_models_of_clients():
     with pytest.raises(
-        InputError, match="secure_aggregation=secagg_plus shows the server no client's model; set snapshot_every=0"
+        InputError, match="secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
     ):
         validate_aggregation(compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]), is_deployment=False)
 
