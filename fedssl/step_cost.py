@@ -237,13 +237,13 @@ def _attention_layer(query: Any, key: Any, value: Any, width: int, heads: int, *
 
 
 class TrainingCostMeter:
-    """Measures steps of the server's own copy of the method, which stays as it is.
+    """Measures the cost of a training step once per phase, on the server's method, which is unchanged.
 
     Parameters
     ----------
     method : SSLMethod
     training : LocalTrainer
-        The clients'.
+        Of the clients.
     image_data : ImageData
         Of the federation.
     parts : sequence of ndarray
@@ -251,7 +251,7 @@ class TrainingCostMeter:
     device : torch.device
         Where the method is.
     trainings_per_round : int
-        How often a client trains in a round.
+        Number of trainings of a client in a round.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class TrainingCostMeter:
         self._steps: dict[int, StepCost] = {}
 
     def __call__(self, phase: Phase, clients: Sequence[int]) -> dict[str, float]:
-        """FLOPs of a client's round, the mean over ``clients``, and the step's cost, see `fedssl.step_cost`."""
+        """Return the FLOPs of a client's round, as mean over ``clients``, and the cost of a step."""
         if phase.number not in self._steps:
             with set_active_stages(
                 self._method, depth=phase.depth, frozen=phase.frozen, depth_dropout=phase.depth_dropout

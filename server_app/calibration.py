@@ -1,6 +1,6 @@
 """Server-side calibration (LW-FedSSL, Tun et al., arXiv 2401.11647, Section 4.2): the server trains as well.
 
-In every round the server trains all stages of the encoder that there are so far, and the heads, on unlabelled auxiliary
+In every round the server trains all stages of the encoder that there are so far, and the heads, on unlabeled auxiliary
 images of its own, as a client would ("we use the same settings as local training", Section 5.1). ``when="end"``: after
 the aggregation, as Section 4.2 has it; ``when="start"``: before clients begin, as Algorithm 1 has it, in which the last
 aggregation is left as it is.
@@ -25,20 +25,20 @@ from fedssl.training import LocalTrainer, train
 
 
 class Calibration:
-    """Trains a global model on the server, see the module.
+    """Server-side training of a global model.
 
     Parameters
     ----------
     settings : CalibrationSettings
     method : SSLMethod
-        Into which global layers are loaded for this.
+        Global layers are loaded into it.
     training : LocalTrainer
-        The clients'; the optimiser is this object's own from here on.
+        The clients' trainer. Its optimizer is used by this object only.
     lr_schedule : LRSchedule
     data : DataSettings
         Of the run.
     device : torch.device
-        Where the method is.
+        Of the method.
     seed : int
 
     Attributes
@@ -49,7 +49,7 @@ class Calibration:
     Raises
     ------
     InputError
-        The method needs labels, ``calibration.when`` is another word, or the auxiliary images have another form.
+        The method needs labels, ``calibration.when`` is unknown, or the auxiliary images have another shape.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Calibration:
                 f"run's have {data.channels} channels and {data.size} pixels; "
                 "set calibration.dataset.size and calibration.dataset.channels to the same"
             )
-        self._images = images  # not a copy of the share, which may be larger than the memory
+        self._images = images  # no copy of the share, which may not fit into memory
         self._rows = torch.from_numpy(server_indices(len(images), share=settings.share, seed=seed))
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     def __call__(self, round: int, layers: Layers) -> Layers:
-        """The layers, trained further."""
+        """Return the layers after calibration."""
         with set_active_stages(self._method, depth=self._lr_schedule.phase(round).depth):
             load_layers(self._method, layers)
             self._method.start_round(first=True)

@@ -23,16 +23,16 @@ FORMAT = 4  # of the run; 1 had one model and no name for it, 2 had what clients
 
 @dataclass(frozen=True, kw_only=True)
 class StateSchema:
-    """What is known of a run's state before it is read.
+    """Properties of a run's state, to validate checkpoints.
 
     Attributes
     ----------
     untrained : GlobalModel
-        What all models are like in names, shapes and dtypes.
+        Names, shapes and dtypes of all models.
     clients, phases : int
-        Of the run: there is at most a model for each client, and one for all.
+        Of the run. There is at most one model per client and a global one.
     is_valid_model_state, is_valid_strategy_state : callable
-        Whether what an algorithm remembers of a model, and of the whole, is what it can have.
+        Validate the strategy's state of a model, and of the run.
     """
 
     untrained: GlobalModel
@@ -43,12 +43,12 @@ class StateSchema:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes that a checkpoint may have: what algorithm and server optimiser remember is a few more models."""
+        """Return the maximum size of a checkpoint. States of strategy and server optimizer are a few more models."""
         arrays = (*self.untrained.layers.values(), *self.untrained.broadcast.values())
         return 2**26 + 16 * (self.clients + 1) * sum(array.nbytes for array in arrays)
 
     def check(self, state: ServerState) -> None:
-        """Refuse, by a `ValueError`, a state that no round of the run can have led to."""
+        """Raise `ValueError` for a state that no round of the run can produce."""
         for name, model in _require_mapping(state.models).items():
             numbers = (
                 is_count(model.phase, minimum=1)
@@ -56,7 +56,7 @@ class StateSchema:
                 and is_count(model.num_updates, minimum=0)
             )
             if not isinstance(name, str) or not numbers:
-                raise ValueError("a model's name, phase or updates are not those of a run")
+                raise ValueError("a model's name, phase or number of updates is invalid")
             _check_layers(model.layers, self.untrained.layers, all_of_them=True)
             _check_layers(model.broadcast, self.untrained.broadcast, all_of_them=True)
             for moments in _require_mapping(model.server_optimizer_state).values():
@@ -68,11 +68,11 @@ class StateSchema:
         for client, place in _require_mapping(state.last_participation).items():
             fits = isinstance(place, tuple) and len(place) == 2 and is_count(place[0], minimum=1)
             if not fits or not isinstance(place[1], str) or not is_count(client, minimum=0):
-                raise ValueError("the rounds of its clients are not those of a run")
+                raise ValueError("the last participation of its clients is invalid")
 
 
 def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
-    """Write the state with its SHA-256 beside it and leave the newest ``keep`` checkpoints in the folder."""
+    """Write the state and its SHA-256 checksum, and delete all but the newest ``keep`` checkpoints."""
     folder.mkdir(exist_ok=True)
     file = round_file(folder, state.round)
 
@@ -94,20 +94,20 @@ def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
 
 
 def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> ServerState | None:
-    """The newest undamaged checkpoint; None if there is no checkpoint yet.
+    """Return the state of the newest valid checkpoint; None if there is no checkpoint.
 
-    A damaged one is named in the log and the one before it is used.
+    A damaged checkpoint is logged, and the previous one is used.
 
     Parameters
     ----------
     folder : Path
     schema : StateSchema or None
-        What must hold of the state; None: this is not looked at.
+        The state is validated against it, unless it is None.
 
     Raises
     ------
     InputError
-        There are checkpoints, all of them damaged or of another model, or they are of an earlier version.
+        All checkpoints are damaged or of another model, or they have an earlier format.
     """
     rounds = saved_rounds(folder)
     problem = ""
@@ -116,15 +116,15 @@ def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> Server
         try:
             state = _load(file, max_bytes=MAX_TENSORS_BYTES if schema is None else schema.max_bytes)
             if state.round != round:
-                raise ValueError(f"it is of round {state.round}")
+                raise ValueError(f"it contains round {state.round}")
             if schema is not None:
                 schema.check(state)
             return state
         except InputError:
             raise
-        except Exception as error:  # there is no end to how reading a foreign file can fail
+        except Exception as error:  # reading a foreign file can fail in any way
             problem = " ".join(sanitize(error).split())[:200] or type(error).__name__
-            log.warning("checkpoint %s is damaged (%s); trying the one before", file, problem)
+            log.warning("checkpoint %s is damaged (%s); trying the previous one", file, problem)
     if rounds:
         raise InputError(
             f"all checkpoints in {folder} are damaged ({len(rounds)} found; the first {problem}); start a new run"
@@ -133,7 +133,7 @@ def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> Server
 
 
 def delete_checkpoints_after(folder: Path, round: int) -> None:
-    """Remove checkpoints of later rounds: damaged ones, which would count among those that are kept."""
+    """Delete checkpoints of later rounds. They are damaged and would count as the newest ones."""
     for later in saved_rounds(folder):
         if later > round:
             remove(round_file(folder, later))
@@ -145,16 +145,18 @@ def _checksum_file(file: Path) -> Path:
 
 
 def _load(file: Path, *, max_bytes: int) -> ServerState:
-    """Read a checkpoint; raises `InputError` if it is of an earlier version, and anything if it is something else."""
+    """Read a checkpoint; raises `InputError` for an earlier format, and any exception for an invalid file."""
     with open_regular_file(_checksum_file(file), max_bytes=64) as stream:
         if stream.read() != _digest(file, max_bytes=max_bytes).encode():
-            raise ValueError("its sum is another one")
+            raise ValueError("its checksum is wrong")
     saved = read_tensors(file, max_bytes=max_bytes)
     version = saved.pop("format", 1)
     if version in range(1, FORMAT):
-        raise InputError(f"{file} is of an earlier version of fedssl; go on with that version, or start anew")
+        raise InputError(
+            f"{file} has the format of an earlier version of fedssl; resume with that version, or start a new run"
+        )
     if version != FORMAT:
-        raise ValueError("it holds something else")
+        raise ValueError("it is not a checkpoint")
     return _to_state(saved)
 
 
@@ -164,21 +166,19 @@ def _digest(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> str:
 
 
 def _to_serializable(value: Any) -> Any:
-    """Values as dictionaries and arrays as tensors, all the way down: what ``weights_only`` can read back."""
+    """Convert dataclasses to dictionaries and arrays to tensors, which ``weights_only`` can load."""
     if is_dataclass(value):
         return {one.name: _to_serializable(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):
         return {key: _to_serializable(inner) for key, inner in value.items()}
-    # A scalar of NumPy, as arithmetic on an array without dimensions gives it, is such an array again.
+    # A NumPy scalar, the result of arithmetic on an array without dimensions, becomes such an array again.
     return torch.from_numpy(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _to_state(saved: dict[str, Any]) -> ServerState:
-    """The state that `_to_plain` took apart."""
-    iter_leaves = _to_arrays(saved)
-    return ServerState(
-        **{**iter_leaves, "models": {name: GlobalModel(**model) for name, model in iter_leaves["models"].items()}}
-    )
+    """Return the state of the output of `_to_serializable`."""
+    values = _to_arrays(saved)
+    return ServerState(**{**values, "models": {name: GlobalModel(**model) for name, model in values["models"].items()}})
 
 
 def _to_arrays(value: Any) -> Any:
@@ -190,31 +190,31 @@ def _to_arrays(value: Any) -> Any:
 def _check_memory(memory: Any, is_valid: Callable[[Mapping[str, Any]], bool]) -> None:
     for value in iter_leaves(_require_mapping(memory)):
         if isinstance(value, np.ndarray | float) and not np.isfinite(value).all():
-            raise ValueError("what the algorithm remembers is not finite")
+            raise ValueError("the state of the strategy is not finite")
     if not is_valid(memory):
-        raise ValueError("what the algorithm remembers is none of its own")
+        raise ValueError("the state of the strategy is invalid")
 
 
 def is_count(value: Any, *, minimum: int) -> bool:
-    """Whether it is a whole number of rounds, clients or the like."""
+    """Return whether the value is an integer from ``minimum`` to 2^31."""
     return isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**31
 
 
 def _check_layers(layers: Any, like: Layers, *, all_of_them: bool = False, same_dtype: bool = True) -> None:
     names = _require_mapping(layers).keys()
     if (all_of_them and names != like.keys()) or not names <= like.keys():
-        raise ValueError("its layers have other names than the model's")
+        raise ValueError("its layers have other names than those of the model")
     for name, array in layers.items():
         wanted = like[name]
         if not isinstance(array, np.ndarray) or array.shape != wanted.shape:
-            raise ValueError(f"{name} is of another shape than the model's")
+            raise ValueError(f"{name} has another shape than in the model")
         if array.dtype != wanted.dtype if same_dtype else array.dtype.kind not in "fiu":
-            raise ValueError(f"{name} is of another dtype than the model's")
+            raise ValueError(f"{name} has another dtype than in the model")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} has values that are not finite")
 
 
 def _require_mapping(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"it holds a {type(value).__name__} in the place of several values")
+        raise ValueError(f"it contains a {type(value).__name__} instead of a mapping")
     return value

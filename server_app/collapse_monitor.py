@@ -30,14 +30,14 @@ from strategies.state import GLOBAL
 
 log = logging.getLogger("fedssl")
 
-# Below any of these a representation has collapsed; trained encoders lie above 0.2, 5 and 2.5.
+# A representation below any of these has collapsed. Trained encoders are above 0.2, 5 and 2.5.
 COLLAPSE_THRESHOLDS = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
 
 Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the unit vectors that are kept
 
 
 class ServerFeatureExtractor:
-    """Representations of images of the split ``train``, labelled or not; never of test images.
+    """Extractor of features of images of the split ``train``, never of test images.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ class ServerFeatureExtractor:
         Models are loaded into it.
     data : DataSettings
     num_images : int
-        How many, at most; drawn by the seed.
+        Maximum number of images, sampled by the seed.
     device : torch.device
-        Where the method is.
+        Of the method.
     seed : int
     """
 
@@ -55,13 +55,13 @@ class ServerFeatureExtractor:
         self, method: SSLMethod, *, data: DataSettings, num_images: int, device: torch.device, seed: int
     ) -> None:
         self._method, self._data, self._device = method, data, device
-        found = load_split(data, "train")
-        assert found is not None  # an algorithm without them was refused
-        order = torch.randperm(len(found.images), generator=torch_generator(seed, "represent"))
-        self._images = found.images[order[:num_images]]
+        split = load_split(data, "train")
+        assert split is not None  # validated by the strategy
+        order = torch.randperm(len(split.images), generator=torch_generator(seed, "represent"))
+        self._images = split.images[order[:num_images]]
 
     def __call__(self, layers: Layers) -> Tensor:
-        """What a model with these layers makes of the images, float32 ``(num_images, feature_dim)``, on the CPU."""
+        """Return features of the images under a model, float32 ``(num_images, feature_dim)``, on the CPU."""
         needed = [name for name in exchanged_names(self._method) if name.startswith("encoder.")]
         load_layers(self._method, {name: layers[name] for name in needed})
         return extract(
@@ -71,7 +71,7 @@ class ServerFeatureExtractor:
 
 @dataclass(frozen=True)
 class CollapseReport:
-    """The global models and the clients' models of one round.
+    """Collapse metrics of the global models and the clients' models of one round.
 
     Attributes
     ----------
@@ -87,23 +87,23 @@ class CollapseReport:
 
 
 class CollapseMonitor:
-    """Measures models on the same images of the data set, labelled or not.
+    """Measures collapse metrics of models on the same images.
 
-    Health is measured on images of the clients' split. Spectra and the representations that are kept are those of
-    test images, as in FedU2, or of the clients' where there are none. A spectrum takes two images for every
-    dimension, as far as there are so many: the representations of fewer would lack dimensions by themselves.
+    Collapse metrics use images of the clients' split. Spectra and stored representations use test images, as in FedU2,
+    or the clients' images if there are none. A spectrum uses two images per dimension, as far as available: with fewer
+    images the representations would lack dimensions.
 
     Parameters
     ----------
     method : SSLMethod
-        Models are loaded into it to be measured.
+        Models are loaded into it.
     data : DataSettings
     num_images : int
-        On how many images, at least 2.
+        At least 2.
     augment : callable
-        Makes the views.
+        Returns the views.
     device : torch.device
-        Where the method is.
+        Of the method.
     seed : int
     """
 
@@ -132,27 +132,27 @@ class CollapseMonitor:
         )
         held_out = load_split(data, "test")
         if held_out is None:
-            log.info("the data set has no test images: spectra and representations are of the clients' images")
+            log.info("the data set has no test images: spectra and representations use the clients' images")
         shown, self._split = (federated, "federated") if held_out is None else (held_out, "test")
         order = torch.randperm(len(shown.images), generator=torch_generator(seed, "shown"))
         self._images = shown.images[order[: max(num_images, 2 * method.encoder.feature_dim)]]
         self._kept = min(num_images, len(self._images))
         self._labels = None if shown.labels is None else shown.labels[order[: self._kept]].numpy()
-        # What is kept: h, and z where it lies on a sphere that can be drawn as it is.
+        # Stored are h, and z if it is on a sphere, which can be drawn directly.
         self._parts: tuple[str, ...] = ("encoder",)
         parts = dict(method.named_children())
         if "projector" in parts and parts["projector"].out_features == 3:
             self._parts = ("encoder", "projector")
 
     def observe(self, client: int, layers: Layers) -> None:
-        """Measure a client's model; one of which only some layers arrived cannot be measured."""
+        """Measure a client's model, unless some of its layers are missing."""
         if layers.keys() >= self._needed():
             measured = self._measure(layers, f"client {client}")
             if measured:
                 self._measured[client] = measured
 
     def finish(self, models: Mapping[str, Layers]) -> CollapseReport | None:
-        """Measure the global models, beside the clients since the last call; None if no global model has numbers."""
+        """Measure the global models, and return them with the clients since the last call; None if none is finite."""
         clients, self._measured = self._measured, {}
         names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
         measured = {name: self._measure(layers, f"the {names[name]}") for name, layers in models.items()}
@@ -173,11 +173,11 @@ class CollapseMonitor:
         return CollapseReport(rows, representations)
 
     def _needed(self) -> set[str]:
-        """Names of the layers between images and what is kept; stages that do not run at present are not needed."""
+        """Return the names of the layers that are needed. Inactive stages are not."""
         return {name for name in exchanged_names(self._method) if name.split(".")[0] in self._parts}
 
     def _measure(self, layers: Layers, name: str) -> Found | None:
-        """Measure one model; if some numbers are not finite there is a warning, and None."""
+        """Measure one model. Log a warning and return None if a metric is not finite."""
         load_layers(self._method, {layer: layers[layer] for layer in self._needed()})
         found = self._vectors()
         numbers: dict[str, Any] = {}
@@ -186,7 +186,7 @@ class CollapseMonitor:
             with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # torch does not say it exports it
                 numbers = {**self._health.measure(self._method.encoder)}
         if not all(map(math.isfinite, numbers.values())) or not numbers:
-            log.warning("%s gives representations that are NaN or infinite: its training has diverged", name)
+            log.warning("%s has representations that are NaN or infinite: its training has diverged", name)
             return None
         numbers["spectrum"] = {
             "singular_values": spectrum(found[0])[:TOP].tolist(),
@@ -197,7 +197,7 @@ class CollapseMonitor:
         return numbers, [vectors[: self._kept].half().numpy() for vectors in found]
 
     def _vectors(self) -> list[Tensor]:
-        """What the model makes of the images, each vector divided by its length: h, and z of those that are kept."""
+        """Return unit vectors of the images: h, and z of the images that are stored."""
         maps: list[tuple[nn.Module, Tensor]] = [(self._method.encoder, self._images)]
         if len(self._parts) > 1:
             both = nn.Sequential(self._method.encoder, self._method.get_submodule("projector"))
@@ -207,7 +207,7 @@ class CollapseMonitor:
 
 
 def summarize_health(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Average over the global models, and over the clients', without spectra but for that of an only global model."""
+    """Return means over the global models and over the clients' models, and the spectrum of a single global model."""
     models = [row for row in measured if row["client"] is None]
     clients = [row for row in measured if row["client"] is not None]
     result = {"global": _means(models)}
@@ -222,7 +222,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
-    """Write a line into the log for models whose images lie on nearly one point or one line."""
+    """Log a warning for models whose representation has collapsed."""
     ill = [row for row in measured if any(row[name] < threshold for name, threshold in COLLAPSE_THRESHOLDS.items())]
     if ill:
         names = ", ".join(_name(row) for row in ill)

@@ -28,32 +28,32 @@ from fedssl.untrusted import sanitize
 
 log = logging.getLogger("fedssl")
 
-_RECENT = 5  # rounds whose mean time is the pace
+_RECENT = 5  # rounds of the mean time
 
-INTERACTIVE_KEY = "fedssl-interactive"  # in the ServerApp's node configuration: whether somebody may sit before it
+INTERACTIVE_KEY = "fedssl-interactive"  # in the ServerApp's node configuration: whether the output is interactive
 
-_PER_SECOND = 2  # how often the bar is drawn
+_PER_SECOND = 2  # refresh rate of the bar
 
-# What a disk says that takes no more.
+# Errors of a disk that cannot be written any more.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressSnapshot:
-    """How far a run is after a round.
+    """Progress of a run after a round.
 
     Attributes
     ----------
     round, rounds : int
-        The one that is done, and how many there are.
+        The completed round, and the number of rounds.
     loss, cosine : float or None
-        Means over the round's clients; None: there are none.
+        Means over the round's clients; None if unknown.
     evaluation : mapping of str to Score
-        Empty in rounds without one.
+        Empty in rounds without evaluation.
     dropped : int
-        Clients.
+        Number of clients.
     seconds_per_round : float
-        Seconds that the last rounds took on average.
+        Mean over the last rounds.
     """
 
     round: int
@@ -66,17 +66,17 @@ class ProgressSnapshot:
 
     @property
     def results(self) -> list[str]:
-        """What was evaluated, for people."""
+        """Return the results as text."""
         return [f"{name} {score.text}" for name, score in self.evaluation.items()]
 
     @property
     def eta(self) -> str:
-        """The time that all other rounds will take."""
+        """Return the estimated time of the remaining rounds."""
         return f"{_duration(self.seconds_per_round * (self.rounds - self.round))} left"
 
     @property
     def log_line(self) -> str:
-        """For the log."""
+        """Return the line for the log."""
         parts = [f"round {self.round}/{self.rounds}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.3f}")
@@ -89,7 +89,7 @@ class ProgressSnapshot:
 
 
 class ProgressTracker:
-    """Tells how far a run is after one round after another.
+    """Tracks the progress of a run.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class ProgressTracker:
         self._times: list[float] = []
 
     def after(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> ProgressSnapshot:
-        """How far it is after a round, from its row of ``metrics.jsonl`` and what was evaluated."""
+        """Return the progress after a round, from its line of ``metrics.jsonl`` and its results."""
         self._times.append(row["seconds"])
         return ProgressSnapshot(
             round=row["round"],
@@ -122,27 +122,27 @@ def _duration(seconds: float) -> str:
 
 
 class PlainConsole:
-    """Lines alone."""
+    """Console with log lines only."""
 
     def handler(self) -> logging.Handler:
-        """Make what writes the lines of the log."""
+        """Return the handler of log lines."""
         return logging.StreamHandler(sys.stdout)
 
     def open(self, rounds: int) -> None:
-        """Begin to show a run."""
+        """Start to show a run."""
 
     def set_completed(self, round: int) -> None:
-        """Show that a resumed run has done so many rounds."""
+        """Show the completed rounds of a resumed run."""
 
     def show(self, snapshot: ProgressSnapshot) -> None:
-        """Show how far the run is."""
+        """Show the progress of the run."""
 
     def close(self) -> None:
-        """Leave nothing behind but lines."""
+        """Remove everything but log lines."""
 
 
 class ProgressBar(PlainConsole):
-    """Lines, and below them a bar with rounds, time, loss and the latest results.
+    """Console with log lines, and a bar with rounds, time, loss and the latest results below them.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ class ProgressBar(PlainConsole):
         self._task = self._bar.add_task("preparing", total=None)
 
     def handler(self) -> logging.Handler:
-        """Make what writes above the bar."""
+        """Return a handler that writes above the bar."""
         return _LogAboveBar(self._console)
 
     def open(self, rounds: int) -> None:
@@ -189,7 +189,7 @@ class ProgressBar(PlainConsole):
 
 
 class _LogAboveBar(logging.Handler):
-    """Writes lines by the console that draws the bar, which moves down, word for word."""
+    """Handler that writes lines above the bar, without markup."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -198,17 +198,17 @@ class _LogAboveBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._console.out(self.format(record), highlight=False)
-        except Exception:  # as every handler does: a line that cannot be written ends no run
+        except Exception:  # as in every handler: a failed log line must not end the run
             self.handleError(record)
 
 
 def make_screen(*, terminal: bool) -> PlainConsole:
-    """Make the bar where standard output is a terminal that can move its cursor, lines elsewhere.
+    """Return a progress bar if standard output is a terminal that can move its cursor, else a plain console.
 
     Parameters
     ----------
     terminal : bool
-        Whether it may be one. False: it is handed on to somebody else, whatever it looks like.
+        Whether it may be one. False if the output is forwarded.
     """
     if not terminal or not sys.stdout.isatty() or os.environ.get("CI"):
         return PlainConsole()
@@ -218,7 +218,7 @@ def make_screen(*, terminal: bool) -> PlainConsole:
 
 @contextmanager
 def log_to(folder: Path, screen: PlainConsole) -> Iterator[None]:
-    """Send the lines of the product's logger to the screen and to ``run.log`` in the run folder."""
+    """Log to the console and to ``run.log`` in the run folder."""
     file = _LogFile(folder / "run.log")
     handlers: list[logging.Handler] = [screen.handler(), file]
     level, propagate = log.level, log.propagate
@@ -240,14 +240,14 @@ def log_to(folder: Path, screen: PlainConsole) -> Iterator[None]:
 
 
 class _SanitizingFormatter(logging.Formatter):
-    """Lines without what a terminal would take for a command: clients and files of others have their words in them."""
+    """Formatter that removes control characters, because log lines contain text of clients and foreign files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return sanitize(super().format(record), lines=True)
 
 
 class _LogFile(logging.FileHandler):
-    """A log that keeps in mind why a line could not be written, instead of a traceback on the terminal for each."""
+    """Log file that stores why a line could not be written, instead of printing a traceback for each line."""
 
     problem: OSError | None = None
 
@@ -267,7 +267,7 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
-    """Say in one sentence what keeps the files of a run from being written, such as a full disk."""
+    """Translate disk errors, such as a full disk, into a `RunError`."""
     try:
         yield
     except OSError as error:
@@ -277,7 +277,8 @@ def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
 
 
 def disk_error(folder: Path, error: OSError) -> RunError:
-    """Make the error for a run folder that cannot be written any more."""
+    """Return the error of a run folder that cannot be written any more."""
     return RunError(
-        f"{folder} cannot be written ({error.strerror or error}); make room there and go on with fedssl resume={folder}"
+        f"{folder} cannot be written ({error.strerror or error}); free disk space, then continue with "
+        f"fedssl resume={folder}"
     )

@@ -1,13 +1,14 @@
-"""Differential privacy of clients: what a server that is trusted releases, the global model, says little of any.
+"""Client-level differential privacy of the global model, by a trusted server.
 
-DP-FedAvg (McMahan et al., ICLR 2018, arXiv 1710.06963) with a fixed denominator: every update is cut to a length C, and
+DP-FedAvg (McMahan et al., ICLR 2018, arXiv 1710.06963) with a fixed denominator: every update is clipped to a norm C,
+and
 
     new = old + (sum_k clip(w_k - old, C) + N(0, (z C)^2)) / K
 
-with K the clients that are to train in a round, whoever replies. One client more or less changes the sum by at most C,
-so that a round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z / sqrt(n). Its epsilon is
-exact (Balle and Wang, ICML 2018, Theorem 8); that clients are drawn counts for nothing, since a server may know them.
-Running statistics and counters are not released: they stay as they were.
+with K the clients that train in a round, whether they reply or not. One client changes the sum by at most C, so that a
+round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z / sqrt(n). Its epsilon is exact (Balle
+and Wang, ICML 2018, Theorem 8). Sampling of clients is not counted, because the server may know the sample. Running
+statistics and counters are not released. They keep their values.
 """
 
 import math
@@ -24,15 +25,15 @@ from fedssl.methods.base import SSLMethod
 
 
 class Privacy:
-    """What a server does to updates and to their mean.
+    """Clips updates and adds noise to their mean.
 
     Parameters
     ----------
     settings : PrivacySettings
     clients : int
-        K, those that are to train in a round.
+        K, the clients that train in a round.
     generator : callable
-        Gives the source of the noise of a round. Where noise can be foretold there is no privacy.
+        Returns the generator of a round's noise. Predictable noise gives no privacy.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Privacy:
         self._settings, self._clients, self._generator = settings, clients, generator
 
     def clip(self, layers: Layers, start: Layers) -> Layers:
-        """An update that went no further than the longest way; statistics and counters as they were."""
+        """Clip the update to `clip_norm`; running statistics and counters keep their global values."""
         squares = (np.sum(np.square(layers[name] - start[name], dtype=np.float64)) for name in _weights(start))
         norm = math.sqrt(sum(squares))
         factor = min(1.0, self._settings.clip_norm / norm) if norm else 1.0
@@ -49,7 +50,7 @@ class Privacy:
         return {name: clipped.get(name, start[name]) for name in layers}
 
     def add_noise(self, mean: Layers, start: Layers, *, used: int, round: int) -> Layers:
-        """The new global layers, of the mean over the ``used`` updates of a round."""
+        """Return the new global layers from the mean over the ``used`` updates of a round."""
         random = self._generator(round)
         std = self._settings.noise_multiplier * self._settings.clip_norm / self._clients
         share = np.float32(used / self._clients)
@@ -60,13 +61,13 @@ class Privacy:
         return {name: released[name] for name in mean}
 
     def privacy_spent(self, rounds: int) -> dict[str, float]:
-        """Epsilon after so many rounds, and its delta."""
+        """Return epsilon after ``rounds`` rounds, and its delta."""
         delta = self._settings.delta
         return {"epsilon": epsilon(rounds, self._settings.noise_multiplier, delta), "delta": delta}
 
 
 def check_model(method: SSLMethod) -> None:
-    """Refuse, by an `InputError`, a model that needs what is not released."""
+    """Refuse a model with running statistics, which are not released; raises `InputError`."""
     if _has_statistics(method.encoder):
         raise InputError(
             "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, or "
@@ -75,7 +76,7 @@ def check_model(method: SSLMethod) -> None:
 
 
 def epsilon(rounds: int, noise_multiplier: float, delta: float) -> float:
-    """Epsilon of so many Gaussian mechanisms for a delta, to 1e-6; 0 where nothing was released."""
+    """Return the epsilon of ``rounds`` Gaussian mechanisms for a delta, to 1e-6."""
     if not rounds:
         return 0.0
     mu = math.sqrt(rounds) / noise_multiplier

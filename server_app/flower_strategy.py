@@ -1,6 +1,6 @@
-"""Any of our strategies as one of Flower's, for a ServerApp of one's own: ``FlowerStrategy(context).start(...)``.
+"""Adapter of a fedssl strategy to Flower's `Strategy`, for a custom ServerApp: ``FlowerStrategy(context).start(...)``.
 
-Our ServerApp makes the same rounds itself, because it also resumes, evaluates and records them.
+The ServerApp of fedssl runs the same rounds itself, because it also resumes, evaluates and records them.
 """
 
 import logging
@@ -20,16 +20,16 @@ log = logging.getLogger("fedssl")
 
 
 class FlowerStrategy(Strategy):
-    """Rounds of a federation under Flower's own loop.
+    """Rounds of a federation in Flower's loop.
 
-    The models are those of the state: the arrays that Flower hands in and out are the layers of one of them, for its
-    evaluation function and its result, and change nothing.
+    The state contains the models. The arrays that Flower passes are the layers of one of them, for its evaluation
+    function and its result. They change nothing.
 
     Parameters
     ----------
     context : RoundContext
     state : ServerState, optional
-        To go on from; None: the federation begins.
+        To continue from. None if the federation starts.
 
     Attributes
     ----------
@@ -47,28 +47,28 @@ class FlowerStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message for each client that trains."""
-        # A client keeps no older state than that of its last round: nothing here goes back.
+        """Return one message for each client that trains."""
+        # Nothing is resumed here, so clients need no states of earlier rounds.
         self._round = Round(self._context, self.state, keep_from=self.state.round)
         return self._round.messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The layers of the first model, by name, and how many updates were used; raises `RunError` without any."""
+        """Return the layers of the first model and the number of updates; raises `RunError` without any."""
         self.state, self.result = self._round.finish(replies)
-        del self._round  # it holds the models of the round before
+        del self._round  # it contains the models of the previous round
         first = self.state.models[self.state.model_names()[0]]
         return arrays_to_record(first.layers), MetricRecord({"clients": len(self.result.clients)})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """No messages: models are evaluated on the server."""
+        """Return no messages. Models are evaluated on the server."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing, see `configure_evaluate`."""
+        """Return None, see `configure_evaluate`."""
         return None
 
     def summary(self) -> None:

@@ -1,10 +1,9 @@
-"""What clients of a simulation would use themselves, judged at the end of a run, clients that never trained included.
+"""Personalized evaluation at the end of a simulated run, clients that never trained included.
 
-Every client shows its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its
-cluster, its own among
-neighbours, or one with parts that never leave it. A client that never trained, a newcomer, shows what it receives, and
-what it has after a few epochs of its own. Each is judged on all test images, and on some in which classes are as
-frequent as among the client's images (`fedssl.evaluation.label_matched`).
+Every client returns its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its
+cluster, its own among neighbors, or one with local parts. An unseen client, which never trained, returns the received
+encoder and the one after a few local epochs. Each is evaluated on all test images, and on a subset with the client's
+class frequencies (`fedssl.evaluation.label_matched`).
 """
 
 import hashlib
@@ -39,17 +38,17 @@ Scores = Mapping[str, Score]
 
 @dataclass(frozen=True, kw_only=True)
 class PersonalizedResult:
-    """A client's encoder and what it is worth.
+    """Results of a client's encoder.
 
     Attributes
     ----------
     client : int
     model : str
-        Name of the model that it comes from.
+        Name of the model that it was derived from.
     group : {"participants", "unseen clients", "adapted unseen clients"}
-        Of a client that took part in training, or of one that did not, before or after some epochs of its own.
+        Whether the client trained, or is unseen, before or after local epochs.
     global_test, local_test : mapping of str to Score
-        On all test images, and on those that are like the client's; the latter is empty if there are none.
+        On all test images, and on those with the client's class frequencies. The latter is empty if there are none.
     """
 
     client: int
@@ -62,7 +61,7 @@ class PersonalizedResult:
 def evaluate_personalized(
     exchange: MessageExchange, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
 ) -> list[PersonalizedResult]:
-    """Ask all clients and judge what they show, in order of the clients.
+    """Request and evaluate the encoders of all clients, in order of the clients.
 
     Parameters
     ----------
@@ -96,7 +95,7 @@ def evaluate_personalized(
 
 
 def mean_over_clients(found: Sequence[PersonalizedResult]) -> dict[str, dict[str, Score]]:
-    """Means over clients with their spread, under whose models they are, and on which images they were judged."""
+    """Return means over clients with standard deviations, by group and test images."""
     columns: dict[str, list[Scores]] = {}
     for one in found:
         for name, scores in ((one.group, one.global_test), (f"{one.group}, local test", one.local_test)):
@@ -112,8 +111,8 @@ def request_personalized_encoders(
     clients: Sequence[int],
     request: PersonalizedModelRequest,
 ) -> Iterator[tuple[int, str, Layers]]:
-    """Encoders as they arrive, each with its client and the name of the model that it comes from."""
-    # Newcomers learn at the optimiser's own rate, and the server does not train once more.
+    """Yield encoders as they arrive, each with its client and the name of the model that it was derived from."""
+    # Unseen clients train with the optimizer's base learning rate, and the server does not calibrate again.
     context = replace(components.context, lr_factor=lambda round: 1.0)
     if context.calibration is not None:
         context = replace(context, calibration=NoCalibration())
@@ -135,21 +134,21 @@ def request_personalized_encoders(
             update = read_update(reply, client, sent_to=context.nodes[client])
             yield client, names[read_model_index(reply, among=len(names))], update.layers
         except InvalidUpdate as reason:
-            log.warning("client %d shows no encoder: %s", client, reason)
+            log.warning("client %d returned no encoder: %s", client, reason)
 
 
 class NoCalibration:
-    """A calibration whose time has passed."""
+    """A calibration that is never due."""
 
     when = "never"
 
     def __call__(self, round: int, layers: Layers) -> Layers:
-        """The layers as they are."""
+        """Return the layers unchanged."""
         return layers
 
 
 class PersonalizedEvaluator:
-    """Judges encoders by the protocols of the run's end; one that many clients share is judged once on all images."""
+    """Evaluates encoders by the final protocol. An encoder that clients share is trained and evaluated once."""
 
     def __init__(self, components: RunComponents) -> None:
         self._components = components
@@ -157,10 +156,10 @@ class PersonalizedEvaluator:
         self._inputs: dict[bytes, EvaluationInput] = {}  # of the latest models, with their features and predictions
 
     def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
-        """What the encoder is worth on all test images, and on those like the client's."""
+        """Return the results on all test images, and on those with the client's class frequencies."""
         client_data, evaluator = self._components.client_data, self._components.evaluator
         assert client_data is not None
-        assert client_data.image_data.labels is not None  # the run was refused without them
+        assert client_data.image_data.labels is not None  # validated before the run
         key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
         load_layers(self._components.method, layers)
         evaluation_input = self._inputs.pop(key, None) or evaluator.evaluation_input(self._components.method)

@@ -73,7 +73,7 @@ class RoundContext:
     wire_dtype : str
         See `fedssl.wire.wire_format`.
     extract_features : callable
-        What a model with these layers makes of images of the server's own, for server strategies that compare models.
+        Returns features of the server's images under a model, for strategies that compare models.
 
     Raises
     ------

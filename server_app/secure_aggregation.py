@@ -1,7 +1,7 @@
-"""The server's side of secure aggregation: Flower's SecAgg+ workflow, of which this takes the mean of clients' deltas.
+"""The server side of secure aggregation: the mean of clients' deltas by Flower's SecAgg+ workflow.
 
-The workflow is of Flower's older interface, and asks a strategy and a client manager what it needs; here one small
-object answers. What it sends goes through the `MessageExchange` of the run, with its deadline.
+The workflow has Flower's older interface and needs a strategy and a client manager. A small stub replaces both.
+Messages go through the `MessageExchange` of the run, with its deadline.
 """
 
 import logging
@@ -22,20 +22,19 @@ from server_app.messaging import MessageExchange
 
 
 class TooFewParticipants(RunError):
-    """Fewer clients replied than are needed to take the masks away."""
+    """Fewer clients replied than are needed to remove the masks."""
 
 
 @dataclass(frozen=True)
 class SecureMean:
-    """What came of a round.
+    """Result of a round of secure aggregation.
 
     Attributes
     ----------
     delta : ndarray
-        Mean over the clients of how far they went, as one vector in the order of
-        `fedssl.secure_aggregation.summed_names`.
+        Mean over the clients, in the order of `fedssl.secure_aggregation.summed_names`.
     nodes : list of int
-        Of the clients in it.
+        Of the clients in the mean.
     bytes_down, bytes_up : dict of int to int
         By node.
     """
@@ -55,12 +54,12 @@ def secure_mean_delta(
     timeout: float,
     deadline: float | None,
 ) -> SecureMean:
-    """The four stages of the protocol with the nodes to which these contents go.
+    """Run the four stages of the protocol with the nodes of ``contents``.
 
     Raises
     ------
     TooFewParticipants
-        Too few clients took part, or replied to the end.
+        Too few clients took part in all stages.
     """
     from flwr.common import parameters_to_ndarrays
     from flwr.server.workflow import SecAggPlusWorkflow
@@ -68,7 +67,7 @@ def secure_mean_delta(
     from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 
     if len(contents) < MIN_CLIENTS:
-        raise TooFewParticipants(f"{len(contents)} clients are there, and secure aggregation needs {MIN_CLIENTS}")
+        raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
     workflow = SecAggPlusWorkflow(
         1.0,
         settings.threshold,
@@ -88,10 +87,10 @@ def secure_mean_delta(
     with _quiet("flwr"):
         try:
             ok = workflow.setup_stage(grid, context, state)
-            # The plan goes out with the third stage, in a record of each client's own, to which Flower adds.
+            # The plan is sent in the third stage, in a separate record per client, to which Flower adds.
             state.nid_to_fitins = {node: RecordDict({**content}) for node, content in contents.items()}
             ok = ok and workflow.share_keys_stage(grid, context, state)
-            # Flower would ask for shares of those, too, that were lost before they gave any.
+            # Flower would also request shares of clients that failed before they sent any.
             state.sampled_node_ids = there = set(state.active_node_ids)
             state.nid_to_neighbours = {node: found & there for node, found in state.nid_to_neighbours.items()}
             ok = ok and workflow.collect_masked_vectors_stage(grid, context, state)
@@ -101,18 +100,18 @@ def secure_mean_delta(
             raise TooFewParticipants(f"secure aggregation failed ({type(error).__name__}: {error})") from error
     if not ok:
         reasons = "; ".join(stages.reasons) or "no reply in time"
-        raise TooFewParticipants(f"too few clients took part in secure aggregation to the end ({reasons})")
+        raise TooFewParticipants(f"too few clients completed secure aggregation ({reasons})")
     (delta,) = parameters_to_ndarrays(part.found)
     return SecureMean(delta, nodes, stages.bytes_down, stages.bytes_up)
 
 
 def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
-    """The layers after the delta that `fedssl.secure_aggregation.delta_of` computes; counters stay.
+    """Add a delta of `fedssl.secure_aggregation.delta_of` to the layers. Counters are unchanged.
 
     Raises
     ------
     TooFewParticipants
-        The delta is of another length or not finite.
+        The delta has another length or is not finite.
     """
     names = summed_names(layers)
     if delta.ndim != 1 or len(delta) != sum(layers[name].size for name in names) or not np.isfinite(delta).all():
@@ -127,7 +126,7 @@ def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
 
 @dataclass
 class _StrategyStub:
-    """What the workflow asks of a strategy and of a client manager."""
+    """Stub of the workflow's strategy and client manager."""
 
     nodes: list[int]
     found: Any = None
@@ -138,7 +137,7 @@ class _StrategyStub:
         return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self.nodes]
 
     def aggregate_fit(self, round: int, results: list[tuple[Any, Any]], failures: object) -> tuple[None, None]:
-        self.found = results[0][1].parameters  # the same, the mean, with every client
+        self.found = results[0][1].parameters  # every client has the same, the mean
         return None, None
 
     def num_available(self) -> int:
@@ -147,7 +146,7 @@ class _StrategyStub:
 
 @dataclass
 class _GridAdapter:
-    """What the workflow needs of a grid: replies as a list, one of each node."""
+    """Adapter of the exchange to the workflow's grid: one reply per node, as a list."""
 
     exchange: MessageExchange
     timeout: float
@@ -178,7 +177,7 @@ class _GridAdapter:
 
 
 class _quiet:
-    """Without the lines that a logger of that name has for every stage."""
+    """Context that disables the log lines of a logger."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)

@@ -20,25 +20,23 @@ from fedssl.untrusted import sanitize
 
 log = logging.getLogger("fedssl")
 
-MISSING_PACKAGE = (
-    "{} needs the package {}; install it: uv sync --extra {}, or pip install {}"  # the sentence where it lacks
-)
+MISSING_PACKAGE = "{} needs the package {}; install it: uv sync --extra {}, or pip install {}"  # error message
 
-_NON_SCALARS = ("round", "units", "dropped", "evaluation")  # keys of a line that are no numbers under their own names
+_NON_SCALARS = ("round", "units", "dropped", "evaluation")  # keys of a line that are no scalars with their own names
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run before its first round.
+    """Run, as a tracker receives it before the first round.
 
     Attributes
     ----------
     folder : Path
         The run folder.
     run_id : str
-        The same whenever the run goes on.
+        The same after each resume.
     done : int
-        Rounds that a resumed run has done; 0: it is new.
+        Completed rounds of a resumed run; 0 for a new one.
     settings : mapping
         All settings by dotted key, as plain values.
     """
@@ -50,20 +48,20 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker; made before any work, where it refuses by an `InputError` what it needs and does not find."""
+    """Interface of a tracker. Its constructor raises `InputError` if a requirement is missing."""
 
     def begin(self, run: TrackedRun) -> None:
-        """Make, or go on with, what stands for the run."""
+        """Start or continue the tracker's run."""
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Take the numbers of a round."""
+        """Log the metrics of a round."""
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Take the final results: of a run that is ``finished``, ``failed`` or ``interrupted`` after this round."""
+        """Log the final results of a run that is ``finished``, ``failed`` or ``interrupted`` after this round."""
 
 
 class NullTracker:
-    """No tracker."""
+    """Tracker that does nothing."""
 
     def begin(self, run: TrackedRun) -> None:
         """Do nothing."""
@@ -76,13 +74,13 @@ class NullTracker:
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a line of ``metrics.jsonl`` by the names that all trackers give them."""
+    """Return the scalars of a line of ``metrics.jsonl`` by metric name."""
     rest = {key: value for key, value in line.items() if key not in _NON_SCALARS}
     return flatten_scalars({**rest, **line.get("evaluation", {}), "dropped": len(line["dropped"])})
 
 
 def flatten_scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers in nested mappings by their path; names have letters, digits and ``_-./`` and spaces only."""
+    """Return the scalars of nested mappings by path. Names have letters, digits, ``_-./`` and spaces only."""
     return {re.sub(r"[^\w\-./ ]", "_", name): number for name, number in _numbers(values, prefix)}
 
 
@@ -95,7 +93,7 @@ def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
 
 
 class SafeTracker:
-    """Tells the tracker of a run what it is to know, until it fails.
+    """Wraps the tracker of a run, whose failure must not end the run. It is disabled after the first failure.
 
     Parameters
     ----------
@@ -104,15 +102,15 @@ class SafeTracker:
     Raises
     ------
     InputError
-        The tracker cannot work here, e.g. its package is not installed.
+        A requirement of the tracker is missing, e.g. its package.
     """
 
     def __init__(self, settings: RecordingSettings) -> None:
         self._tracker: Tracker = settings.tracker.instantiate()
-        self._works = False  # before the run begins there is nothing to tell
+        self._works = False  # nothing is logged before the run starts
 
     def begin(self, settings: RecordingSettings, *, done: int) -> None:
-        """Tell all settings; ``done`` are the rounds that a resumed run has done."""
+        """Log all settings. ``done`` is the number of completed rounds of a resumed run."""
         assert settings.folder is not None
         config = OmegaConf.create(settings.resolved_yaml)
         assert isinstance(config, DictConfig)
@@ -121,21 +119,23 @@ class SafeTracker:
         self._call(partial(self._tracker.begin, run))
 
     def round(self, line: Mapping[str, Any]) -> None:
-        """Tell the numbers in a line of ``metrics.jsonl``."""
+        """Log the scalars of a line of ``metrics.jsonl``."""
         self._call(partial(self._tracker.round, line["round"], scalars_of(line)))
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Tell the results in a summary, and how the run ended."""
+        """Log the final results and the status of a summary."""
         final = flatten_scalars(summary.get("final", {}), "final/")
         self._call(partial(self._tracker.end, summary["status"], round=summary["rounds"], final=final))
         self._works = False
 
-    def _call(self, tell: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         if not self._works:
             return
         try:
-            tell()
-        except Exception as error:  # a tracker may fail in any way: a full disk, a server that is gone
+            function()
+        except Exception as error:  # a tracker may fail in any way: a full disk, an unreachable server
             self._works = False
             reason = " ".join(sanitize(f"{type(error).__name__}: {error}").split())[:300]
-            log.warning("the tracker fails and is told no more of this run, whose folder has all numbers: %s", reason)
+            log.warning(
+                "the tracker failed and is disabled for the rest of this run, whose folder has all metrics: %s", reason
+            )

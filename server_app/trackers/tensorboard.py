@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Scalars per round, the settings as text, the final results as scalars of the last round."""
+    """Logs scalars per round, the settings as text, and the final results as scalars of the last round."""
 
     def __init__(self) -> None:
         try:
@@ -23,19 +23,19 @@ class TensorBoard:
         self._make = SummaryWriter
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the events; those of rounds that a resumed run does again do not count any more."""
+        """Open the event file. Events of rounds that a resumed run repeats are purged."""
         purge = run.done + 1 if run.done else None
         self._writer: SummaryWriter = self._make(str(run.folder / "tensorboard"), purge_step=purge)
         lines = "\n".join(f"    {key}: {json.dumps(value)}" for key, value in run.settings.items())
         self._writer.add_text("settings", lines, run.done)
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers at once, for whoever looks on."""
+        """Log the metrics and flush them."""
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, round)
         self._writer.flush()
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Write the final results and close."""
+        """Log the final results and close the file."""
         self.round(round, final)
         self._writer.close()

@@ -1,6 +1,6 @@
-"""Weights & Biases, offline by default, in its own place: ``wandb/`` of the working directory, or of ``WANDB_DIR``.
+"""Weights & Biases, offline by default, in ``wandb/`` of the working directory or of ``WANDB_DIR``.
 
-Not in the run folder: it makes links, which are refused there.
+It does not write to the run folder, because it creates links, which are refused there.
 """
 
 import os
@@ -17,25 +17,25 @@ MODES = ("offline", "online")
 
 
 class WandB:
-    """A run under the id of fedssl's own, so that a resumed run goes on with it.
+    """A run with fedssl's run id, so that a resumed run continues it.
 
     Parameters
     ----------
     project : str
     run : str or None
-        Its name; None: that of the run folder.
+        Name of the run. None: that of the run folder.
     mode : {"offline", "online"}
 
     Raises
     ------
     InputError
-        The package is missing, or there is no such mode.
+        The package is missing, or the mode is unknown.
     """
 
     def __init__(self, *, project: str, run: str | None, mode: str) -> None:
         if mode not in MODES:
             raise InputError(f"tracker.mode={mode} is not valid; choose one of {', '.join(MODES)}")
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # a run sends nothing that nobody asked for
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no telemetry
         try:
             import wandb
         except ImportError as error:
@@ -43,7 +43,7 @@ class WandB:
         self._wandb, self._project, self._name, self._mode = wandb, project, run, mode
 
     def begin(self, run: TrackedRun) -> None:
-        """Begin the run, or go on with it; offline each part is a folder, and ``wandb sync`` joins them by the id."""
+        """Start or continue the run. Offline, each part is a folder, and ``wandb sync`` joins them by the id."""
         settings = self._wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True
         )
@@ -55,16 +55,16 @@ class WandB:
             mode="online" if self._mode == "online" else "offline",
             config={**run.settings},
             allow_val_change=True,
-            reinit="create_new",  # in a sweep an earlier run that could not be ended is another one
+            reinit="create_new",  # an unfinished run of a sweep is a separate run
             settings=settings,
         )
-        self._run.define_metric("*", step_metric="round")  # its own steps cannot go back, rounds that run again do
+        self._run.define_metric("*", step_metric="round")  # its own steps cannot decrease, repeated rounds do
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Hand the numbers to wandb's own process, which writes or sends them."""
+        """Log the metrics by wandb's process, which writes or sends them."""
         self._run.log({"round": round, **numbers})
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Write the final results into the summary and wait until all is written."""
+        """Log the final results to the summary and wait until all is written."""
         self._run.summary.update({**final, "status": status, "rounds": round})
         self._run.finish(exit_code=0 if status == "finished" else 1)

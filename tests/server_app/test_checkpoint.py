@@ -69,7 +69,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     file = tmp_path / "round-000001.pt"
     torch.save({"round": 1, "layers": {"weight": torch.zeros(1)}}, file)
     file.with_suffix(".sha256").write_text(hashlib.sha256(file.read_bytes()).hexdigest())
-    with pytest.raises(InputError, match="round-000001.pt is of an earlier version of fedssl; go on with that version"):
+    with pytest.raises(InputError, match="round-000001.pt has the format of an earlier version of fedssl; resume with that version"):
         latest_checkpoint(tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_an_invalid_state_is_skipped_for_the_previous_checkpoint(tmp_path, kind,
 
 def test_without_a_valid_checkpoint_the_run_is_refused(tmp_path):
     save_checkpoint(tmp_path, BAD["shape"], keep=1)
-    with pytest.raises(InputError, match=r"are damaged \(1 found; .*weight is of another shape than the model's\)"):
+    with pytest.raises(InputError, match=r"are damaged \(1 found; .*weight has another shape than in the model\)"):
         latest_checkpoint(tmp_path, SCHEMA)
 
 

@@ -153,7 +153,7 @@ def test_a_model_without_numbers_is_left_out_and_told(caplog):
     huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         watch.observe(3, huge)
-    assert "client 3 gives representations that are NaN or infinite" in caplog.text
+    assert "client 3 has representations that are NaN or infinite" in caplog.text
     assert len(watch.finish({GLOBAL: layers}).rows) == 1
     assert watch.finish({GLOBAL: huge}) is None
 
@@ -170,7 +170,7 @@ def test_several_global_models_are_measured_one_by_one(caplog):
     watch.observe(3, layers)
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         found = watch.finish({"0": collapsed(layers), "1": huge, "2": layers})
-    assert "the model 1 gives representations that are NaN or infinite" in caplog.text
+    assert "the model 1 has representations that are NaN or infinite" in caplog.text
     assert [(row["client"], row.get("model")) for row in found.rows] == [(None, "0"), (None, "2"), (3, None)]
     assert found.rows[0]["spread"] < 1e-6 < found.rows[1]["spread"] == found.rows[2]["spread"]
     kept = found.representations

@@ -65,9 +65,9 @@ def test_what_takes_no_time_is_not_talked_about(caplog):
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        ({"silent": {1}}, r"1 of 3 SuperNodes, such as 3, did not reply within 0 s .* longer reply_timeout"),
+        ({"silent": {1}}, r"1 of 3 SuperNodes, such as 3, did not reply within 0 s.* longer reply_timeout"),
         ({"error": "no torch"}, r"a client cannot start: no torch"),
-        ({"partition": lambda node: node // 2}, r"hold the partitions \[0, 1\] but 0 to 2 are needed, each once"),
+        ({"partition": lambda node: node // 2}, r"have the partitions \[0, 1\] but 0 to 2 are needed, each once"),
         ({"size": 2}, r"num_clients=3 but the federation has 2 SuperNodes"),
         ({"there_after": 1000}, r"num_clients=3 but the federation has 0 SuperNodes"),
     ],

@@ -120,7 +120,7 @@ def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, s
 def test_too_few_to_take_the_masks_away_is_said(tmp_path):
     federation = Federation(tmp_path, *SMALL, *SECURE)
     nodes = federation.components.context.nodes
-    with pytest.raises(RunError, match="round 1: too few clients took part in secure aggregation to the end"):
+    with pytest.raises(RunError, match="round 1: too few clients completed secure aggregation"):
         one_round(federation, Watched(federation.grid, lost={nodes[1]: 4, nodes[2]: 4}))
     assert federation.state.round == 0
 
@@ -146,7 +146,7 @@ def test_a_whole_run(tmp_path):
             "secure_aggregation.threshold=0.5 must be a number above 0.5 and at most 1",
         ),
         (["secure_aggregation.clipping_range=0"], "secure_aggregation.clipping_range=0 must be a number above 0"),
-        (["clients_per_round=2"], "2 clients are there, and secure aggregation needs 3"),
+        (["clients_per_round=2"], "2 clients are available, and secure aggregation needs 3"),
     ],
 )
 def test_what_needs_single_updates_is_refused(tmp_path, overrides, reason):

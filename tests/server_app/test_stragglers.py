@@ -327,7 +327,7 @@ def test_bytes_that_are_cut_are_no_array():
             ["aggregation.over_selection=2"],
             "aggregation.over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4",
         ),
-        (["aggregation.buffered=true"], "aggregation.buffered=true is for devices"),
+        (["aggregation.buffered=true"], "aggregation.buffered=true is for edge clients"),
         (["aggregation.round_deadline=0"], "aggregation.round_deadline=0 must be a number above 0, or null"),
         (["aggregation.max_retries=-1"], "aggregation.max_retries=-1 must be a whole number of at least 0"),
     ],

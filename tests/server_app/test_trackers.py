@@ -43,7 +43,7 @@ def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
             tracking.round({**LINE, "round": round, "loss": 2.5 + round})
         tracking.end(SUMMARY if done else {"status": "interrupted", "rounds": 2})
     reject_symlinks(folder)  # they would be refused when it is resumed
-    assert "the tracker fails" not in caplog.text
+    assert "the tracker failed" not in caplog.text
     return settings.run_id
 
 
@@ -161,6 +161,6 @@ def test_a_tracker_that_fails_is_told_once_and_ends_no_run(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     told = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("the tracker")]
     assert told == [
-        "the tracker fails and is told no more of this run, whose folder has all numbers: ConnectionError: "
+        "the tracker failed and is disabled for the rest of this run, whose folder has all numbers: ConnectionError: "
         "round 1 [0] is lost"
     ]

@@ -196,5 +196,5 @@ def test_a_sum_has_no_models_of_clients():
 
 
 def test_what_noise_hides_is_not_kept():
-    with pytest.raises(InputError, match="which kept models of clients show; set snapshot_every=0"):
+    with pytest.raises(InputError, match="which snapshots reveal; set snapshot_every=0"):
         validate_aggregation(compose(["privacy=central", "snapshot_every=1"]), is_deployment=False)
