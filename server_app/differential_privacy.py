@@ -6,9 +6,9 @@ and
     new = old + (sum_k clip(w_k - old, C) + N(0, (z C)^2)) / K
 
 with K the clients that train in a round, whether they reply or not. One client changes the sum by at most C, so that a
-round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z / sqrt(n). Its epsilon is exact (Balle
-and Wang, ICML 2018, Theorem 8). Sampling of clients is not counted, because the server may know the sample. Running
-statistics and counters are not released. They keep their values.
+round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z / sqrt(n). Its epsilon is exact
+(Balle and Wang, ICML 2018, Theorem 8). Sampling of clients is not counted, because the server may know the sample.
+Running statistics and counters are not released. They keep their values.
 """
 
 import math

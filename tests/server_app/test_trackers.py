@@ -161,6 +161,6 @@ def test_a_tracker_that_fails_is_told_once_and_ends_no_run(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     told = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("the tracker")]
     assert told == [
-        "the tracker failed and is disabled for the rest of this run, whose folder has all numbers: ConnectionError: "
+        "the tracker failed and is disabled for the rest of this run, whose folder has all metrics: ConnectionError: "
         "round 1 [0] is lost"
     ]
