@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.errors import InputError, RunError
-from server_app import recorder
+from server_app import recorder, run_folder
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 
@@ -70,7 +70,7 @@ def result(folder):
     layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
     lines = [
         {key: value for key, value in json.loads(line).items() if key not in VARY}
-        for name in recorder.JSONL_FILES
+        for name in run_folder.JSONL_FILES
         for line in (folder / name).read_text().splitlines()
     ]
     # Beside the newest checkpoint the one before may be left.
