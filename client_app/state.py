@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fedssl.atomic_files import atomic_write, mmap_bytes, round_file, saved_rounds
-from fedssl.untrusted import MAX_TENSORS_BYTES
+from fedssl.untrusted import MAX_TENSORS_BYTES, check_tensors_like
 from strategies.base import ClientState
 
 log = logging.getLogger("fedssl")
@@ -48,7 +48,7 @@ def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor
             file = round_file(folder, round, STATE_SUFFIX)
             try:
                 state = read_state(file, max_bytes=MAX_TENSORS_BYTES if template is None else _max_bytes(template))
-                check_state(state, template or {})
+                check_tensors_like(state, template or {})
                 return state
             except Exception as error:  # there is no end to how reading a damaged file can fail
                 log.warning("%s is damaged (%s); trying the one before", file, error)
@@ -102,16 +102,6 @@ def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState
     if start != len(body):
         raise ValueError("its list does not fit its length")
     return state
-
-
-def check_state(state: ClientState, template: Mapping[str, torch.Tensor]) -> None:
-    """Raise a `ValueError` if a tensor is not like the one of its name in ``template``, or is not finite."""
-    for name in state.keys() & template.keys():
-        value, wanted = state[name], template[name]
-        if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
-            raise ValueError(f"{name} does not fit the model")
-        if not value.isfinite().all():
-            raise ValueError(f"{name} has values that are not finite")
 
 
 def _max_bytes(template: Mapping[str, torch.Tensor]) -> int:

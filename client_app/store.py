@@ -9,8 +9,9 @@ from typing import Protocol
 
 import torch
 
-from client_app.state import check_state, load_state, save_state
+from client_app.state import load_state, save_state
 from fedssl.machine.memory import available_memory
+from fedssl.untrusted import check_tensors_like
 from strategies.base import ClientState
 
 
@@ -80,7 +81,7 @@ class WriteBehind:
         saved = self._saved.get(folder)
         if saved is not None and saved.round < before:
             try:
-                check_state(saved.state, template)
+                check_tensors_like(saved.state, template)
                 return saved.state
             except ValueError:
                 pass  # as with a damaged file: what was saved before it

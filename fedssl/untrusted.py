@@ -133,6 +133,19 @@ def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 
+def check_tensors_like(tensors: Mapping[str, Any], template: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a tensor differs in shape or dtype from that name's in ``template``, or is not finite."""
+    from torch import Tensor
+
+    for name in tensors.keys() & template.keys():
+        value, expected = tensors[name], template[name]
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} is {actual} instead of {expected.dtype} {tuple(expected.shape)}")
+        if not value.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite")
+
+
 def read_arrays(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> dict[str, np.ndarray]:
     """Read arrays of numbers and strings that `numpy.savez` wrote; raises as `read_tensors` does."""
     with open_regular_file(file, max_bytes=max_bytes) as stream, _archive(stream) as archive:

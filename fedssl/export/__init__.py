@@ -1,6 +1,6 @@
-"""A trained encoder for other programs: a file or a folder of their format, compared with ours before it is left there.
+"""Export of a trained encoder for other programs, compared with the encoder before it is stored.
 
-``formats.py`` has the table of formats, ``cli.py`` the command ``fedssl-export``, and every format a module of its own.
+``formats.py`` has the formats, ``cli.py`` the command ``fedssl-export``; every format has its own module.
 """
 
 from fedssl.export.encoder_file import (

@@ -1,12 +1,12 @@
-"""The command ``fedssl-export``: the encoder of a finished run in a format of other programs.
+"""The command ``fedssl-export``: export the encoder of a finished run to other programs.
 
     fedssl-export run=DIR format=NAME [output=FILE_OR_FOLDER]
     fedssl-export encoder=FILE format=NAME ...
     fedssl-export run=DIR format=onnx precision=int8 [dataset.key=value ...]
 
-What is written is run and compared with the encoder, and left there only if it gives the same representations. Without
-``output=`` it lies beside the encoder. ``precision=int8`` looks at images: those of the run's data set, or of the one
-that ``dataset=NAME`` names, as for ``fedssl-evaluate``.
+The export is written only if it gives the same representations as the encoder. The default of ``output=`` is a path
+beside the encoder. ``precision=int8`` needs images, of the run's data set or of ``dataset=NAME``, as for
+``fedssl-evaluate``.
 """
 
 import sys
@@ -24,8 +24,8 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import encoder_file, match_encoder
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
-from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export
-from fedssl.export.onnx_int8 import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size, export_int8
+from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
+from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
@@ -36,9 +36,9 @@ USAGE = (
     f"usage: fedssl-export run=DIR format={'|'.join(FORMATS)} [output=FILE_OR_FOLDER]\n"
     "       fedssl-export encoder=FILE format=NAME ...\n"
     "       fedssl-export run=DIR format=onnx precision=int8 [dataset=NAME] [dataset.path=PATH] [key=value ...]\n"
-    "       --config-dir FOLDER: your own settings, where the encoder or the data set is one of yours"
+    "       --config-dir FOLDER: folder with the settings of your own encoder or data set"
 )
-_OWN = ("run", "encoder", "format", "output", "precision")
+_EXPORT_KEYS = ("run", "encoder", "format", "output", "precision")
 
 
 def main() -> int:
@@ -50,90 +50,94 @@ def main() -> int:
 
 
 def run(overrides: Sequence[str]) -> str:
-    """Export as the command-line words say, and return the text to print.
+    """Export an encoder by the overrides, and return the text to print.
 
     Raises
     ------
     InputError
-        The words, the encoder or the data set cannot be used, or do not fit each other.
+        If an override, the encoder or the data set is invalid, or they do not fit each other.
     RunError
-        What was written gives other representations.
+        If the export gives other representations.
     """
-    own = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in _OWN}
-    others = [word for word in overrides if word.partition("=")[0] not in _OWN]
-    form, int8 = _format(own), _int8(own, others)
-    file = encoder_file({key: value for key, value in own.items() if key in ("run", "encoder")})
+    options = {
+        key: value for key, _, value in (override.partition("=") for override in overrides) if key in _EXPORT_KEYS
+    }
+    others = [override for override in overrides if override.partition("=")[0] not in _EXPORT_KEYS]
+    form, int8 = _format(options), _int8(options, others)
+    file = encoder_file({key: value for key, value in options.items() if key in ("run", "encoder")})
     build = user_encoder(saved_target(file), others)
     source = ExportSource(
         encoder=load_encoder(file, build=build),
         content=read_content(file),
         build=build,
-        run=read_run(Path(own["run"])) if "run" in own else None,
+        run=read_run(Path(options["run"])) if "run" in options else None,
     )
-    target = Path(own["output"]) if "output" in own else _beside(file, form, int8=int8)
+    target = Path(options["output"]) if "output" in options else _default_target(file, form, int8=int8)
     if int8:
         check_target(source, form, target)  # before images are read
-        return _told(export_int8(source, target, _images(source, own, others)), target)
-    found = export(source, form, target)
-    lines = [f"written to {target}", f"largest difference of representations: {found:.1e} (allowed: {TOLERANCE:.0e})"]
+        return _format_comparison(export_int8(source, target, _images(source, options, others)), target)
+    max_difference = export(source, form, target)
+    lines = [
+        f"written to {target}",
+        f"largest difference of representations: {max_difference:.1e} (allowed: {TOLERANCE:.0e})",
+    ]
     if source.run is not None and source.run.summary is None:
-        lines.append(f"{source.run.folder / 'summary.json'} is missing or damaged: nothing tells of the run's results")
+        lines.append(
+            f"{source.run.folder / 'summary.json'} is missing or damaged: the export has no results of the run"
+        )
     return "\n".join([*lines, *([timm_model(source).code(target)] if form == "timm" else [])])
 
 
-def _format(own: Mapping[str, str]) -> str:
-    """The format that the words name."""
+def _format(options: Mapping[str, str]) -> str:
     listed = ", ".join(FORMATS)
-    if "format" not in own:
-        raise InputError(f"nothing says in which format; add format=NAME, one of {listed}")
-    if own["format"] not in FORMATS:
-        near = did_you_mean(own["format"], FORMATS)
-        raise InputError(f"format={own['format']} does not exist{near}; choose one of {listed}")
-    return own["format"]
+    if "format" not in options:
+        raise InputError(f"the format is missing; add format=NAME, one of {listed}")
+    if options["format"] not in FORMATS:
+        near = did_you_mean(options["format"], FORMATS)
+        raise InputError(f"format={options['format']} does not exist{near}; choose one of {listed}")
+    return options["format"]
 
 
-def _int8(own: Mapping[str, str], others: Sequence[str]) -> bool:
-    """Whether int8 is asked for; words that go with it are refused where it is not."""
-    precision = own.get("precision", "fp32")
+def _int8(options: Mapping[str, str], others: Sequence[str]) -> bool:
+    """Return whether to quantize to int8; without it, settings of a data set are rejected."""
+    precision = options.get("precision", "fp32")
     if precision not in ("fp32", "int8"):
         raise InputError(f"precision={precision} is not valid; choose precision=fp32 or precision=int8")
-    if precision == "int8" and own["format"] != "onnx":
-        raise InputError(f"precision=int8 is for format=onnx, not format={own['format']}; choose format=onnx")
-    idle = [word for word in others if word.partition("=")[0] != SEARCHPATH_KEY]
-    if precision == "fp32" and idle:
+    if precision == "int8" and options["format"] != "onnx":
+        raise InputError(f"precision=int8 is for format=onnx, not format={options['format']}; choose format=onnx")
+    unused = [override for override in others if override.partition("=")[0] != SEARCHPATH_KEY]
+    if precision == "fp32" and unused:
         raise InputError(
-            f"{idle[0]} says nothing to fedssl-export; leave it out (it takes {', '.join(_OWN)}, and the settings of a "
-            "data set with precision=int8)"
+            f"{unused[0]} has no effect on fedssl-export; remove it (allowed are {', '.join(_EXPORT_KEYS)}, "
+            "and the settings of a data set with precision=int8)"
         )
     return precision == "int8"
 
 
-def _beside(file: Path, form: str, *, int8: bool) -> Path:
-    """Where the export lies unless the words say otherwise."""
+def _default_target(file: Path, form: str, *, int8: bool) -> Path:
     ending = FORMATS[form].ending or f"-{form}"
     return file.with_name(f"{file.stem}{'-int8' if int8 else ''}{ending}")
 
 
-def _images(source: ExportSource, own: Mapping[str, str], others: Sequence[str]) -> Tensor:
-    """Images of the data set in the form that the encoder takes, as many as int8 needs."""
-    settings = compose_evaluation(others, run=Path(own["run"]) if "run" in own else None)
+def _images(source: ExportSource, options: Mapping[str, str], others: Sequence[str]) -> Tensor:
+    """Draw the images for int8 from the data set, with the encoder's channels and size."""
+    settings = compose_evaluation(others, run=Path(options["run"]) if "run" in options else None)
     images = load_federated(match_encoder(source.encoder, settings.data, explicit_size=False)).images
     check_calibration_size(len(images))
-    chosen = torch.randperm(len(images), generator=torch_generator(settings.seed, "export"))
-    return images[chosen[: CALIBRATION + MEASURED]]
+    drawn = torch.randperm(len(images), generator=torch_generator(settings.seed, "export"))
+    return images[drawn[: CALIBRATION + MEASURED]]
 
 
-def _told(found: QuantizedModel, target: Path) -> str:
-    """Lines on what int8 costs and saves."""
-    (exact, small), (slow, fast) = found.megabytes, found.seconds
+def _format_comparison(model: QuantizedModel, target: Path) -> str:
+    (exact, small), (slow, fast) = model.megabytes, model.seconds
     return "\n".join(
         [
             f"written to {target}",
-            f"largest difference of representations in fp32: {found.difference:.1e} (allowed: {TOLERANCE:.0e})",
+            f"largest difference of representations in fp32: {model.difference:.1e} (allowed: {TOLERANCE:.0e})",
             f"size: {small:.2f} MB, in fp32 {exact:.2f} MB ({exact / small:.2f} times as large)",
             f"time of {BATCH} images on one thread: {1e3 * fast:.3g} ms, in fp32 {1e3 * slow:.3g} ms "
             f"({slow / fast:.2f} times that of int8)",
-            f"cosine of representations, less their mean, with those in fp32: mean {found.mean_cosine:.4f}, "
-            f"least {found.least_cosine:.4f}",
+            f"cosine of centered representations with those in fp32: mean {model.mean_cosine:.4f}, "
+            f"minimum {model.min_cosine:.4f}",
         ]
     )

@@ -1,4 +1,4 @@
-"""The trained encoder as one file: written at the end of a run, loaded in one line.
+"""The file of a trained encoder, written at the end of a run and loaded in one line.
 
     encoder = load_encoder("encoder.pt")
     with torch.no_grad():
@@ -6,8 +6,8 @@
 
 The file is a dictionary that ``torch.load(weights_only=True)`` reads: ``format``, ``encoder`` (the settings of
 ``conf/encoder``), ``mean``, ``std``, ``metadata`` and ``weights`` (the encoder's ``state_dict``, for ResNets with
-torchvision's names). Loading runs no code that the file chooses: it builds what ``fedssl.encoders`` defines, or what
-the caller gives.
+torchvision's names). Loading runs no code that the file chooses: it calls a function of ``fedssl.encoders`` or the
+``build`` function of the caller.
 """
 
 import json
@@ -25,15 +25,15 @@ from fedssl import encoders
 from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
 from fedssl.export.weights import read_safetensors
-from fedssl.untrusted import read_tensors, sanitize
+from fedssl.untrusted import check_tensors_like, read_tensors, sanitize
 
 FORMAT = "fedssl-encoder-1"
-MAX_BYTES = 2**33  # bytes of a file
+MAX_BYTES = 2**33  # of a file
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What the encoder's images went through: scaled to [0, 1], resized if needed, standardised per channel.
+    """The preprocessing of the encoder's images: scaled to [0, 1], resized if needed, standardized per channel.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Preprocess:
     std: tuple[float, ...]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images ``(batch, channels, height, width)`` in uint8 to ``(batch, channels, size, size)`` in float32.
+        """Convert uint8 ``(batch, channels, height, width)`` to float32 ``(batch, channels, size, size)``.
 
         Raises
         ------
@@ -76,27 +76,27 @@ def save_encoder(
     std: Sequence[float],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Write an encoder with everything needed to use it; an existing file is replaced at once or not at all.
+    """Write an encoder with all settings needed to use it; an existing file is replaced atomically.
 
     Parameters
     ----------
     path : str or Path
         The file; its folder must exist.
     encoder : nn.Module
-        As built from ``settings``; weights on any device.
+        Encoder built from ``settings``, on any device.
     settings : mapping
         The resolved ``encoder`` group of the run's config: ``_target_`` and the arguments, as plain values.
     mean, std : sequence of float
-        Per channel, of pixels in [0, 1]: what the images were standardised by.
+        Statistics of the standardization, per channel, of pixels in [0, 1].
     metadata : mapping
-        Anything worth knowing later (method, strategy, round, dataset), as values that JSON can hold.
+        Further information (method, strategy, round, dataset) as JSON values.
 
     Raises
     ------
     InputError
         If ``mean`` or ``std`` has another length than ``settings["channels"]``.
     TypeError
-        If ``settings`` or ``metadata`` hold something that JSON cannot.
+        If ``settings`` or ``metadata`` have a value that JSON does not support.
     OSError
         If the file cannot be written.
     """
@@ -111,8 +111,8 @@ def save_encoder(
         "mean": [float(value) for value in mean],
         "std": [float(value) for value in std],
         "metadata": _plain(metadata),
-        # Copies: a weight may be a view into a larger buffer, which would be saved as a whole. The whole encoder needs
-        # no bridges; they served its first stages while these were trained.
+        # Copies: a weight may be a view of a larger buffer, which would be saved completely. Bridges are not needed
+        # after training; they serve the first stages in layer-wise training.
         "weights": {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in encoder.state_dict().items()
@@ -132,42 +132,42 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     path : str or Path
         The file, usually ``encoder.pt`` of a run folder.
     build : callable, optional
-        Makes the encoder from its saved settings, which it gets as keywords: for an encoder of your own, the class or
-        function that its ``_target_`` named. None: the one of ``fedssl.encoders`` that the file names.
+        Builds the encoder from its saved settings, given as keywords: for your own encoder, the class or function of
+        its ``_target_``. None for the function of ``fedssl.encoders`` that the file names.
 
     Returns
     -------
     nn.Module
         Maps ``(batch, channels, size, size)`` to ``(batch, feature_dim)``, with the attributes ``feature_dim``,
         ``channels``, ``size``, ``mean``, ``std`` (tuples, one number per channel), ``metadata`` (dict) and
-        ``preprocess`` (a :class:`Preprocess`). Its ``state_dict`` has the encoder's own names only.
+        ``preprocess`` (a :class:`Preprocess`). Its ``state_dict`` has only the encoder's parameter names.
 
     Raises
     ------
     InputError
-        If the file is missing, damaged, not an encoder's, or its weights do not fit its settings; if its encoder is
-        not one of ``fedssl.encoders`` and ``build`` is not given.
+        If the file is missing, damaged or not an encoder's, if its weights do not fit its settings, or if ``build`` is
+        needed: the encoder is not one of ``fedssl.encoders``.
     """
     content = read_content(Path(path))
     settings = dict(content["encoder"])
     target = str(settings.pop("_target_", None))
-    own = _builder(target) if build is None else None
-    build = build or own
+    known = _builder(target) if build is None else None
+    build = build or known
     if build is None:
         raise InputError(
-            f"{path} holds the encoder {target}, which is not fedssl's; give what builds it, as in "
-            f"load_encoder(path, build={target.rpartition('.')[2]}), or on the command line its settings, with "
-            "--config-dir FOLDER"
+            f"{path} holds the encoder {target}, which is not part of fedssl; pass the function that builds it, as in "
+            f"load_encoder(path, build={target.rpartition('.')[2]}), or its settings on the command "
+            "line with --config-dir FOLDER"
         )
     try:
-        if own is not None:  # without memory first: the settings may ask for any amount
+        if known is not None:  # first without memory, since the settings may need any amount
             with torch.device("meta"):
-                _check_weights(own(**settings), content["weights"])
+                check_tensors_like(content["weights"], known(**settings).state_dict())
         with torch.random.fork_rng(devices=[]):  # weights drawn only to be overwritten
             encoder: Any = build(**settings)
-        _check_weights(encoder, content["weights"])
+        check_tensors_like(content["weights"], encoder.state_dict())
         encoder.load_state_dict(content["weights"], strict=True)
-    except Exception as error:  # settings of any kind go into any constructor
+    except Exception as error:  # a constructor can raise any exception for such settings
         reason = sanitize(" ".join(str(error).split())[:300])
         raise InputError(
             f"the weights in {path} do not fit its settings: {reason}; export the encoder again"
@@ -181,23 +181,23 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
 
 
 def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
-    """Load the weights in an encoder's file into an encoder that is there already, in place.
+    """Load the weights of an encoder's file into an existing encoder, in place.
 
     Returns
     -------
     mapping
-        What the file says of the images: ``size``, ``mean`` and ``std``.
+        Image settings of the file: ``size``, ``mean`` and ``std``.
 
     Raises
     ------
     InputError
-        If the file is missing, damaged, not an encoder's, or another encoder's.
+        If the file is missing, damaged, not an encoder's, or of another encoder.
     """
     content = read_content(Path(path))
     try:
-        _check_weights(encoder, content["weights"])
+        check_tensors_like(content["weights"], encoder.state_dict())
         encoder.load_state_dict(content["weights"], strict=True)
-    except Exception as error:  # a name or a value may be of any kind
+    except Exception as error:  # names and values can have any type
         reason = sanitize(" ".join(str(error).split())[:300])
         raise InputError(
             f"{path} holds another encoder than this run's ({reason}); give one with the same settings of encoder"
@@ -206,46 +206,46 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
 
 
 def saved_target(path: str | Path) -> str:
-    """Return the dotted name that the encoder in the file was built by; raises `InputError` as `load_encoder` does."""
+    """Return the dotted name of the function that built the encoder; raises `InputError` as `load_encoder`."""
     return str(read_content(Path(path))["encoder"].get("_target_"))
 
 
 def _builder(target: str) -> Callable[..., nn.Module] | None:
-    """The function of ``fedssl.encoders`` with that dotted name; None if there is none."""
+    """Return the function of ``fedssl.encoders`` with this dotted name; None if there is none."""
     package, _, name = target.rpartition(".")
     if package != encoders.__name__ or name not in encoders.__all__:
         return None
-    found = vars(encoders)[name]
-    return None if isinstance(found, type) else found
+    function = vars(encoders)[name]
+    return None if isinstance(function, type) else function
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """Return the dictionary in the file, of `save_encoder` or in the format safetensors; raises as `load_encoder` does.
+    """Return the content of a file of `save_encoder` or in the format safetensors; raises as `load_encoder`.
 
-    Every byte of an ``encoder.pt`` is checked against the checksums that ``torch.save`` wrote.
+    The checksums of ``torch.save`` cover every byte of an ``encoder.pt``.
     """
     try:
-        own_form = path.suffix != ".safetensors"
-        content = read_tensors(path, max_bytes=MAX_BYTES) if own_form else read_safetensors(path, max_bytes=MAX_BYTES)
+        read = read_safetensors if path.suffix == ".safetensors" else read_tensors
+        content = read(path, max_bytes=MAX_BYTES)
     except InputError:
         raise
     except FileNotFoundError as error:
-        raise InputError(f"{path} does not exist; give the encoder.pt of a run folder") from error
+        raise InputError(f"{path} does not exist; choose the encoder.pt of a run folder") from error
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); give the encoder.pt of a run folder") from error
-    except Exception as error:  # there is no end to how reading a damaged or foreign file can fail
+        raise InputError(f"{path} cannot be read ({error.strerror}); choose the encoder.pt of a run folder") from error
+    except Exception as error:  # a damaged or foreign file can raise any exception
         reason = sanitize(" ".join(str(error).split())[:200])
         raise InputError(
-            f"{path} is damaged or not an encoder's file ({reason}); give the encoder.pt of a run folder"
+            f"{path} is damaged or not an encoder's file ({reason}); choose the encoder.pt of a run folder"
         ) from error
     keys = {"format", "encoder", "mean", "std", "metadata", "weights"}
     if not isinstance(content, dict) or content.keys() != keys or not _is_encoder(content):
-        raise InputError(f"{path} holds something else than an encoder; give the encoder.pt of a run folder")
+        raise InputError(f"{path} does not hold an encoder; choose the encoder.pt of a run folder")
     return content
 
 
 def _is_encoder(content: dict[str, Any]) -> bool:
-    """Whether the values are of the kinds that `save_encoder` writes."""
+    """Return whether the values have the types that `save_encoder` writes."""
     settings, statistics = content["encoder"], (content["mean"], content["std"])
     return (
         content["format"] == FORMAT
@@ -257,19 +257,7 @@ def _is_encoder(content: dict[str, Any]) -> bool:
     )
 
 
-def _check_weights(encoder: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that are not the encoder's by name, shape and dtype, or not finite; raises `ValueError`."""
-    wanted = encoder.state_dict()
-    for name in wanted.keys() & weights.keys():  # loading tells of the others
-        value, like = weights[name], wanted[name]
-        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (like.shape, like.dtype):
-            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{name} is {found} instead of {like.dtype} {tuple(like.shape)}")
-        if not value.isfinite().all():
-            raise ValueError(f"{name} has values that are not finite")
-
-
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As plain Python values, which ``weights_only`` can read back."""
+    """Convert to plain Python values, which ``weights_only`` can read."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(values)))
     return plain

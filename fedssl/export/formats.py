@@ -1,4 +1,4 @@
-"""The table of formats, and the one way in which any of them is written: beside its place, compared, then put there."""
+"""The export formats. A file is staged, compared with the encoder, and then moved to its target."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,32 +11,31 @@ from torch import Tensor
 
 from fedssl.errors import InputError, RunError
 from fedssl.export.encoder_file import load_encoder
-from fedssl.export.extras import require_packages
 from fedssl.export.huggingface import run_huggingface, write_huggingface
-from fedssl.export.onnx import run_onnx, write_onnx
+from fedssl.export.onnx import MEASURED, QuantizedModel, compare, quantize, run_onnx, write_onnx
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.timm_weights import run_timm, write_timm
 from fedssl.export.torch_formats import run_torch_export, run_torchscript, write_torch_export, write_torchscript
-from fedssl.export.weights import write_safetensors
+from fedssl.export.weights import require_packages, write_safetensors
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # see `difference`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of exported encoders.
+    """An export format.
 
     Attributes
     ----------
     ending : str
-        Of the names of its files; of a folder's name, empty where any will do.
+        Suffix of its files' names; empty for a folder with any name.
     packages : tuple of str
-        What writing and reading it need.
+        Packages that writing and reading need.
     write : callable
-        Writes a `ExportSource` to a path where nothing is.
+        Writes an `ExportSource` to a new path.
     run : callable
-        From `ExportSource`, path and images ``(batch, channels, size, size)`` in uint8 to representations ``(batch,
-        feature_dim)``, with no weight but those at the path.
+        Maps an `ExportSource`, a path and uint8 images ``(batch, channels, size, size)`` to representations ``(batch,
+        feature_dim)``, by the weights at the path.
     """
 
     ending: str
@@ -81,86 +80,110 @@ FORMATS = {
 
 
 def export(source: ExportSource, form: str, target: Path) -> float:
-    """Write the encoder in a format, if what is written gives the representations of ours.
+    """Write the encoder in a format, and check that the file gives the same representations.
 
     Parameters
     ----------
     form : str
         A key of ``FORMATS``.
     target : Path
-        A file, which is replaced; for "huggingface" a folder that is not there yet.
+        A file, which is replaced; for "huggingface" a new folder.
 
     Returns
     -------
     float
-        As of `difference`.
+        Maximum `difference`.
 
     Raises
     ------
     InputError
-        A package is missing, the format cannot hold this encoder, or the place cannot be written.
+        If a package is missing, the format does not support the encoder, or the target cannot be written.
     RunError
-        The representations differ; nothing is left.
+        If the representations differ; the target is not written.
     """
     check_target(source, form, target)
     with staging_folder(target) as folder:
-        made = folder / target.name
-        found = write_checked(source, form, made)
-        made.replace(target)
-    return found
+        staged = folder / target.name
+        max_difference = write_checked(source, form, staged)
+        staged.replace(target)
+    return max_difference
+
+
+def export_int8(source: ExportSource, target: Path, images: Tensor) -> QuantizedModel:
+    """Write the encoder as an int8 ONNX graph, quantized from a checked graph in fp32.
+
+    Parameters
+    ----------
+    target : Path
+        A file, which is replaced; `check_target` has checked it.
+    images : Tensor
+        uint8 ``(n, channels, size, size)``, ``CALIBRATION + MEASURED`` images.
+
+    Raises
+    ------
+    InputError, RunError
+        As `export`.
+    """
+    with staging_folder(target) as folder:
+        exact, small = folder / "fp32.onnx", folder / target.name
+        max_difference = write_checked(source, "onnx", exact)
+        quantize(exact, small, images[:-MEASURED], dynamic=source.encoder.patch_embedding is not None)
+        comparison = compare(exact, small, images[-MEASURED:], difference=max_difference)
+        small.replace(target)
+    return comparison
 
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target for what is not proven yet; raises `InputError` where nothing can be written."""
+    """Make a temporary folder beside the target; raises `InputError` if it cannot be written."""
     try:
         with TemporaryDirectory(dir=target.parent, prefix=".fedssl-export-") as folder:
             yield Path(folder)
     except OSError as error:
         reason = error.strerror or error
         raise InputError(
-            f"{target} cannot be written ({reason}); make room, or give another place with output="
+            f"{target} cannot be written ({reason}); free disk space, or choose another target with output="
         ) from error
 
 
-def write_checked(source: ExportSource, form: str, made: Path) -> float:
-    """Write to a path where nothing is, run what was written, and return the `difference`; raises as `export` does."""
-    FORMATS[form].write(source, made)
-    found = [difference(source, form, made, count=count) for count in (5, 1)]
-    wrong = [one for one in found if not one <= TOLERANCE]  # not a number is no agreement
+def write_checked(source: ExportSource, form: str, path: Path) -> float:
+    """Write to a new path, check the file, and return the maximum `difference`; raises as `export`."""
+    FORMATS[form].write(source, path)
+    differences = [difference(source, form, path, count=count) for count in (5, 1)]
+    wrong = [value for value in differences if not value <= TOLERANCE]  # also NaN
     if wrong:
         raise RunError(
-            f"the encoder in format={form} gives representations that differ by {wrong[0]:.1e} from fedssl's, where "
-            f"{TOLERANCE:.0e} is allowed; nothing was written, so choose another format"
+            f"the encoder in format={form} gives representations that differ by {wrong[0]:.1e} from fedssl's "
+            f"(allowed: {TOLERANCE:.0e}); no file was written, choose another format"
         )
-    return max(found)
+    return max(differences)
 
 
-def difference(source: ExportSource, form: str, made: Path, *, count: int) -> float:
-    """Largest difference between our representations of random images and those of what was written.
+def difference(source: ExportSource, form: str, path: Path, *, count: int) -> float:
+    """Return the largest difference between the encoder's representations of random images and those of the file.
 
-    It is a share of the largest number in our representations where that is above 1.
+    It is relative to the largest value of the encoder's representations if that is above 1.
 
     Parameters
     ----------
     count : int
-        Images in the batch.
+        Number of images in the batch.
     """
     images = source.random_images(count)
     ours = represent(source.encoder, source.encoder.preprocess, images)
-    theirs = FORMATS[form].run(source, made, images)
+    theirs = FORMATS[form].run(source, path, images)
     if theirs.shape != ours.shape:
         return float("inf")
     return float((theirs - ours).abs().max() / max(1.0, float(ours.abs().max())))
 
 
 def check_target(source: ExportSource, form: str, target: Path) -> None:
-    """Refuse, by an `InputError`, a place that the format cannot be written to, and packages that are missing."""
+    """Raise an `InputError` if the format cannot be written to the target or a package is missing."""
     require_packages(f"format={form}", *FORMATS[form].packages)
     ending = FORMATS[form].ending
     if not target.name.endswith(ending):
-        raise InputError(f"output={target} is no name for format={form}; give one that ends in {ending}")
+        raise InputError(f"output={target} has the wrong suffix for format={form}; choose a name that ends in {ending}")
     if not target.parent.is_dir():
-        raise InputError(f"output={target} lies in a folder that does not exist; make {target.parent} first")
+        raise InputError(f"output={target} is in a folder that does not exist; create {target.parent} first")
     if target.is_dir() or (not ending and target.exists()):
-        raise InputError(f"output={target} is there already; remove it, or give another place with output=")
+        raise InputError(f"output={target} exists already; remove it, or choose another target with output=")

@@ -1,28 +1,65 @@
-"""``format=huggingface``: a folder for the Hugging Face Hub, which can be used where it lies as well.
+"""``format=huggingface``: a folder for the Hugging Face Hub, which also works locally.
 
-Where an argument of timm's makes the architecture (ResNets with ``encoder.stem=imagenet``, ``vit_tiny``), the folder is
-one of timm's: ``timm.create_model("local-dir:FOLDER", pretrained=True)``, or ``hf-hub:USER/NAME`` once it is
-uploaded. Others (``conv_small``, ResNets with a stem for small images) are loaded by fedssl:
-``load_encoder("FOLDER/model.safetensors")``. Nothing is uploaded here.
+If timm can create the architecture (ResNets with ``encoder.stem=imagenet``, ``vit_tiny``), timm loads the folder:
+``timm.create_model("local-dir:FOLDER", pretrained=True)``, or ``hf-hub:USER/NAME`` after an upload. fedssl loads the
+other architectures (``conv_small``, ResNets with a stem for small images):
+``load_encoder("FOLDER/model.safetensors")``. This module does not upload the folder. Its ``README.md`` is a model card
+with training settings, results and usage.
 """
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fedssl.evaluation.scores import as_scores
 from fedssl.export.encoder_file import Preprocess, load_encoder
-from fedssl.export.model_card import model_card
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.timm_weights import TimmModel, has_timm, timm_model, timm_weights
 from fedssl.export.weights import write_safetensors, write_weights
+from fedssl.plots.partition import read_partition_table
+from fedssl.report.accuracy_table import format_table
+from fedssl.runs.run import Run
+from fedssl.untrusted import sanitize
 
 CONFIG, WEIGHTS, PREPROCESSING, CARD = "config.json", "model.safetensors", "preprocessor_config.json", "README.md"
 
+# Rows of the model card and their settings.
+_ROWS = {
+    "data set": "dataset",
+    "clients": "num_clients",
+    "clients per round": "clients_per_round",
+    "partition": "partition",
+    "Dirichlet alpha": "partition.alpha",
+    "rounds": "rounds",
+    "local epochs": "local_epochs",
+    "batch size": "batch_size",
+    "method": "method",
+    "strategy": "strategy",
+    "regularizer": "regularizer",
+    "schedule": "schedule",
+    "encoder": "encoder",
+    "seed": "seed",
+}
+
+_TIMM = """```python
+import timm
+
+encoder = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:FOLDER"
+features = encoder(images)  # standardized by preprocessor_config.json
+```"""
+_OURS = """```python
+from fedssl.export import load_encoder
+
+encoder = load_encoder("FOLDER/model.safetensors")  # needs safetensors
+features = encoder(encoder.preprocess(images))  # images: uint8 (batch, channels, height, width)
+```"""
+
 
 def write_huggingface(source: ExportSource, folder: Path) -> None:
-    """Make the folder with its four files."""
+    """Write the folder with its four files."""
     folder.mkdir()
     timm = _timm(source)
     if timm is None:
@@ -36,7 +73,7 @@ def write_huggingface(source: ExportSource, folder: Path) -> None:
 
 
 def run_huggingface(source: ExportSource, folder: Path, images: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of images, by the folder's model as its card loads it."""
+    """Compute the representations ``(batch, feature_dim)`` of images by the folder's model."""
     if _timm(source) is None:
         model = load_encoder(folder / WEIGHTS, build=source.build)
     else:
@@ -49,13 +86,13 @@ def run_huggingface(source: ExportSource, folder: Path, images: Tensor) -> Tenso
 
 
 def _timm(source: ExportSource) -> TimmModel | None:
-    """What makes the model in timm by arguments alone; None if they do not."""
+    """Return the model of timm; None if timm's arguments cannot create it."""
     model = timm_model(source) if has_timm(source) else None
     return None if model is None or model.small_stem else model
 
 
 def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
-    """``config.json``: timm's keys where timm loads the folder, and ours."""
+    """Return ``config.json``: timm's keys if timm loads the folder, and ours."""
     ours = {"fedssl": source.metadata_dict()}
     if timm is None:
         return ours
@@ -78,14 +115,14 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
         "num_classes": 0,
         "num_features": encoder.feature_dim,
         "global_pool": timm.arguments.get("global_pool", "avg"),
-        "model_args": {key: value for key, value in timm.arguments.items() if key != "num_classes"},  # stands above
+        "model_args": {key: value for key, value in timm.arguments.items() if key != "num_classes"},  # is above
         "pretrained_cfg": pretrained,
         **ours,
     }
 
 
 def _preprocessing(source: ExportSource) -> dict[str, Any]:
-    """``preprocessor_config.json``, in the words of transformers."""
+    """Return ``preprocessor_config.json`` with the keys of transformers."""
     encoder = source.encoder
     return {
         "image_processor_type": "ViTImageProcessor",
@@ -98,3 +135,65 @@ def _preprocessing(source: ExportSource) -> dict[str, Any]:
         "image_mean": encoder.mean,
         "image_std": encoder.std,
     }
+
+
+def model_card(source: ExportSource, *, in_timm: bool) -> str:
+    """Return the ``README.md`` of a model; the owner adds the license.
+
+    Parameters
+    ----------
+    in_timm : bool
+        Whether timm loads the folder instead of fedssl.
+    """
+    encoder = source.encoder
+    library = "timm" if in_timm else "fedssl"
+    parts = [
+        f"---\nlibrary_name: {library}\npipeline_tag: image-feature-extraction\nlicense: unknown\n"
+        "tags:\n- fedssl\n- federated-learning\n- self-supervised-learning\n---",
+        "# An encoder trained by federated self-supervised learning",
+        f"It maps images with {encoder.channels} channel(s), resized to {encoder.size}x{encoder.size}, to "
+        f"{encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
+        "**License:** not specified. Add it here and in the metadata at the top of this file.",
+        "## Use\n\n" + (_TIMM if in_timm else _OURS),
+        f"Pixels are divided by 255. Then the mean {list(encoder.mean)} is subtracted and the result divided by "
+        f"{list(encoder.std)}, per channel.",
+        "## Training\n\n" + _table(_training(source)),
+    ]
+    if source.run is not None:
+        parts += _results(source.run)
+    return "\n\n".join(parts) + "\n"
+
+
+def _training(source: ExportSource) -> dict[str, str]:
+    """Return the rows of the table, from the run or, without a run, from the encoder's file."""
+    if source.run is None:
+        return {sanitize(key): sanitize(value) for key, value in source.content["metadata"].items()}
+    rows = {name: source.run.value(key) for name, key in _ROWS.items()}
+    if source.run.ended_early:
+        rows["rounds"] = f"{source.run.progress}, ended by early_stopping"
+    partition = read_partition_table(source.run.folder / "partition.csv")
+    if partition is not None:
+        rows["images of all clients"] = str(int(partition[0].sum()))
+    return {name: value for name, value in rows.items() if value}
+
+
+def _results(run: Run) -> list[str]:
+    """Return results, command and versions of the run's summary."""
+    summary = run.summary
+    if summary is None or not run.finished:
+        return ["## Results\n\nThe run has no results."]
+    table = format_table({name: as_scores(results, summary.get("units")) for name, results in summary["final"].items()})
+    versions = summary.get("versions")
+    listed = versions.items() if isinstance(versions, dict) else ()
+    return [
+        f"## Results\n\nOn the data set above, for one run with seed {run.seed}. Standard deviations are over draws of "
+        "labels. `untrained` is the encoder before training, `pixels` are the raw pixels.",
+        f"```\n{sanitize(table, lines=True)}\n```",
+        f"Command:\n\n```\n{sanitize(shlex.join(['fedssl', *summary['overrides']]))}\n```",
+        "Versions: " + (", ".join(f"{sanitize(name)} {sanitize(value)}" for name, value in listed) or "unknown") + ".",
+    ]
+
+
+def _table(rows: dict[str, str]) -> str:
+    body = [f"| {name} | {value.replace('|', ' ')} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *body])

@@ -1,4 +1,4 @@
-"""What is exported: an encoder, what its file says of it, and the run that it comes from."""
+"""The source of an export: an encoder, the content of its file, and its run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from fedssl.seeding import torch_generator
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExportSource:
-    """An encoder to be exported.
+    """An encoder to export.
 
     Attributes
     ----------
     encoder : nn.Module
-        As `fedssl.export.load_encoder` returns it.
+        Encoder of `fedssl.export.load_encoder`.
     content : mapping
-        What its file holds, as `fedssl.export.read_content` returns it.
+        Content of its file, see `fedssl.export.read_content`.
     build : callable or None
-        What builds the encoder if it is none of fedssl's, as `fedssl.export.load_encoder` takes it.
+        Builds an encoder that is not one of fedssl's, see `fedssl.export.load_encoder`.
     run : Run or None
-        None: nothing is known but what the file says.
+        None if only the file is known.
     """
 
     encoder: Any
@@ -35,32 +35,31 @@ class ExportSource:
 
     @property
     def architecture(self) -> str:
-        """Dotted name of what built the encoder."""
+        """Dotted name of the function that builds the encoder."""
         return str(self.content["encoder"].get("_target_"))
 
     def random_images(self, count: int) -> Tensor:
-        """Images ``(count, channels, size, size)`` in uint8, the same in every process."""
+        """Return uint8 images ``(count, channels, size, size)``, the same in every process."""
         shape = (count, self.encoder.channels, self.encoder.size, self.encoder.size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch_generator(0, "export"))
 
     def metadata_dict(self) -> dict[str, Any]:
-        """All but the weights, with the length of a representation, as values that JSON can hold."""
-        rest = {key: value for key, value in self.content.items() if key != "weights"}
-        return {**rest, "feature_dim": self.encoder.feature_dim}
+        """Return the content without weights, and ``feature_dim``, as JSON values."""
+        metadata = {key: value for key, value in self.content.items() if key != "weights"}
+        return {**metadata, "feature_dim": self.encoder.feature_dim}
 
 
 def represent(model: nn.Module, preprocess: Preprocess, images: Tensor) -> Tensor:
-    """Representations of images, uint8, by a model in eval mode that takes standardised ones."""
+    """Compute the representations of uint8 images by a model in eval mode, after ``preprocess``."""
     with torch.no_grad():
         h: Tensor = model(preprocess(images))
     return h
 
 
 class WithPreprocessing(nn.Module):
-    """Images as they are to representations: standardised, then encoded.
+    """An encoder with its standardization, so that exported models need no pre-processing but resizing.
 
-    Maps uint8 ``(batch, channels, size, size)`` to ``(batch, feature_dim)``; images of another size are resized
-    before. The pre-processing is part of the module, so that no user of an exported one can forget it.
+    Maps uint8 ``(batch, channels, size, size)`` to ``(batch, feature_dim)``.
     """
 
     mean: Tensor
@@ -74,6 +73,6 @@ class WithPreprocessing(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Representations ``(batch, feature_dim)``."""
+        """Return representations ``(batch, feature_dim)``."""
         h: Tensor = self.encoder((images.float() / 255 - self.mean) / self.std)
         return h

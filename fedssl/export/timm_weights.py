@@ -1,7 +1,7 @@
-"""``format=timm``: the weights under the names of timm (https://github.com/huggingface/pytorch-image-models).
+"""``format=timm``: the weights with the names of timm (https://github.com/huggingface/pytorch-image-models).
 
-timm has our ResNets and vision transformers, and not ``conv_small``. Its ResNets begin with a 7x7 convolution of stride
-2 and max pooling: a stem for small images is put in place of these in two lines (`TimmModel.code`).
+timm has our ResNets and vision transformers, but not ``conv_small``. Its ResNets begin with a 7x7 convolution of stride
+2 and max pooling; two lines replace these by a stem for small images (`TimmModel.code`).
 """
 
 import inspect
@@ -19,7 +19,7 @@ from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50")
-_RENAMED = (  # torchvision's names in a vision transformer, and timm's
+_RENAMED = (  # names in a vision transformer: torchvision's and timm's
     (r"^class_token$", "cls_token"),
     (r"^conv_proj\.", "patch_embed.proj."),
     (r"^encoder\.pos_embedding$", "pos_embed"),
@@ -35,15 +35,15 @@ _RENAMED = (  # torchvision's names in a vision transformer, and timm's
 
 @dataclass(frozen=True, kw_only=True)
 class TimmModel:
-    """What makes the encoder's architecture in timm.
+    """The encoder's architecture in timm.
 
     Attributes
     ----------
     name : str
     arguments : dict
-        Of ``timm.create_model``, beside the name.
+        Further arguments of ``timm.create_model``.
     small_stem : bool
-        Whether the first convolution and the pooling are those for small images.
+        Whether the first convolution and the pooling are those of the stem for small images.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TimmModel:
     small_stem: bool
 
     def code(self, file: Path) -> str:
-        """Lines of Python that load ``file`` as ``encoder``."""
+        """Return Python code that loads ``file`` as ``encoder``."""
         arguments = "".join(f", {key}={value!r}" for key, value in self.arguments.items())
         lines = ["import timm", "", f"encoder = timm.create_model({self.name!r}{arguments})"]
         if self.small_stem:
@@ -63,7 +63,7 @@ class TimmModel:
         return "\n".join(lines)
 
     def make(self) -> nn.Module:
-        """Build it, with random weights."""
+        """Build the model with random weights."""
         import timm
 
         model: nn.Module = timm.create_model(self.name, **self.arguments)
@@ -74,24 +74,24 @@ class TimmModel:
 
 
 def has_timm(source: ExportSource) -> bool:
-    """Whether timm has the encoder's architecture."""
+    """Return whether timm has the encoder's architecture."""
     package, _, name = source.architecture.rpartition(".")
     return package == encoders.__name__ and name in (*_RESNETS, "vit_tiny")
 
 
 def timm_model(source: ExportSource) -> TimmModel:
-    """Describe the encoder's architecture in timm.
+    """Return the encoder's architecture in timm.
 
     Raises
     ------
     InputError
-        timm does not have it.
+        If timm does not have it.
     """
     name = source.architecture.rpartition(".")[2]
     if not has_timm(source):
         raise InputError(
-            f"format=timm is for the architectures that timm has ({', '.join(_RESNETS)}, vit_tiny) and this encoder is "
-            f"{name}; choose format=onnx, torch_export or safetensors"
+            f"format=timm supports only architectures that timm has ({', '.join(_RESNETS)}, vit_tiny) and this encoder "
+            f"is {name}; choose format=onnx, torch_export or safetensors"
         )
     settings = _all_settings(source)
     arguments = {"num_classes": 0, "in_chans": settings["channels"]}
@@ -113,7 +113,7 @@ def timm_model(source: ExportSource) -> TimmModel:
 
 
 def timm_weights(source: ExportSource) -> dict[str, Tensor]:
-    """Weights under timm's names; a transformer's fixed positions are among them."""
+    """Return the weights with timm's names, including a transformer's fixed position embeddings."""
     weights = dict(source.encoder.state_dict())
     if source.architecture.rpartition(".")[2] != "vit_tiny":
         return weights  # timm's ResNets have torchvision's names
@@ -122,14 +122,14 @@ def timm_weights(source: ExportSource) -> dict[str, Tensor]:
 
 
 def write_timm(source: ExportSource, file: Path) -> None:
-    """Write the weights, and beside them what makes the model, what `ExportSource.metadata_dict` says."""
+    """Write the weights, with the model's arguments and `ExportSource.metadata_dict` as metadata."""
     model = timm_model(source)
-    described = {**source.metadata_dict(), "timm": {"name": model.name, **model.arguments}}
-    write_weights(file, timm_weights(source), metadata={KEY: json.dumps(described)})
+    metadata = {**source.metadata_dict(), "timm": {"name": model.name, **model.arguments}}
+    write_weights(file, timm_weights(source), metadata={KEY: json.dumps(metadata)})
 
 
 def run_timm(source: ExportSource, file: Path, images: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of images, by timm's model with the weights in the file."""
+    """Compute the representations ``(batch, feature_dim)`` of images by timm's model with the file's weights."""
     import timm
 
     model = timm_model(source).make()
@@ -138,7 +138,7 @@ def run_timm(source: ExportSource, file: Path, images: Tensor) -> Tensor:
 
 
 def _all_settings(source: ExportSource) -> dict[str, Any]:
-    """The encoder's settings, with the values of those that its file leaves out."""
+    """Return the encoder's settings with the defaults of those that are missing in its file."""
     build = vars(encoders)[source.architecture.rpartition(".")[2]]
     settings = {key: value for key, value in source.content["encoder"].items() if key != "_target_"}
     bound = inspect.signature(build).bind(**settings)

@@ -1,7 +1,7 @@
 """``format=torchscript`` and ``format=torch_export``: the encoder as a program that torch runs without fedssl.
 
-Both map images as they are, uint8 ``(batch, channels, size, size)`` with any batch, to representations. torch has
-deprecated TorchScript in favour of ``torch.export``; it is for programs, such as C++ ones, that load it still.
+Both map uint8 images ``(batch, channels, size, size)`` with any batch size to representations. torch has deprecated
+TorchScript in favor of ``torch.export``; it is for programs that still load it, such as C++ programs.
 """
 
 import warnings
@@ -14,16 +14,16 @@ from fedssl.export.source import ExportSource, WithPreprocessing
 
 
 def write_torchscript(source: ExportSource, file: Path) -> None:
-    """Write what one pass over random images does; ``torch.jit.load`` reads it."""
+    """Trace a pass over random images and write the program for ``torch.jit.load``."""
     with warnings.catch_warnings(), torch.no_grad():
-        # That it is deprecated, and that the checks of the images' size are not in it.
+        # Warnings on the deprecation, and on checks of the image size that tracing drops.
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(WithPreprocessing(source.encoder), source.random_images(2), check_trace=False)
         torch.jit.save(traced, file)
 
 
 def run_torchscript(file: Path, images: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of images, by the file."""
+    """Compute the representations ``(batch, feature_dim)`` of images by the file."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", FutureWarning)
         h: Tensor = torch.jit.load(file)(images)
@@ -31,19 +31,19 @@ def run_torchscript(file: Path, images: Tensor) -> Tensor:
 
 
 def exported_program(source: ExportSource) -> torch.export.ExportedProgram:
-    """The encoder with its pre-processing, for any number of images at a time."""
+    """Return the encoder with its standardization, for any batch size."""
     shapes = ({0: torch.export.Dim("batch")},)
     with torch.no_grad():
         return torch.export.export(WithPreprocessing(source.encoder), (source.random_images(2),), dynamic_shapes=shapes)
 
 
 def write_torch_export(source: ExportSource, file: Path) -> None:
-    """Write a program that ``torch.export.load`` reads."""
+    """Write the program for ``torch.export.load``."""
     torch.export.save(exported_program(source), file)
 
 
 def run_torch_export(file: Path, images: Tensor) -> Tensor:
-    """Representations ``(batch, feature_dim)`` of images, by the file."""
+    """Compute the representations ``(batch, feature_dim)`` of images by the file."""
     with torch.no_grad():
         h: Tensor = torch.export.load(file).module()(images)
     return h

@@ -1,58 +1,75 @@
-"""``format=safetensors``: what an ``encoder.pt`` holds, as one file of https://github.com/huggingface/safetensors.
+"""``format=safetensors``: the content of an ``encoder.pt`` as a file of https://github.com/huggingface/safetensors.
 
-The weights have the encoder's own names. All else is JSON under ``fedssl`` in the file's metadata: ``format``,
+The weights have the encoder's parameter names. The rest is JSON under ``fedssl`` in the file's metadata: ``format``,
 ``encoder`` (its settings), ``mean``, ``std`` and ``metadata``. ``fedssl.export.load_encoder`` reads it back.
 """
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fedssl.export.extras import require_packages
+from fedssl.errors import InputError
 from fedssl.untrusted import open_regular_file
 
 KEY = "fedssl"
 
 
 def write_safetensors(file: Path, content: Mapping[str, Any]) -> None:
-    """Write what `fedssl.export.read_content` returns."""
-    described = {key: value for key, value in content.items() if key != "weights"}
-    write_weights(file, content["weights"], metadata={KEY: json.dumps(described)})
+    """Write the content that `fedssl.export.read_content` returns."""
+    metadata = {key: value for key, value in content.items() if key != "weights"}
+    write_weights(file, content["weights"], metadata={KEY: json.dumps(metadata)})
 
 
 def write_weights(file: Path, weights: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> None:
-    """Write tensors by name, and texts by name beside them."""
+    """Write tensors and string metadata by name."""
     from safetensors.torch import save
 
-    # "format" is what transformers asks for.
+    # transformers requires "format".
     tensors = {name: value.contiguous() for name, value in weights.items()}
     file.write_bytes(save(tensors, {"format": "pt", **metadata}))
 
 
 def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
-    """Read what `write_safetensors` wrote, unproven.
+    """Read the content that `write_safetensors` wrote, without validation.
 
     Parameters
     ----------
     max_bytes : int
-        Bytes.
+        Maximum size of the file.
 
     Raises
     ------
     InputError
-        The package is missing.
+        If the package is missing.
     OSError
-        The file cannot be opened, or is larger.
+        If the file cannot be opened or is larger.
     Exception
-        What safetensors and JSON raise for other files.
+        Any exception of safetensors and JSON for other files.
     """
-    require_packages(f"{file}", "safetensors")
+    require_packages(str(file), "safetensors")
     from safetensors import safe_open
 
     open_regular_file(file, max_bytes=max_bytes).close()
     with safe_open(file, "pt") as stored:
-        described: dict[str, Any] = json.loads((stored.metadata() or {})[KEY])
-        return {**described, "weights": {name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118, it is no dictionary
+        content: dict[str, Any] = json.loads((stored.metadata() or {})[KEY])
+        return {**content, "weights": {name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118, not a dictionary
+
+
+def require_packages(feature: str, *packages: str) -> None:
+    """Raise an `InputError` if a package is not installed.
+
+    Parameters
+    ----------
+    feature : str
+        Feature that needs the packages, for the message.
+    packages : str
+        Import names.
+    """
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        remedy = f"install it: uv sync --extra export, or pip install {' '.join(missing)}"
+        raise InputError(f"{feature} needs {' and '.join(missing)}; {remedy}")

@@ -15,7 +15,7 @@ import torch
 from fedssl.arrays import Layers
 from fedssl.atomic_files import atomic_write, make_subfolder, remove
 from fedssl.errors import InputError
-from fedssl.untrusted import corrupt_file_error, read_tensors
+from fedssl.untrusted import check_tensors_like, corrupt_file_error, read_tensors
 
 FOLDER = "models"
 
@@ -98,14 +98,12 @@ def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
         found = read_tensors(file, max_bytes=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)
     except Exception as error:  # there is no end to how reading a foreign file can fail
         raise corrupt_file_error(file, "it does not hold layers") from error
-    if not isinstance(found, dict) or not all(
-        name in like
-        and isinstance(tensor, torch.Tensor)
-        and (tensor.shape, tensor.dtype) == (like[name].shape, like[name].dtype)
-        and (not tensor.is_floating_point() or bool(tensor.isfinite().all()))
-        for name, tensor in found.items()
-    ):
+    if not isinstance(found, dict) or not found.keys() <= like.keys():
         raise corrupt_file_error(file, "it does not hold layers of this run's model")
+    try:
+        check_tensors_like(found, like)
+    except ValueError as error:
+        raise corrupt_file_error(file, "it does not hold layers of this run's model") from error
     return {name: tensor.numpy() for name, tensor in found.items()}
 
 

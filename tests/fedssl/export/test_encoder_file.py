@@ -169,7 +169,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("content", [[1], {"format": "other"}, {"weights": {}}], ids=["list", "other", "weights"])
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "encoder.pt")
-    assert "something else than an encoder" in refused(tmp_path / "encoder.pt")
+    assert "does not hold an encoder" in refused(tmp_path / "encoder.pt")
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_an_encoder_of_ones_own_is_built_by_what_the_caller_gives(tmp_path: Path
     encoder = mine(channels=3, size=16, breadth=4)
     path = save(tmp_path / "encoder.pt", encoder=encoder, settings=settings)
     assert saved_target(path) == "package.mine"
-    assert "holds the encoder package.mine, which is not fedssl's; give what builds it" in refused(path)
+    assert "holds the encoder package.mine, which is not part of fedssl; pass the function that builds it" in refused(path)
     assert "load_encoder(path, build=mine)" in refused(path)
     loaded = load_encoder(path, build=mine)
     assert all(torch.equal(value, encoder.state_dict()[name]) for name, value in loaded.state_dict().items())
@@ -284,7 +284,7 @@ def test_values_that_no_encoder_has_are_refused(tmp_path: Path, key: str, value:
     path = save(tmp_path / "encoder.pt")
     content = torch.load(path, weights_only=True)
     torch.save({**content, key: value}, path)
-    with pytest.raises(InputError, match="holds something else than an encoder"):
+    with pytest.raises(InputError, match="does not hold an encoder"):
         load_encoder(path)
 
 

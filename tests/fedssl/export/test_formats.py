@@ -21,9 +21,9 @@ from torch import Tensor
 from fedssl import encoders
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
-from fedssl.export import cli, extras, load_encoder, onnx_int8, read_content, save_encoder
+from fedssl.export import cli, formats, load_encoder, read_content, save_encoder, weights
 from fedssl.export.formats import FORMATS, export
-from fedssl.export.onnx_int8 import check_calibration_size, compare, quantize
+from fedssl.export.onnx import check_calibration_size, compare, quantize
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 
@@ -232,7 +232,7 @@ def test_card_of_a_run_without_an_end_says_so(status: str | None, run: Path, tmp
     assert command(monkeypatch, f"run={folder}", "format=huggingface") == 0
     card = (folder / "encoder-huggingface/README.md").read_text()
     assert card.endswith("## Results\n\nThe run has no results.\n")
-    assert "| aggregation rule | eua |" in card
+    assert "| strategy | eua |" in card
 
 
 def test_hub_folder_of_a_resnet_for_small_images_is_none_of_timms(tmp_path: Path):
@@ -257,7 +257,7 @@ def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_tel
     assert (form["do_rescale"], form["rescale_factor"]) == (True, 1 / 255)
     card = (folder / "README.md").read_text()
     assert "library_name: fedssl\n" in card
-    for line in ("| aggregation rule | eua |", "| data set | digits |", "| rounds | 7 |", "| seed | 7 |"):
+    for line in ("| strategy | eua |", "| data set | digits |", "| rounds | 7 |", "| seed | 7 |"):
         assert line in card
     assert re.search(r"^knn +50\.0 +62\.5 +25\.0$", card, flags=re.M)
     assert "torch 9.8.7" in card
@@ -276,7 +276,7 @@ def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run:
     card = (tmp_path / "encoder-huggingface" / "README.md").read_text()
     assert "| rounds | 3 of 7 rounds, ended by early_stopping |" in card
     assert "| images of all clients | 42 |" in card
-    damaged = f"{tmp_path / 'summary.json'} is missing or damaged: nothing tells of the run's results"
+    damaged = f"{tmp_path / 'summary.json'} is missing or damaged: the export has no results of the run"
     assert damaged not in capsys.readouterr().out
     (tmp_path / "summary.json").write_text(text[:25])
     assert command(monkeypatch, f"run={tmp_path}", "format=huggingface", f"output={tmp_path / 'other'}") == 0
@@ -313,8 +313,8 @@ def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_pat
         for a, b in zip(h, approximate, strict=True)
     ]
     assert found.mean_cosine == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
-    assert found.least_cosine == pytest.approx(min(cosines), abs=1e-5)
-    assert 0.9 < found.least_cosine < 1 - 1e-7
+    assert found.min_cosine == pytest.approx(min(cosines), abs=1e-5)
+    assert 0.9 < found.min_cosine < 1 - 1e-7
 
 
 @pytest.mark.heavy
@@ -325,7 +325,7 @@ def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path
     kinds = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
     assert kinds.count("MatMulInteger") >= 8  # four per block
     found = compare(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder, 32), difference=0.0)
-    assert found.least_cosine > 0.95
+    assert found.min_cosine > 0.95
 
 
 def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeypatch, capsys):
@@ -333,13 +333,13 @@ def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeyp
         made.write_bytes(graph.read_bytes())
         return 2e-6
 
-    monkeypatch.setattr(onnx_int8, "write_checked", already_written)
+    monkeypatch.setattr(formats, "write_checked", already_written)
     assert command(monkeypatch, f"run={run}", "format=onnx", "precision=int8") == 0
     told = capsys.readouterr().out
     assert "in fp32: 2.0e-06 (allowed: 1e-05)" in told
     assert re.search(r"size: .* MB, in fp32 .* MB \(.* times as large\)", told)
     assert re.search(r"time of 32 images on one thread: .* \(.* times that of int8\)", told)
-    assert re.search(r"mean 0\.9\d+, least 0\.\d+", told)
+    assert re.search(r"mean 0\.9\d+, minimum 0\.\d+", told)
     assert (run / "encoder-int8.onnx").is_file()
 
 
@@ -375,16 +375,16 @@ def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypat
     ("overrides", "message"),
     [
         (["format=onnx"], "give either run=DIR"),
-        (["run={run}"], "nothing says in which format; add format=NAME, one of safetensors, onnx"),
+        (["run={run}"], "the format is missing; add format=NAME, one of safetensors, onnx"),
         (["run={run}", "format=onx"], "format=onx does not exist; did you mean onnx; choose one of"),
-        (["run={run}/nowhere", "format=onnx"], "there is no .*encoder.pt; give the folder"),
-        (["run={run}", "format=onnx", "ouput=x"], "ouput=x says nothing to fedssl-export"),
+        (["run={run}/nowhere", "format=onnx"], "encoder.pt does not exist; give the folder"),
+        (["run={run}", "format=onnx", "ouput=x"], "ouput=x has no effect on fedssl-export"),
         (["run={run}", "format=onnx", "precision=int4"], "choose precision=fp32 or precision=int8"),
         (["run={run}", "format=timm", "precision=int8"], "precision=int8 is for format=onnx"),
         (["encoder={run}/encoder.pt", "format=onnx", "precision=int8"], "add dataset=NAME"),
-        (["run={run}", "format=onnx", "output={run}/encoder.pt"], r"give one that ends in \.onnx"),
-        (["run={run}", "format=onnx", "output={run}/no/x.onnx"], "in a folder that does not exist; make"),
-        (["run={run}", "format=huggingface", "output={run}"], "is there already; remove it"),
+        (["run={run}", "format=onnx", "output={run}/encoder.pt"], r"choose a name that ends in \.onnx"),
+        (["run={run}", "format=onnx", "output={run}/no/x.onnx"], "in a folder that does not exist; create"),
+        (["run={run}", "format=huggingface", "output={run}"], "exists already; remove it"),
         (["run={run}", "format=timm"], "architectures that timm has .* this encoder is conv_small; choose"),
     ],
 )
@@ -399,7 +399,7 @@ def test_command_answers_bad_input_with_one_sentence(overrides, message, run: Pa
 
 
 def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypatch, capsys):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("onnx", "onnxruntime") else sys)
+    monkeypatch.setattr(weights, "find_spec", lambda name: None if name in ("onnx", "onnxruntime") else sys)
     assert command(monkeypatch, f"run={run}", "format=onnx", f"output={run}/other.onnx") == 2
     told = "fedssl-export: format=onnx needs onnx and onnxruntime; "
     told += "install it: uv sync --extra export, or pip install onnx onnxruntime\n"
@@ -414,7 +414,7 @@ def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(tmp_path: Path,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setitem(FORMATS, "safetensors", dataclasses.replace(FORMATS["safetensors"], write=full))
-    with pytest.raises(InputError, match="cannot be written .No space left on device.; make room"):
+    with pytest.raises(InputError, match="cannot be written .No space left on device.; free disk space"):
         export(source, "safetensors", tmp_path / "encoder.safetensors")
     assert [one.name for one in tmp_path.iterdir()] == ["encoder.pt"]
 
@@ -430,7 +430,7 @@ def test_foreign_and_damaged_safetensors_are_no_encoders(tmp_path: Path):
     with pytest.raises(InputError, match="damaged or not an encoder's file"):
         load_encoder(file)
     file.write_bytes(safetensors.torch.save({"weight": torch.ones(2)}, {"fedssl": '{"format": "fedssl-encoder-1"}'}))
-    with pytest.raises(InputError, match="holds something else than an encoder"):
+    with pytest.raises(InputError, match="does not hold an encoder"):
         load_encoder(file)
 
 
