@@ -50,7 +50,7 @@ SETS_NUM_CLIENTS = {"num_clients", "experiment", "resume"}
 
 app = ServerApp()
 
-# Flower takes only keys that pyproject.toml has with a default; an empty one leaves the setting as it is.
+# Flower accepts only keys with a default in pyproject.toml. An empty one leaves the setting unchanged.
 RUN_CONFIG_KEYS = {
     "experiment": "experiment",
     "strategy": "strategy",

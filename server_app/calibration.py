@@ -3,7 +3,7 @@
 In every round the server trains all stages of the encoder that there are so far, and the heads, on unlabeled auxiliary
 images of its own, as a client would ("we use the same settings as local training", Section 5.1). ``when="end"``: after
 the aggregation, as Section 4.2 has it; ``when="start"``: before clients begin, as Algorithm 1 has it, in which the last
-aggregation is left as it is.
+aggregation is not calibrated.
 """
 
 from dataclasses import replace

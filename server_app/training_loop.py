@@ -247,8 +247,8 @@ class BackgroundRecorder:
             health=completed.health,
             cost=completed.cost,
         )
+        self.state = completed.state  # an interrupt from here on saves this state
         self._recorder.checkpoint(completed.state)
-        self.state = completed.state
 
 
 def arrays_by_model(context: RoundContext, state: ServerState) -> dict[str, Layers]:

@@ -69,9 +69,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     file = tmp_path / "round-000001.pt"
     torch.save({"round": 1, "layers": {"weight": torch.zeros(1)}}, file)
     file.with_suffix(".sha256").write_text(hashlib.sha256(file.read_bytes()).hexdigest())
-    with pytest.raises(
-        InputError, match="round-000001.pt has the format of an earlier version of fedssl; resume with"
-    ):
+    with pytest.raises(InputError, match="round-000001.pt has the format of an earlier version of fedssl; resume with"):
         latest_checkpoint(tmp_path)
 
 

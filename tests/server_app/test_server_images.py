@@ -120,19 +120,19 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     for overrides, message in (
         (
             [*own, "dataset.test_fraction=0"],
-            "the data set has no labeled test images (dataset.splits.test=test names no images); give "
-            "dataset.splits.test=NAME of a split that has them, or hold out a share of the training images with "
+            "the data set has no labeled test images (dataset.splits.test=test names no images); set "
+            "dataset.splits.test to a split with labeled images, or hold out a share of the training images with "
             "dataset.test_fraction=0.2",
         ),
         (
             [*own, f"dataset.path={flat}"],
             "the data set has no labeled training images (dataset.splits.train=train names images without "
-            "labels); give dataset.splits.train=NAME of a split that has them, or give every class a subfolder",
+            "labels); set dataset.splits.train to a split with labeled images, or use one subfolder per class",
         ),
         (
             ["dataset=digits", "dataset.splits.train=null"],
-            "the data set has no labeled training images (dataset.splits.train=null names no images); give "
-            "dataset.splits.train=NAME of a split that has them",
+            "the data set has no labeled training images (dataset.splits.train=null names no images); set "
+            "dataset.splits.train to a split with labeled images",
         ),
     ):
         assert why_not_evaluable(compose(overrides).data) == message

@@ -223,22 +223,25 @@ def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monke
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
-def test_an_interrupted_run_reports_the_round_of_its_newest_checkpoint(tmp_path, monkeypatch):
-    """Interrupted after the line of round 2 and before its checkpoint, a resumed run repeats round 2."""
+@pytest.mark.parametrize(("full", "reported"), [(False, 2), (True, 1)])
+def test_an_interrupted_run_reports_the_round_from_which_resume_continues(tmp_path, monkeypatch, full, reported):
+    """Interrupted after the line of round 2, before its checkpoint. A full disk allows no checkpoint afterwards."""
     checkpoint = Recorder.checkpoint
 
     def interrupted(self, state, *, ends=False):
         if state.round == 2 and not ends:
             raise KeyboardInterrupt
+        if state.round == 2 and full:
+            raise OSError(28, "No space left on device")
         checkpoint(self, state, ends=ends)
 
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "checkpoint", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="after round 1; "):
+        with pytest.raises(KeyboardInterrupt, match=f"after round {reported}; "):
             run([*TINY, f"output_dir={tmp_path / 'run'}"])
     rounds_done, _, lines = contents(tmp_path / "run")
-    assert (rounds_done, [line["round"] for line in lines]) == (1, [1, 2])
+    assert (rounds_done, [line["round"] for line in lines]) == (reported, [1, 2])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["rounds"]) == ("interrupted", 1)
+    assert (summary["status"], summary["rounds"]) == ("interrupted", reported)
     run([f"resume={tmp_path / 'run'}"])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 3
