@@ -203,7 +203,6 @@ def _num_rows(file: Path) -> int:
 
 
 def _column(file: Path, column: str) -> Iterator[pa.Array]:
-    """Yield the values of one column in batches."""
     table = _open(file)
     if isinstance(table, pa.Table):
         batches = iter(table.select([column]).to_batches(max_chunksize=_BATCH))

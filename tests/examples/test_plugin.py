@@ -98,7 +98,7 @@ def test_the_encoder_is_evaluated_with_the_folder_that_has_it(run_folder, folder
     assert "nearest_mean" in evaluated.stdout
     refused = call("fedssl.evaluation.cli", f"encoder={run_folder}/encoder-even.pt", "dataset=digits", folder=folder)
     assert refused.returncode == 2
-    assert "mylab.encoder.Perceptron, which is not fedssl's" in refused.stderr
+    assert "mylab.encoder.Perceptron, which is not part of fedssl" in refused.stderr
 
 
 def test_a_package_that_is_not_there_is_one_sentence(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""What tests that read data sets have in common."""
+"""Fixtures of tests that read data sets."""
 
 import socket
 

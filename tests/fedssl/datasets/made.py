@@ -1,4 +1,4 @@
-"""Data sets that tests make, and their settings."""
+"""Data sets made by tests, and their settings."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def table(values: list[int], labels: list[int | None], *, image: str = "img", label: str = "label") -> pa.Table:
-    """A table as the Hub stores one: an image is a struct of bytes and path, the class names are in the metadata."""
+    """Table in the Hub's format: an image is a struct of bytes and path; class names are in the metadata."""
     images = [{"bytes": png(make_image(value)), "path": None} for value in values]
     struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     features = {image: {"_type": "Image"}, label: {"names": ["ant", "bee", "cow"], "_type": "ClassLabel"}}

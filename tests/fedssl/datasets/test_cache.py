@@ -1,4 +1,4 @@
-"""Decoded images in a file: the same bits, made once, whoever asks for them and whatever has ended before."""
+"""Cache of decoded images: the same bits, decoded once, also after interruptions."""
 
 import fcntl
 import hashlib
@@ -30,7 +30,7 @@ CONF = Path(__file__).parents[3] / "conf" / "dataset"
 
 
 @pytest.fixture(autouse=True)
-def every_set_is_worth_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def cache_all_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     base._read_split.cache_clear()
 
@@ -63,7 +63,7 @@ def folder_of(images: Path, place: Path | None, **changes: object) -> DataSettin
 
 
 def read(data: DataSettings, split: str = "federated") -> ImageData:
-    """As a process that has read nothing before."""
+    """Read without the data sets that this process has loaded."""
     base._read_split.cache_clear()
     found = load_split(data, split)
     assert found is not None
@@ -78,7 +78,7 @@ def same(one: ImageData, other: ImageData) -> bool:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What has been decoded, in any order."""
+    """Record of the decoded sources, in any order."""
     seen: list[object] = []
     original = decoding.read_image
 
@@ -109,7 +109,7 @@ def test_a_folder_has_the_same_bits_with_and_without_a_file(images, place, decod
     assert only(place).name.startswith("images-train-8px-")
 
 
-def test_what_cannot_be_read_is_said_every_time(images, place, caplog):
+def test_unreadable_images_are_logged_by_every_process(images, place, caplog):
     for _ in range(2):
         caplog.clear()
         read(folder_of(images, place, test_fraction=0))
@@ -146,7 +146,7 @@ def test_small_sets_need_no_file(images, place, monkeypatch):
     assert not place.exists()
 
 
-def test_what_pixels_depend_on_makes_other_files(images, place, decoded, monkeypatch):
+def test_the_cache_key_covers_all_that_pixels_depend_on(images, place, decoded, monkeypatch):
     def number(**changes: object) -> int:
         before = len(decoded)
         read(folder_of(images, place, **changes))
@@ -196,7 +196,7 @@ def test_a_damaged_file_is_made_again(images, place, decoded, caplog, damage, na
     assert len(decoded) == 3 * number
 
 
-def test_images_that_are_in_use_survive_another_making(images, place):
+def test_images_in_use_survive_another_decoding(images, place):
     first = read(folder_of(images, place))
     before = first.images.clone()
     flip(only(place), "about.npz")
@@ -237,13 +237,13 @@ def wait_for(condition, *, seconds: float = 60) -> None:
 
 
 def done(place: Path) -> int:
-    """How far the note says that decoding has come."""
+    """Number of decoded images by the note."""
     notes = list(place.glob("*/note.json"))
     return json.loads(notes[0].read_text())["done"] if notes else 0
 
 
 @pytest.mark.heavy
-def test_after_a_kill_decoding_goes_on_where_it_was(images, place, tmp_path):
+def test_decoding_resumes_after_a_kill(images, place, tmp_path):
     log = tmp_path / "log"
     expected = read(folder_of(images, None, test_fraction=0))
     killed = start(images, place, log, pause=0.02)
@@ -270,7 +270,7 @@ def digest(images: ImageData) -> str:
     return f"{hashlib.sha256(images.images.numpy().tobytes()).hexdigest()} {images.labels.sum().item()}"
 
 
-def test_of_two_processes_one_decodes_and_the_other_waits(images, place, tmp_path, caplog):
+def test_one_of_two_processes_decodes_and_the_other_waits(images, place, tmp_path, caplog):
     log = tmp_path / "log"
     other = start(images, place, log, pause=0.02)
     wait_for(lambda: done(place) >= 10)
@@ -282,7 +282,7 @@ def test_of_two_processes_one_decodes_and_the_other_waits(images, place, tmp_pat
 
 
 @pytest.mark.slow
-def test_who_waits_takes_over_when_the_other_dies(images, place, tmp_path, decoded):
+def test_a_waiting_process_resumes_decoding_when_the_other_dies(images, place, tmp_path, decoded):
     log = tmp_path / "log"
     other = start(images, place, log, pause=0.05)
     wait_for(lambda: done(place) >= 10)
@@ -298,7 +298,7 @@ def test_who_waits_takes_over_when_the_other_dies(images, place, tmp_path, decod
 
 
 def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
-    """Ctrl-C when so many images more have been begun, as the thread that decodes one of them."""
+    """Raise KeyboardInterrupt in a decoding thread after ``number`` further images."""
     original, end = decoding.read_image, len(seen) + number
 
     def read_image(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
@@ -310,7 +310,7 @@ def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object])
 
 
 @pytest.mark.parametrize("note", ["whole", "damaged"])
-def test_a_stopped_decoding_goes_on_where_it_was(images, place, decoded, note):
+def test_interrupted_decoding_resumes(images, place, decoded, note):
     expected = read(folder_of(images, None, test_fraction=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_folder, "_BATCH", 2)
@@ -327,7 +327,7 @@ def test_a_stopped_decoding_goes_on_where_it_was(images, place, decoded, note):
     assert len(decoded) - number == 60 - noted
 
 
-def test_a_long_decoding_tells_how_far_it_is(images, place, monkeypatch, caplog):
+def test_long_decoding_logs_its_progress(images, place, monkeypatch, caplog):
     original = decoding.read_image
 
     def slow(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
@@ -342,7 +342,7 @@ def test_a_long_decoding_tells_how_far_it_is(images, place, monkeypatch, caplog)
     assert any(" of 60 images, " in line and line.endswith(" s left") for line in caplog.messages)
 
 
-def test_no_room_is_one_sentence(images, place, monkeypatch):
+def test_a_full_disk_is_one_sentence(images, place, monkeypatch):
     def full(descriptor: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -360,7 +360,7 @@ def test_a_folder_that_cannot_be_made(images, tmp_path, monkeypatch, caplog, kin
     (tmp_path / "x").write_text("")
     with pytest.raises(InputError, match=r"cannot be written .*; name another folder with dataset.cache=FOLDER"):
         read(folder_of(images, tmp_path / "x"))
-    # Where nobody has named it, as on a device whose home is read-only, images are decoded into memory.
+    # Without an explicit folder, as with a read-only home, images are decoded into memory.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     found = read(settings("image_folder", path=str(images), size=8))
     assert "images are decoded into memory" in caplog.text
@@ -373,7 +373,7 @@ def test_the_folder_of_auto_is_that_of_the_user(images, tmp_path, monkeypatch):
     assert only(tmp_path / "mine" / "fedssl").name.startswith("images-train")
 
 
-def test_a_whole_file_needs_neither_lock_nor_a_place_to_write(images, place):
+def test_a_complete_cache_needs_no_lock_and_no_write_permission(images, place):
     whole = read(folder_of(images, place))
     with (only(place) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

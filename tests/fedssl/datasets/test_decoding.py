@@ -1,4 +1,4 @@
-"""From the bytes of a file to pixels."""
+"""Decoding of encoded images."""
 
 import io
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_impossible_channels_are_named(mode: str) -> None:
         decoding.to_array(Image.new(mode, (4, 4)), channels=1, size=4)
 
 
-def test_another_size_scales_the_shorter_side_and_crops_the_centre() -> None:
+def test_another_size_scales_the_shorter_side_and_crops_the_center() -> None:
     three = np.repeat(np.array([[10, 20, 30]], dtype=np.uint8), 4, axis=0).repeat(4, axis=1)  # 4 high, 12 wide
     assert (decoding.to_array(Image.fromarray(three), channels=1, size=4) == 20).all()
     assert (decoding.to_array(Image.fromarray(three.T.copy()), channels=1, size=4) == 20).all()
@@ -79,7 +79,7 @@ def test_images_that_do_not_fit_into_memory_are_refused_before_the_first(monkeyp
         decoding.memory_buffer((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
 
 
-def test_a_image_that_cannot_be_converted_is_left_out_as_a_damaged_one_is(tmp_path: Path) -> None:
+def test_an_unconvertible_image_is_unreadable(tmp_path: Path) -> None:
     batches = [[png(make_image(1))], [tmp_path / "float.tif"], [png(make_image(2))]]
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     buffer = decoding.memory_buffer((3, 1, 4, 4))

@@ -1,4 +1,4 @@
-"""The digits that come with scikit-learn."""
+"""scikit-learn's digits."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Images that somebody made to do harm: left out by name, without waiting, memory or programs."""
+"""Malicious images: reported and left out, without delay, memory use or programs."""
 
 import io
 import os
@@ -36,13 +36,13 @@ def chunk(name: bytes, content: bytes) -> bytes:
 
 
 def declared(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says it is of this size."""
+    """A PNG of a few bytes that declares this size."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
 
 def with_text(megabytes: int) -> bytes:
-    """A PNG whose compressed comment becomes so large."""
+    """A PNG with a compressed comment that expands to this size."""
     info = PngImagePlugin.PngInfo()
     info.add_text("comment", "x" * 2**20 * megabytes, zip=True)
     return encoded(make_image(), "PNG", pnginfo=info)
@@ -88,7 +88,7 @@ def read(path: Path, **settings: object):
     return image_folder.read("train", channels=3, size=8, limit=None, path=str(path), test_fraction=0, **settings)
 
 
-def test_the_harmful_are_left_out_and_the_harmless_are_used(folder, monkeypatch):
+def test_malicious_images_are_left_out(folder, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda *overrides, **how: pytest.fail(f"{overrides} was started"))
     start = time.monotonic()
     found = read(folder)
@@ -109,7 +109,7 @@ def test_each_has_its_reason(folder, name):
     assert reason.isprintable()
 
 
-def test_the_bytes_of_a_parquet_file_are_treated_alike(tmp_path, caplog):
+def test_malicious_images_in_parquet_files_are_left_out(tmp_path, caplog):
     harmful = [content for content, _ in HARMFUL.values()]
     rows = [*harmful, *HARMLESS.values(), None]
     pq.write_table(pa.table({"img": rows, "label": list(range(len(rows)))}), tmp_path / "train.parquet")
@@ -121,8 +121,8 @@ def test_the_bytes_of_a_parquet_file_are_treated_alike(tmp_path, caplog):
     assert "row 0 of the split 'train' in" in found.warnings[0]
 
 
-def test_what_is_no_regular_file_is_never_opened(tmp_path):
-    """Also where it takes the place of an image after the folder has been listed: opening does not wait."""
+def test_only_regular_files_are_opened(tmp_path):
+    """Also if it replaces an image after the folder has been listed: opening does not block."""
     places = [tmp_path / name for name in ("pipe.png", "socket.png", "folder.png", "loop.png", "zero.png")]
     os.mkfifo(places[0])
     with socket.socket(socket.AF_UNIX) as server:
@@ -171,7 +171,7 @@ def test_images_are_upright_whatever_their_orientation(orientation, kind):
 
 
 def test_large_images_wait_for_room_in_all_threads(tmp_path, monkeypatch):
-    """Two have room where the memory is for two; the others wait, small ones do not."""
+    """Memory for two large images: further ones wait, small ones do not."""
     monkeypatch.setattr(room.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(room, "available_memory", lambda: 2 * room._SHARE * 2**30)
     lock, inside, most = threading.Lock(), [0], [0]

@@ -1,4 +1,4 @@
-"""Folders of images, which the tests write themselves."""
+"""Image folders, written by the tests."""
 
 import logging
 from pathlib import Path
@@ -40,8 +40,8 @@ def test_loose_images_of_any_kind_have_no_labels(tmp_path: Path) -> None:
     assert image_data.labels is None
     assert load(own(tmp_path), "train") is None
     assert load(own(tmp_path), "test") is None
-    grey = load(own(tmp_path, channels=1, mean=[0.5], std=[0.2]), "federated")
-    assert grey.images.shape == (5, 1, 4, 4)
+    gray = load(own(tmp_path, channels=1, mean=[0.5], std=[0.2]), "federated")
+    assert gray.images.shape == (5, 1, 4, 4)
 
 
 def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_subfolders_may_be_owners(tmp_path: Path) -> None:
 
 
 def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second owner has no ant; one image of the first cannot be read."""
+    """The second owner has no ant; one image of the first is unreadable."""
     for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):
         write(tmp_path / "train" / name, make_image(value))
     (tmp_path / "train" / "ann" / "ant" / "0.png").write_bytes(b"")
@@ -95,7 +95,7 @@ def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert (test.classes, test.labels.tolist(), test.owner_names) == (("ant", "bee", "cow"), [0, 1, 2], ("eve",))
 
 
-def test_a_fifth_of_every_class_is_held_out_whoever_made_it(tmp_path: Path) -> None:
+def test_a_fifth_of_every_class_is_held_out_regardless_of_owners(tmp_path: Path) -> None:
     for owner in range(5):
         for name in ("ape", "cat"):
             for number in range(2):
@@ -143,8 +143,8 @@ def test_train_and_test_folders(tmp_path: Path) -> None:
     assert first_pixels(load(own(tmp_path), "federated").images) == [1, 2]
     assert load(own(tmp_path), "test") is None  # no labels
     for name, value in (("train/x/1.png", 1), ("train/y/2.png", 2), ("test/y/3.png", 3), ("test/x/4.png", 4)):
-        write(tmp_path / "labelled" / name, make_image(value))
-    settings = own(tmp_path / "labelled")
+        write(tmp_path / "labeled" / name, make_image(value))
+    settings = own(tmp_path / "labeled")
     assert load(settings, "train").labels.tolist() == [0, 1]
     assert first_pixels(load(settings, "test").images) == [4, 3]
 

@@ -1,4 +1,4 @@
-"""Data sets in parquet and arrow files, which the tests write themselves; nothing is fetched."""
+"""Data sets in parquet and arrow files, written by the tests, without network."""
 
 import logging
 import sys
@@ -70,7 +70,7 @@ def test_single_file_and_pattern(folder: Path) -> None:
     assert first_pixels(load(pattern, "federated").images) == [1, 2, 3, 4, 5]
 
 
-def test_names_that_say_no_split_are_training_images(tmp_path: Path) -> None:
+def test_files_without_a_split_name_are_training_images(tmp_path: Path) -> None:
     pq.write_table(table([1, 2, 3], [0, 1, 2]), tmp_path / "mine.parquet")
     settings = settings_of("cifar10", path=str(tmp_path), size=4)
     assert first_pixels(load(settings, "federated").images) == [1, 2, 3]
@@ -189,7 +189,7 @@ def test_a_share_of_local_files_without_a_test_is_held_out(tmp_path: Path) -> No
     limited = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2, limit=5, test_limit=3)
     assert not {*first_pixels(load(limited, "train").images)} & {*first_pixels(test.images)}
     assert (len(load(limited, "train").images), len(load(limited, "test").images)) == (5, 3)
-    # A file for the test is taken as it is.
+    # A test file is used unchanged.
     pq.write_table(table(values, labels), tmp_path / "mine-train.parquet")
     pq.write_table(table([7], [1]), tmp_path / "mine-test.parquet")
     (tmp_path / "mine.parquet").unlink()
@@ -220,7 +220,7 @@ def test_hidden_files_are_no_match_of_a_pattern(folder: Path) -> None:
             load(settings_of("cifar10", path=str(folder / pattern), size=4), "federated")
 
 
-def test_missing_label_column_is_said_and_means_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_label_column_is_logged_and_means_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pq.write_table(table([1, 2], [0, 1], label="target"), tmp_path / "train.parquet")
     settings = settings_of("cifar10", path=str(tmp_path), size=4)
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""What tests of the protocols have in common."""
+"""Fixtures of tests of protocols."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """The data here are tiny: threads only wait for one another."""
+    """The data is tiny; several threads would be slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

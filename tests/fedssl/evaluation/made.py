@@ -1,4 +1,4 @@
-"""What tests of the protocols judge."""
+"""Evaluation inputs for tests of protocols."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def blobs(seed: int = 0, *, n: int = 200, dim: int = 8, classes: int = 4, spread
 
 
 class Given(EvaluationInput):
-    """A subject whose features are there already."""
+    """An evaluation input with given features."""
 
     def __init__(self, data: Features) -> None:
         test = torch.zeros(len(data.test), 1, 2, 2, dtype=torch.uint8)
@@ -40,5 +40,5 @@ class Given(EvaluationInput):
 
 
 def results(protocol: EvaluationProtocol, data: Features, *, seed: int) -> dict[str, float]:
-    """As files have them."""
+    """Results as stored in files."""
     return to_flat_dict(evaluate(protocol, Given(data), seed=seed))

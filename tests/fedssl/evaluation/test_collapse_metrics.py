@@ -1,4 +1,4 @@
-"""Numbers of collapse: by hand, against slow transcriptions, and on representations whose collapse is known."""
+"""Measures of collapse: by hand, against slow transcriptions, and for representations with known collapse."""
 
 from math import exp, log, sqrt
 
@@ -97,7 +97,7 @@ def test_uniformity_by_hand():
     assert uniformity(h) == pytest.approx(log((2 * exp(-4) + exp(-8)) / 3))
 
 
-def test_they_tell_a_collapse():
+def test_they_detect_collapse():
     whole = sphere(256, 64)
     point = torch.ones(256, 64) + 1e-3 * whole
     plane = sphere(256, 2) @ sphere(2, 64)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def finished_run(tmp_path: Path) -> Path:
-    """A run folder as far as the command needs it: settings and encoder of a run on the digits."""
+    """The files of a run folder that the command needs: settings and encoder of a run on the digits."""
     settings = compose(["seed=7", "dataset=digits", "dataset.limit=300", "encoder=conv_small", "encoder.width=4"])
     (tmp_path / "config.yaml").write_text(settings.recording.resolved_yaml)
     write_encoder(tmp_path / "encoder.pt")
@@ -61,14 +61,14 @@ def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: P
     assert {"knn", "linear", "linear_2_per_class", "linear_5_per_class_std"} <= set(report["results"])
 
 
-def test_command_writes_a_paper_s_probe_beside_the_others(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_command_writes_one_file_per_protocol(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = [f"run={finished_run}", "evaluation=fedu/linear", "evaluation.epochs=2", "dataset.test_limit=50"]
     assert command(monkeypatch, *overrides) == 0
     report = json.loads((finished_run / "evaluation" / "fedu_linear-digits.json").read_text())
     assert list(report["results"]) == ["linear_fedu"]
 
 
-def test_command_standardises_and_scales_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
     overrides = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]
     assert command(monkeypatch, *overrides, "dataset.channels=3") == 0
@@ -108,7 +108,7 @@ def test_command_answers_bad_input_with_one_sentence(
     assert re.search(message, captured.err)
 
 
-def test_command_tells_an_unfinished_run_from_a_wrong_folder(
+def test_command_distinguishes_an_unfinished_run_from_a_wrong_folder(
     finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (finished_run / "encoder.pt").unlink()
@@ -126,7 +126,7 @@ def test_command_names_the_encoders_of_a_run_that_has_several(
     assert f"has 2 encoders; give one of them: encoder={finished_run}/encoder-0.pt" in capsys.readouterr().err
 
 
-def test_command_without_words_shows_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_command_without_arguments_shows_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert command(monkeypatch) == 2
     assert command(monkeypatch, "--help") == 0
     assert capsys.readouterr().out.count("usage:") == 2

@@ -1,4 +1,4 @@
-"""What an encoder makes of images, and the images themselves as features."""
+"""Features of an encoder, and raw pixels as features."""
 
 import math
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Statistics(nn.Module):
-    """Flattens and normalises by batch norm, with a second module to tell modes apart."""
+    """Flattens and normalizes by batch norm; a second module has another training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Statistics(nn.Module):
         return self.dropout(self.norm(x.flatten(1)))
 
 
-def test_extract_normalises_and_uses_running_statistics():
+def test_extract_normalizes_and_uses_running_statistics():
     # Pixel 255 -> 1 -> (1 - 0.5) / 0.1 = 5 -> (5 - 1) / sqrt(4) = 2; pixel 0 -> -5 -> -3.
     images = torch.tensor([[255, 0], [0, 255]], dtype=torch.uint8).view(2, 1, 1, 2)
     features = extract(Statistics(), images, mean=[0.5], std=[0.1], device="cpu")
@@ -51,7 +51,7 @@ def test_extract_restores_modes_after_an_error():
     assert encoder.training
 
 
-def test_extract_normalises_each_channel_and_does_not_depend_on_the_batch_size():
+def test_extract_normalizes_each_channel_and_does_not_depend_on_the_batch_size():
     images = torch.randint(0, 256, (7, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
     expected = (images.double() / 255 - torch.tensor(mean).double().view(3, 1, 1)) / torch.tensor(std).double().view(

@@ -1,4 +1,4 @@
-"""The protocol of few labels: what is drawn, and its accuracy by hand."""
+"""The protocol with few labels: its draws, and its accuracy by hand."""
 
 import math
 
@@ -17,14 +17,14 @@ from tests.fedssl.evaluation.made import blobs, results
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_draw_few_takes_the_same_number_of_every_class():
+def test_sample_per_class_draws_equal_numbers():
     labels = torch.tensor([2, 0, 1, 0, 2, 1, 0, 0, 1, 2])
     drawn = sample_per_class(labels, per_class=3, num_classes=3, generator=np.random.default_rng(0))
     assert labels[drawn].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(set(drawn.tolist())) == 9
 
 
-def test_draw_few_reaches_every_image():
+def test_sample_per_class_reaches_every_image():
     labels = torch.tensor([0, 0, 0, 1])
     generator = np.random.default_rng(0)
     drawn = [sample_per_class(labels, per_class=1, num_classes=2, generator=generator).tolist() for _ in range(100)]
@@ -32,7 +32,7 @@ def test_draw_few_reaches_every_image():
     assert {second for _, second in drawn} == {3}
 
 
-def test_draw_few_names_the_class_that_is_too_small():
+def test_sample_per_class_names_the_class_that_is_too_small():
     with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labeled training images"):
         sample_per_class(torch.tensor([0, 0, 1]), per_class=2, num_classes=2, generator=np.random.default_rng(0))
     with pytest.raises(InputError, match=r"class 2 has 0"):

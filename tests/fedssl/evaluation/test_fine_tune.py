@@ -1,4 +1,4 @@
-"""Fine-tuning on a share of the labels, and which images these are."""
+"""Fine-tuning on a share of the labels."""
 
 import copy
 
@@ -16,7 +16,7 @@ from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluate
 
 
 class Brightness(nn.Module):
-    """Mean brightness of the upper and of the lower half, through one weight each."""
+    """Mean brightness of the upper and the lower half, each times a weight."""
 
     def __init__(self, *weights):
         super().__init__()
@@ -28,7 +28,7 @@ class Brightness(nn.Module):
 
 
 class Sum(Brightness):
-    """The sum of both, which says nothing as long as both weights are the same."""
+    """The sum of both, which is independent of the class if the weights are equal."""
 
     def forward(self, images):
         return super().forward(images).sum(dim=1, keepdim=True)
@@ -62,7 +62,7 @@ def protocol(**changes):
     return FineTune(**{**options, **changes})
 
 
-def test_a_share_is_taken_of_every_class():
+def test_a_share_of_every_class_is_drawn():
     labels = torch.tensor([0] * 40 + [1] * 10 + [2] * 2)
     rows = stratified_sample(labels, share=0.25, generator=np.random.default_rng(0))
     assert rows.tolist() == sorted(set(rows.tolist()))
@@ -70,7 +70,7 @@ def test_a_share_is_taken_of_every_class():
     assert stratified_sample(labels, share=1.0, generator=np.random.default_rng(0)).tolist() == list(range(52))
 
 
-def test_what_is_learned_and_what_stays():
+def test_a_copy_of_the_encoder_is_trained():
     encoder = Brightness(1.0, 1.0)
     before = copy.deepcopy(encoder.state_dict())
     found = evaluate(protocol(), subject(encoder), seed=0)
@@ -82,15 +82,15 @@ def test_what_is_learned_and_what_stays():
     assert evaluate(protocol(), subject(Brightness(1.0, 1.0)), seed=0) == found
 
 
-def test_without_training_all_are_of_the_first_class():
-    """The classifier begins with zeros, and the first of equals is class 0: half of the images."""
+def test_without_training_the_prediction_is_the_first_class():
+    """The classifier is zero and predicts class 0, which is half of the images."""
     found = evaluate(protocol(epochs=0, draws=1), subject(Brightness(1.0, 1.0)), seed=0)
     assert {score.value for score in found.values()} == {0.5}
     assert {score.std for score in found.values()} == {None}
 
 
 def test_the_encoder_learns_as_well():
-    """The sum of both halves is the same for both classes, until the encoder learns to weigh them differently."""
+    """The sum of both halves is the same for both classes until the encoder learns different weights."""
     frozen, trained = (
         evaluate(protocol(encoder_lr=lr, shares=[1.0], epochs=30), subject(Sum(1.0, 1.0)), seed=0) for lr in (0.0, 0.3)
     )
@@ -117,7 +117,7 @@ def test_a_linear_probe_on_shares():
         (["evaluation.encoder_lr=-1"], "encoder_lr=-1 of fine-tuning must be a number of at least 0"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(overrides, sentence):
+def test_invalid_settings_are_one_sentence(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
         compose(["evaluation=fine_tune", *overrides]).evaluation.protocol.instantiate()
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slow_knn(data: Features, *, k: int, temperature: float) -> list[int]:
-    """Wu et al. 2018, section 3.4, one test image and one neighbour at a time in float64."""
+    """Wu et al. 2018, section 3.4, one test image and one neighbor at a time in float64."""
     train, test = data.train.double().numpy(), data.test.double().numpy()
     predictions = []
     for query in test:
@@ -56,7 +56,7 @@ def test_knn_by_hand():
     assert predict(200, 10.0) == 1
 
 
-def test_knn_with_a_tiny_temperature_is_the_nearest_neighbour():
+def test_knn_with_a_tiny_temperature_is_the_nearest_neighbor():
     data = blobs()
 
     def predict(k: int, temperature: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Test images in which classes are as frequent as among a client's."""
+"""Label-matched test images of a client."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_by_hand(test, own, expected):
     assert drawn(labels(**test), labels(**own)) == expected
 
 
-def test_who_is_taken_depends_on_the_seed_alone():
+def test_the_draw_depends_on_the_seed_alone():
     test, own = labels(c0=50, c1=50), labels(c0=1, c1=10)
     one, again, other = (
         sample_label_matched(test, own, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
@@ -44,7 +44,7 @@ def test_who_is_taken_depends_on_the_seed_alone():
     assert not one.equal(other)
 
 
-def test_a_part_has_the_features_of_the_whole_without_computing_them_anew():
+def test_a_subset_reuses_the_features():
     calls = []
 
     class Counting(torch.nn.Module):

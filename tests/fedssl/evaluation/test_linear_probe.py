@@ -32,7 +32,7 @@ def test_softmax_regression_equals_scikit_learn(n: int, l2: float):
     data = blobs(n=n)
     x, x_test = standardize(data.train, data.test)
     weight, bias = softmax_regression(x, data.train_labels, num_classes=4, l2=l2)
-    # scikit-learn minimises C * sum of losses + ||weight||^2 / 2.
+    # scikit-learn minimizes C * sum of losses + ||weight||^2 / 2.
     reference = LogisticRegression(C=1 / (n * l2), tol=1e-10, max_iter=20_000).fit(
         x.double().numpy(), data.train_labels.numpy()
     )
@@ -50,13 +50,13 @@ def test_linear_probe_equals_scikit_learn():
     assert (found.numpy() == expected).mean() >= 0.99  # a test image on a boundary may fall to either side
 
 
-def test_linear_separates_what_can_be_separated():
+def test_linear_separates_separable_classes():
     data = blobs(spread=0.01)
     assert results(LinearProbe(), data, seed=0) == {"linear": 1.0}
     assert results(LinearProbe(l2=0.0), data, seed=0) == {"linear": 1.0}
 
 
-def test_linear_gives_the_same_number_every_time_whatever_the_seed():
+def test_linear_does_not_depend_on_the_seed():
     data = blobs()
     assert results(LinearProbe(), data, seed=0) == results(LinearProbe(), data, seed=1)
 

@@ -1,4 +1,4 @@
-"""No protocol learns from test images or their labels: they decide what the score is, and nothing else."""
+"""No protocol learns from test images or their labels."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "sha
 
 
 def alone():
-    """Choices that are one protocol on the run's own data, and no mixture of several."""
+    """Choices of a single protocol on the run's own data."""
     written = {name: (CONF / "evaluation" / f"{name}.yaml").read_text() for name in config_groups()["evaluation"]}
     inherit = {name for name, text in written.items() if re.search(r"^  - \w+$", text, flags=re.MULTILINE)}
     modules = [f"_target_: {module.__name__}." for module in MODULES]
@@ -28,7 +28,7 @@ def alone():
 
 @pytest.fixture
 def predictions(monkeypatch):
-    """What protocols predict of test images, of each score."""
+    """Predictions for the test images, one for each score."""
     found = []
     for module in MODULES:
 
@@ -41,7 +41,7 @@ def predictions(monkeypatch):
 
 
 def made(name):
-    """The protocol of a file, with little training."""
+    """The protocol of a settings file, with little training."""
     values = dict(compose([f"evaluation={name}"]).evaluation.protocol.values)
     quick = {key: value for key, value in QUICK.items() if values.get(key)}
     if "lr_schedule" in values and "warmup" in (values["lr_schedule"] or {}):
@@ -63,19 +63,21 @@ def subject():
 
 
 @pytest.mark.parametrize("name", alone())
-def test_predictions_know_neither_labels_nor_other_images_of_the_test(name, subject, predictions):
+def test_predictions_do_not_depend_on_labels_or_other_test_images(name, subject, predictions):
     test, protocol = subject.test, made(name)
 
-    def judged(labels, rows=slice(None)):
+    def evaluated(labels, rows=slice(None)):
         before = len(predictions)
         scores = evaluate(protocol, replace(subject, test=LabeledImages(test.images[rows], labels[rows])), seed=0)
         return list(scores.values()), predictions[before:]
 
-    _, found = judged(test.labels)
+    _, found = evaluated(test.labels)
     assert len(found[0].unique()) > 1  # or all were the same whatever is learned
-    scores, again = judged(found[0])  # labels of its own choice: the score is 1, and nothing else changes
+    scores, again = evaluated(
+        found[0]
+    )  # labels equal to the predictions: the score is 1 and the predictions are unchanged
     assert scores[0].value == 1
-    _, fewer = judged(test.labels, rows=slice(20))
+    _, fewer = evaluated(test.labels, rows=slice(20))
     for one, same, part in zip(found, again, fewer, strict=True):
         assert torch.equal(one, same)
         assert torch.equal(one[:20], part)

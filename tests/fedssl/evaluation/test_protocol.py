@@ -1,4 +1,4 @@
-"""What is judged: features once for all protocols."""
+"""Evaluation inputs and protocols: features are computed once for all protocols."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Counting(nn.Flatten):
-    """Counts how often images come."""
+    """Counts the images in its forward passes."""
 
     seen = 0
 
@@ -27,7 +27,7 @@ class Counting(nn.Flatten):
 
 
 def subject(encoder: nn.Module | None) -> EvaluationInput:
-    """Images of 1 x 2 pixels: class 0 is bright on the left, class 1 on the right."""
+    """Images of 1 x 2 pixels; class 0 is bright on the left, class 1 on the right."""
     images = torch.tensor([[255, 0], [0, 255], [204, 51], [51, 204]], dtype=torch.uint8).view(4, 1, 1, 2)
     labels = torch.tensor([0, 1, 0, 1])
     some = {"train": LabeledImages(images, labels), "test": LabeledImages(images[:3], labels[:3])}

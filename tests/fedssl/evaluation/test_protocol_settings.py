@@ -1,4 +1,4 @@
-"""Protocols as settings."""
+"""Settings of protocols."""
 
 import math
 import re
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ),
     ],
 )
-def test_every_yaml_serves_in_both_places(slot: str, name: str, keys: set[str]):
+def test_every_yaml_works_in_both_groups(slot: str, name: str, keys: set[str]):
     settings = compose([f"{slot}={name}"]).evaluation
     component = settings.protocol if slot == "evaluation" else settings.final_protocol
     assert set(results(component.instantiate(), blobs(), seed=0)) == keys

@@ -1,4 +1,4 @@
-"""Results as files and people have them."""
+"""Scores in files and in displayed text."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from fedssl.evaluation.scores import Score, as_scores, column_title, mean_over_m
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_scores_come_back_from_files_as_they_were():
+def test_scores_round_trip_through_files():
     scores = {
         "knn": Score(0.5),
         "few": Score(0.25, std=0.1),
@@ -29,7 +29,7 @@ def test_plain_numbers_are_accuracies():
     assert found == {"mine": Score(0.5, "accuracy", 0.1), "low_std": Score(0.2), "loss": Score(1.0, "nats")}
 
 
-def test_scores_for_people():
+def test_displayed_scores():
     assert [Score(0.6134).text, Score(0.5, std=0.05).text] == ["61.3%", "50.0 ± 5.0%"]
     assert [Score(2.34567, "nats").text, Score(12345.678, "", 1.5).text] == ["2.346 nats", "1.235e+04 ± 1.5"]
     assert [column_title("knn", "accuracy"), column_title("loss", "nats"), column_title("k", "")] == [

@@ -1,4 +1,4 @@
-"""The papers' linear probes: training against slow transcriptions, batch norm, features, and what the files say."""
+"""The papers' linear probes: training against slow transcriptions, batch norm, features and settings files."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ PAPERS = ("l_dawa", "fedu", "fedu2", "dec_ssl", "lw_fedssl")
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The data here are tiny: threads only wait for one another."""
+    """The data is tiny; several threads would be slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +65,7 @@ def protocol(**changes):
 
 
 class Halves(nn.Module):
-    """Mean brightness of both halves, normalised and cut at 0; counts the images that it sees."""
+    """Mean brightness of both halves, normalized and rectified; counts its images."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ def slow_sgd(x, labels, *, classes, rates, momentum, nesterov):
 
 
 def test_training_is_the_gradient_steps_of_the_paper():
-    """L-DAWA's optimiser and its rates, in an epoch of one batch, whose order changes no sum."""
+    """L-DAWA's optimizer and learning rates, with one batch per epoch."""
     overrides = ["evaluation.lr_schedule.milestones=[2,3]", "evaluation.epochs=4", "evaluation.batch_size=30"]
     made = compose(["evaluation=l_dawa/linear", *overrides]).evaluation.protocol.instantiate()
     generator = torch.Generator().manual_seed(0)
@@ -127,41 +127,41 @@ def test_warm_up_and_cosine_by_hand():
 
 @pytest.mark.parametrize(("epochs", "right"), [(0, 0.5), (1, 1.0), (5, 1.0)])
 def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, right):
-    """With a running mean that is far too high all features are 0, and all images of one class: half of them."""
+    """With a much too high running mean all features are 0, and half of the predictions are correct."""
     encoder = Halves()
     encoder.norm.running_mean.fill_(100.0)
-    before, judged = copy.deepcopy(encoder.state_dict()), subject(encoder)
+    before, evaluated = copy.deepcopy(encoder.state_dict()), subject(encoder)
     # A view that changes nothing, so that all three run the encoder in every epoch.
-    found = evaluate(protocol(batch_norm_epochs=epochs, view={"flip_prob": 0.0}), judged, seed=0)
+    found = evaluate(protocol(batch_norm_epochs=epochs, view={"flip_prob": 0.0}), evaluated, seed=0)
     assert found["mine"].value == right
     assert encoder.training
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
 
 
 def test_features_are_computed_once_where_they_are_the_same_in_every_epoch():
-    """60 + 20 images at once; else two to learn the length, 60 in each of 5 epochs, 20 at the end."""
+    """60 + 20 images if computed once; otherwise 2 for the feature length, 60 in each of 5 epochs, 20 at the end."""
     for changes, seen in ({}, 80), ({"view": {"flip_prob": 0.5}}, 322), ({"batch_norm_epochs": 1}, 322):
         encoder = Halves()
         evaluate(protocol(**changes), subject(encoder), seed=0)
         assert encoder.seen == [seen], changes
 
 
-def test_with_a_share_of_the_labels_only_the_drawn_images_teach():
-    """All other images are turned upside down: who learned from them too would be wrong of most test images.
+def test_with_a_share_of_the_labels_only_the_drawn_images_are_used():
+    """All other images are flipped; training on them would give wrong predictions for most test images.
 
-    Of the encoder in every epoch 2 images to learn the length, 6 in each of 5 epochs, 20 at the end.
+    The encoder computes 2 images for the feature length, 6 in each of 5 epochs, and 20 at the end.
     """
     for changes, encoder in ({}, None), ({"view": {"flip_prob": 0.5}}, Halves()):
-        judged = subject(encoder)
+        evaluated = subject(encoder)
         place = (0, "linear probe", "mine", "0.1")
-        drawn = stratified_sample(judged.train.labels, share=0.1, generator=numpy_generator(*place))
+        drawn = stratified_sample(evaluated.train.labels, share=0.1, generator=numpy_generator(*place))
         others = torch.ones(60, dtype=torch.bool)
         others[drawn] = False
-        judged.train.images[others] = judged.train.images[others].flip(2)
-        found = evaluate(protocol(shares=[0.1], **changes), judged, seed=0)
+        evaluated.train.images[others] = evaluated.train.images[others].flip(2)
+        found = evaluate(protocol(shares=[0.1], **changes), evaluated, seed=0)
         assert found == {"mine_10_percent": Score(1.0)}
         assert encoder is None or encoder.seen == [52]
-        assert evaluate(protocol(shares=[1.0, 0.1], **changes), judged, seed=0) == {"mine": Score(0.0), **found}
+        assert evaluate(protocol(shares=[1.0, 0.1], **changes), evaluated, seed=0) == {"mine": Score(0.0), **found}
 
 
 def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
@@ -183,7 +183,7 @@ def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
 
 
 def test_the_map_of_an_encoder_before_pooling():
-    """Its mean over positions is the representation; a probe of it leaves the run's encoder as it is."""
+    """Its mean over positions is the representation; a probe does not change the run's encoder."""
     torch.manual_seed(0)
     encoder = conv_small(channels=1, size=8, width=4).eval()
     images = torch.randn(3, 1, 8, 8)
@@ -204,7 +204,7 @@ def test_the_map_of_an_encoder_before_pooling():
         evaluate(protocol(features="map"), subject(Halves()), seed=0)
 
 
-def test_raw_pixels_are_judged_where_features_are_computed_once():
+def test_raw_pixels_are_evaluated_if_features_are_computed_once():
     assert evaluate(protocol(), subject(None), seed=0)["mine"].value == 1
     assert evaluate(protocol(batch_norm_epochs=1), subject(None), seed=0) == {}
 
@@ -218,24 +218,24 @@ def test_training_that_diverges_is_one_sentence():
 
 
 def noisy(n: int, *, dim: int = 8, classes: int = 4) -> tuple[Tensor, Tensor]:
-    """Overlapping Gaussian classes around the same centres, of features that differ in scale by a factor of ten."""
-    centres = 2 * torch.randn(classes, dim, generator=torch.Generator().manual_seed(0))
+    """Overlapping Gaussian classes around the same centers, of features that differ in scale by a factor of ten."""
+    centers = 2 * torch.randn(classes, dim, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(n) % classes
     noise = torch.randn(n, dim, generator=torch.Generator().manual_seed(n))
-    return (centres[labels] + 2 * noise) * torch.logspace(0, -1, dim), labels
+    return (centers[labels] + 2 * noise) * torch.logspace(0, -1, dim), labels
 
 
 def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged():
     """2,000 test images, of which 0.2 points are 4.
 
-    Both minimise the same convex function, whose minimum is one point, so predictions can differ only where two classes
-    are all but even. Of 100 epochs of SGD with a rate that falls to 0 little is missing.
+    Both minimize the same convex function with a unique minimum. Predictions differ only if the scores of two classes
+    are nearly equal. 100 epochs of SGD with a decaying learning rate nearly converge.
     """
     (train, labels), (test, test_labels) = noisy(1000), noisy(2000)
     mean, std = train.mean(0), train.std(0, correction=0)
     images = [LabeledImages(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
 
-    def judged(made, x, x_test):
+    def evaluated(made, x, x_test):
         given = EvaluationInput(encoder=None, train=images[0], test=images[1], mean=(0.5,), std=(0.5,), device=CPU)
         given.__dict__["features"] = Features(x, labels, x_test, test_labels, num_classes=4)
         return next(iter(evaluate(made, given, seed=0).values())).value
@@ -246,7 +246,7 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
         optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
         lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
     )
-    own, usual = judged(LinearProbe(l2=0.0), train, test), judged(sgd, (train - mean) / std, (test - mean) / std)
+    own, usual = evaluated(LinearProbe(l2=0.0), train, test), evaluated(sgd, (train - mean) / std, (test - mean) / std)
     assert 0.6 < own < 0.95  # neither without errors nor by chance
     assert abs(own - usual) <= 0.002
 
@@ -261,7 +261,7 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
         ("lw_fedssl", ("pooled", 0, 20, 256, torch.optim.AdamW), 0.03),
     ],
 )
-def test_the_files_say_what_the_papers_say(choice, numbers, lr):
+def test_settings_files_have_the_papers_values(choice, numbers, lr):
     made = compose([f"final_evaluation={choice}/linear"]).evaluation.final_protocol.instantiate()
     optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))]}])
     found = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
@@ -288,7 +288,7 @@ def test_settings_of_the_files_beside_numbers():
     assert [one.name for one in tuned.values()] == ["fine_tune_fedu", "fine_tune_lw_fedssl"]
 
 
-def test_every_protocol_serves_at_the_end_of_a_run_too():
+def test_both_groups_have_the_same_choices():
     names = {
         group: sorted(file.relative_to(CONF / group).as_posix() for file in (CONF / group).rglob("*.yaml"))
         for group in ("evaluation", "final_evaluation")
@@ -309,6 +309,6 @@ def test_every_protocol_serves_at_the_end_of_a_run_too():
         (["evaluation.optimizer.lr=-1"], "optimizer or lr_schedule of a linear probe rejects its settings"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(overrides, sentence):
+def test_invalid_settings_are_one_sentence(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
         compose(["evaluation=dec_ssl/linear", *overrides]).evaluation.protocol.instantiate()

@@ -24,7 +24,7 @@ def test_the_results_are_those_of_the_protocol_on_the_other_images():
     assert found["knn@few"] != found["knn@all"]
 
 
-def test_pixels_are_judged_too():
+def test_pixels_are_evaluated_too():
     settings = compose(OTHER)
     found = evaluate(
         settings.evaluation.protocol.instantiate(), make_evaluation_input(None, settings.data, device=CPU), seed=0
@@ -51,7 +51,7 @@ def test_a_data_set_without_labeled_test_images_is_refused():
         ),
     ],
 )
-def test_what_cannot_be_is_one_sentence(overrides, sentence):
+def test_invalid_settings_are_one_sentence(overrides, sentence):
     settings = compose(overrides)
     with pytest.raises(InputError, match=sentence):
         evaluate(

@@ -1,4 +1,4 @@
-"""Export: what is loaded is what was saved, and nothing else can be loaded."""
+"""Encoder files: exact round trips, and rejection of other files."""
 
 import copy
 import pickle
@@ -72,13 +72,13 @@ def test_round_trip_is_exact(tmp_path: Path, encoder, settings: dict[str, Any]) 
 def test_from_uint8_images_to_features(tmp_path: Path) -> None:
     encoder = load_encoder(save(tmp_path / "encoder.pt"))
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
-    standardised = (images.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
-    torch.testing.assert_close(encoder.preprocess(images), standardised.float())
+    standardized = (images.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    torch.testing.assert_close(encoder.preprocess(images), standardized.float())
     assert encoder(encoder.preprocess(images)).shape == (2, encoder.feature_dim)
 
 
 def test_preprocess_resizes_other_sizes() -> None:
-    """A plain image stays plain; of stripes, one bright column in four, every old pixel has its share: a quarter."""
+    """A constant image stays constant; stripes with one bright column in four have their mean, a quarter."""
     preprocess = Preprocess(size=4, mean=(0.0,), std=(1.0,))
     plain = torch.full((1, 1, 8, 12), 51, dtype=torch.uint8)
     torch.testing.assert_close(preprocess(plain), torch.full((1, 1, 4, 4), 0.2))
@@ -90,7 +90,7 @@ def test_preprocess_resizes_other_sizes() -> None:
 @pytest.mark.parametrize(
     "images",
     [torch.rand(2, 3, 16, 16), torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)],
-    ids=["float", "grey", "single"],
+    ids=["float", "gray", "single"],
 )
 def test_preprocess_refuses_other_images(images: torch.Tensor) -> None:
     with pytest.raises(InputError, match=r"torch.uint8 of shape \(batch, 3, height, width\)"):
@@ -103,7 +103,7 @@ def test_loaded_encoder_can_be_trained_further(tmp_path: Path) -> None:
     assert all(p.grad is not None for p in encoder.parameters())
 
 
-def test_loading_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
+def test_loading_does_not_change_the_random_state(tmp_path: Path) -> None:
     path = save(tmp_path / "encoder.pt")
     torch.manual_seed(3)
     expected = torch.rand(1)
@@ -178,8 +178,8 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
     assert "damaged" in refused(path)
 
 
-def test_one_changed_byte_of_a_weight_is_noticed(tmp_path: Path) -> None:
-    """torch.load takes such a file without a word."""
+def test_one_changed_byte_of_a_weight_is_detected(tmp_path: Path) -> None:
+    """torch.load accepts such a file silently."""
     encoder = conv_small(channels=3, size=16, width=4)
     path = save(tmp_path / "encoder.pt", encoder=encoder)
     content = bytearray(path.read_bytes())
@@ -219,7 +219,7 @@ def test_only_encoders_of_this_package_are_built(tmp_path: Path, target: object)
     assert f"holds the encoder {target}" in refused(path)
 
 
-def test_an_encoder_of_ones_own_is_built_by_what_the_caller_gives(tmp_path: Path) -> None:
+def test_a_user_encoder_is_built_by_the_given_function(tmp_path: Path) -> None:
     def mine(*, channels: int, size: int, breadth: int) -> Encoder:
         return conv_small(channels=channels, size=size, width=breadth)
 
@@ -227,7 +227,9 @@ def test_an_encoder_of_ones_own_is_built_by_what_the_caller_gives(tmp_path: Path
     encoder = mine(channels=3, size=16, breadth=4)
     path = save(tmp_path / "encoder.pt", encoder=encoder, settings=settings)
     assert saved_target(path) == "package.mine"
-    assert "holds the encoder package.mine, which is not part of fedssl; pass the function that builds it" in refused(path)
+    assert "holds the encoder package.mine, which is not part of fedssl; pass the function that builds it" in refused(
+        path
+    )
     assert "load_encoder(path, build=mine)" in refused(path)
     loaded = load_encoder(path, build=mine)
     assert all(torch.equal(value, encoder.state_dict()[name]) for name, value in loaded.state_dict().items())
@@ -258,7 +260,7 @@ HUGE = {"conv_small": {"width": 10**7}, "vit_tiny": {"width": 12 * 10**5, "heads
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_an_encoder_that_asks_for_more_than_its_weights_takes_no_memory(tmp_path: Path, name: str) -> None:
+def test_settings_larger_than_the_weights_need_no_memory(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / "encoder.pt")
     content = torch.load(path, weights_only=True)
     content["encoder"] = {"_target_": f"fedssl.encoders.{name}", "channels": 3, "size": 16, **HUGE[name]}

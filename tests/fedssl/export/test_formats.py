@@ -1,4 +1,4 @@
-"""Exports: other programs' own readers, given nothing but what was written, find our representations."""
+"""Exports: the readers of other programs give our representations from the exported files alone."""
 
 import dataclasses
 import errno
@@ -42,7 +42,7 @@ METADATA = {"method": "SimCLR", "rounds": 7}
 
 
 def write_encoder(file: Path, settings: dict[str, Any]) -> Path:
-    """An encoder whose running statistics are not those of the beginning."""
+    """An encoder with running statistics other than the initial ones."""
     arguments = {key: value for key, value in settings.items() if key != "_target_"}
     torch.manual_seed(0)
     encoder = vars(encoders)[settings["_target_"].rpartition(".")[2]](**arguments)
@@ -72,7 +72,7 @@ def ours(encoder: Any, images: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder as far as the command needs it."""
+    """The files of a run folder that the command needs."""
     folder = tmp_path_factory.mktemp("run")
     write_encoder(folder / "encoder.pt", SMALL)
     overrides = ["seed=7", "dataset=digits", "dataset.channels=3", "encoder=conv_small", "strategy=eua", "rounds=7"]
@@ -112,7 +112,7 @@ READERS = {
 
 @pytest.mark.parametrize("form", ["torchscript", "torch_export"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_torch_runs_the_program_on_images_as_they_are(form: str, run: Path, monkeypatch, capsys):
+def test_torch_runs_the_program_on_uint8_images(form: str, run: Path, monkeypatch, capsys):
     assert command(monkeypatch, f"run={run}", f"format={form}") == 0
     file = run / f"encoder{FORMATS[form].ending}"
     told = re.search(r"largest difference of representations: (\S+) ", capsys.readouterr().out)
@@ -124,7 +124,7 @@ def test_torch_runs_the_program_on_images_as_they_are(form: str, run: Path, monk
         torch.testing.assert_close(program(images), ours(encoder, images), rtol=0, atol=1e-5)
 
 
-def test_safetensors_has_the_weights_under_their_names_and_all_else_as_json(run: Path, tmp_path: Path, monkeypatch):
+def test_safetensors_has_the_weights_by_name_and_the_rest_as_json(run: Path, tmp_path: Path, monkeypatch):
     file = tmp_path / "mine.safetensors"
     assert command(monkeypatch, f"run={run}", "format=safetensors", f"output={file}") == 0
     encoder, again = load_encoder(run / "encoder.pt"), load_encoder(file)
@@ -146,7 +146,7 @@ def graph(run: Path) -> Path:
     return run / "encoder.onnx"
 
 
-def test_onnx_takes_images_as_they_are_in_any_number(graph: Path):
+def test_onnx_maps_uint8_images_in_any_number(graph: Path):
     encoder, session = load_encoder(graph.with_name("encoder.pt")), onnxruntime.InferenceSession(graph)
     (taken,), (given,) = session.get_inputs(), session.get_outputs()
     assert (taken.name, taken.type, taken.shape[1:]) == ("images", "tensor(uint8)", [3, 8, 8])
@@ -157,7 +157,7 @@ def test_onnx_takes_images_as_they_are_in_any_number(graph: Path):
         torch.testing.assert_close(torch.from_numpy(found), ours(encoder, images), rtol=0, atol=1e-5)
 
 
-def test_onnx_says_its_opset_and_what_it_is(graph: Path):
+def test_onnx_has_opset_and_metadata(graph: Path):
     model = onnx.load(graph)
     assert {one.domain: one.version for one in model.opset_import}[""] == 18
     described = json.loads({one.key: one.value for one in model.metadata_props}["fedssl"])
@@ -191,7 +191,7 @@ def test_timm_makes_our_other_resnets(changes: dict[str, Any], tmp_path: Path):
 
 
 def assert_code_loads(source: ExportSource, file: Path) -> None:
-    """The lines of code give a model of timm's alone with our representations."""
+    """Assert that the code creates a model of timm with our representations."""
     names: dict[str, Any] = {}
     exec(timm_model(source).code(file), names)
     images = images_like(source.encoder)
@@ -222,7 +222,7 @@ def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(settings: di
 
 
 @pytest.mark.parametrize("status", ["failed", None])
-def test_card_of_a_run_without_an_end_says_so(status: str | None, run: Path, tmp_path: Path, monkeypatch):
+def test_card_of_an_unfinished_run(status: str | None, run: Path, tmp_path: Path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(run, folder, ignore=lambda folder, names: {"encoder-huggingface"})
     if status is None:
@@ -242,7 +242,7 @@ def test_hub_folder_of_a_resnet_for_small_images_is_none_of_timms(tmp_path: Path
     assert "load_encoder" in (folder / "README.md").read_text()
 
 
-def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_tells_of_the_run(run: Path, monkeypatch):
+def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_describes_the_run(run: Path, monkeypatch):
     assert command(monkeypatch, f"run={run}", "format=huggingface") == 0
     folder = run / "encoder-huggingface"
     assert {file.name for file in folder.iterdir()} == {
@@ -328,7 +328,7 @@ def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path
     assert found.min_cosine > 0.95
 
 
-def test_command_tells_what_int8_costs_and_saves(run: Path, graph: Path, monkeypatch, capsys):
+def test_command_prints_the_comparison_of_int8(run: Path, graph: Path, monkeypatch, capsys):
     def already_written(source: ExportSource, form: str, made: Path) -> float:
         made.write_bytes(graph.read_bytes())
         return 2e-6
@@ -349,12 +349,12 @@ def test_int8_needs_images():
         check_calibration_size(383)
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 @pytest.mark.parametrize("error", [1e-4, float("nan")])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_what_differs_is_not_left_behind(error: float, tmp_path: Path, monkeypatch, capsys):
+def test_an_export_that_differs_is_not_written(error: float, tmp_path: Path, monkeypatch, capsys):
     source, file = source_of(tmp_path, SMALL), tmp_path / "encoder.torchscript"
     file.write_text("what was there before")
     sound = FORMATS["torchscript"].run
@@ -406,7 +406,7 @@ def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypat
     assert capsys.readouterr().err == told
 
 
-def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(tmp_path: Path, monkeypatch):
+def test_a_full_disk_is_one_sentence_and_no_file_is_left(tmp_path: Path, monkeypatch):
     source = source_of(tmp_path, SMALL)
 
     def full(source: ExportSource, file: Path) -> None:
@@ -434,7 +434,7 @@ def test_foreign_and_damaged_safetensors_are_no_encoders(tmp_path: Path):
         load_encoder(file)
 
 
-def test_command_without_words_shows_its_usage(monkeypatch, capsys):
+def test_command_without_arguments_shows_its_usage(monkeypatch, capsys):
     assert command(monkeypatch) == 2
     assert command(monkeypatch, "--help") == 0
     assert "fedssl-export run=DIR" in capsys.readouterr().out

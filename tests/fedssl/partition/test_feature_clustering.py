@@ -1,4 +1,4 @@
-"""Images that look alike are together, whatever their labels, and the same ones in every process."""
+"""Feature clusters: similar images form a cluster, independent of labels and processes."""
 
 import csv
 from pathlib import Path
@@ -51,7 +51,7 @@ def divided(images: ImageSubset, num_clients: int = 3, **settings):
 
 
 def same_groups(a, b) -> bool:
-    """Whether two assignments differ in the numbers of their groups alone."""
+    """Return whether two assignments are equal up to the numbering of groups."""
     return len(set(zip(a.tolist(), b.tolist(), strict=True))) == len(set(a.tolist())) == len(set(b.tolist()))
 
 
@@ -67,22 +67,23 @@ def encoder(tmp_path: Path) -> str:
     return str(tmp_path / "encoder.pt")
 
 
-def test_images_that_look_alike_are_one_cluster() -> None:
+def test_similar_images_form_a_cluster() -> None:
     assert same_groups(found(images_of()), KIND)
 
 
 def test_every_image_has_one_holder_and_groups_are_the_clusters() -> None:
-    division = divided(images_of())
-    assert sorted(np.concatenate(division.client_indices).tolist()) == list(range(90))
+    made_partition = divided(images_of())
+    assert sorted(np.concatenate(made_partition.client_indices).tolist()) == list(range(90))
     assert all(
-        part.dtype == np.int64 and (np.diff(part) > 0).all() and len(part) >= 2 for part in division.client_indices
+        part.dtype == np.int64 and (np.diff(part) > 0).all() and len(part) >= 2
+        for part in made_partition.client_indices
     )
-    assert division.groups is not None
-    assert same_groups(division.groups, KIND)
-    assert division.names == ("cluster 0", "cluster 1", "cluster 2")
+    assert made_partition.groups is not None
+    assert same_groups(made_partition.groups, KIND)
+    assert made_partition.names == ("cluster 0", "cluster 1", "cluster 2")
 
 
-def test_small_alpha_gives_whole_clusters_and_large_alpha_all_alike() -> None:
+def test_small_alpha_gives_whole_clusters_and_large_alpha_equal_shares() -> None:
     def counts(alpha: float) -> np.ndarray:
         parts = divided(images_of(KIND.repeat(10)), alpha=alpha).client_indices
         return np.array([[int((KIND.repeat(10)[part] == kind).sum()) for kind in range(3)] for part in parts])
@@ -141,7 +142,7 @@ def test_clusters_do_not_depend_on_threads(with_encoder: bool, encoder: str) -> 
     assert not same_groups(results[0], found(images, clusters=8, components=30, seed=1))
 
 
-def test_an_encoder_of_ones_own(encoder: str) -> None:
+def test_a_user_encoder(encoder: str) -> None:
     images = images_of()
     model = load_encoder(encoder)
     with torch.no_grad():
@@ -150,7 +151,7 @@ def test_an_encoder_of_ones_own(encoder: str) -> None:
     assert same_groups(found(images, encoder=encoder), KIND)
 
 
-def test_what_takes_long_is_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_slow_results_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     images = images_of(cache=str(tmp_path))
     found(images)
     assert list(tmp_path.iterdir()) == []  # it was quick
@@ -184,24 +185,28 @@ def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: P
     assert "every process clusters the images" in caplog.text
 
 
-def test_in_a_run_without_labels_and_with_images_set_aside() -> None:
+def test_in_a_run_without_labels_and_with_server_images() -> None:
     overrides = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
     settings = compose([*overrides, "partition=feature_clusters", "partition.components=2"]).partition
-    division = make_partition(settings, ImageData(blobs(KIND), None))
+    made_partition = make_partition(settings, ImageData(blobs(KIND), None))
     kept = server_indices(90, share=0.2, seed=4)
-    assert sorted([*kept, *np.concatenate(division.client_indices)]) == list(range(90))
-    assert division.groups is not None
-    assert set(division.groups[kept].tolist()) == {-1}
+    assert sorted([*kept, *np.concatenate(made_partition.client_indices)]) == list(range(90))
+    assert made_partition.groups is not None
+    assert set(made_partition.groups[kept].tolist()) == {-1}
     rest = np.setdiff1d(np.arange(90), kept)
-    assert same_groups(division.groups[rest], KIND[rest])
+    assert same_groups(made_partition.groups[rest], KIND[rest])
     rows = list(
-        csv.reader(partition_table(division.client_indices, (None, ()), (division.groups, division.names)).splitlines())
+        csv.reader(
+            partition_table(
+                made_partition.client_indices, (None, ()), (made_partition.groups, made_partition.names)
+            ).splitlines()
+        )
     )
     assert rows[0] == ["client", "examples", "cluster 0", "cluster 1", "cluster 2"]
     assert sum(int(number) for row in rows[1:] for number in row[2:]) == 72
 
 
-def test_the_encoders_file_is_named_from_everywhere() -> None:
+def test_the_encoder_path_is_absolute() -> None:
     overrides = ["partition=feature_clusters", "partition.encoder=some/encoder.pt"]
     assert compose(overrides).partition.rule.values["encoder"] == str(Path("some/encoder.pt").absolute())
 
@@ -225,7 +230,7 @@ def test_bad_settings_are_one_sentence(settings: dict, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_images_that_are_too_alike_and_an_encoder_for_others(encoder: str) -> None:
+def test_equal_images_and_an_encoder_for_other_channels(encoder: str) -> None:
     with pytest.raises(InputError, match="partition.clusters=3 but the images form 2 clusters, .* or fewer"):
         k_means(np.repeat([[0.0], [1.0]], 20, axis=0), clusters=3, seed=0)
     with pytest.raises(InputError, match="was trained on images with 1 channels but these have 3; .*null"):

@@ -1,4 +1,4 @@
-"""Who holds what in a run, and what the server keeps for itself."""
+"""The images of clients and server in a run."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_split_follows_the_settings_of_a_run():
         client_indices(compose([*overrides, "partition.beta=2.0"]).partition, IMAGES)
 
 
-def test_what_the_server_keeps_is_no_clients():
+def test_server_images_belong_to_no_client():
     settings = compose([*WORDS, "partition=iid", "calibration=auxiliary", "calibration.share=0.25"]).partition
     parts = client_indices(settings, IMAGES)
     kept = server_indices(60, share=0.25, seed=7)

@@ -1,4 +1,4 @@
-"""Every image has exactly one holder, and the settings do what they say."""
+"""Partitioners: every image has exactly one client, and the settings have their documented effect."""
 
 import csv
 import io
@@ -42,7 +42,7 @@ def split(kind: str, labels: torch.Tensor | None, num_clients: int, *, seed: int
 
 
 def counts_of(parts: list[np.ndarray], labels: torch.Tensor) -> np.ndarray:
-    """Images of each client and class ``(clients, classes)``, the slow way."""
+    """Count the images of each client and class ``(clients, classes)`` one by one."""
     return np.array([[int((labels[part] == c).sum()) for c in range(int(labels.max()) + 1)] for part in parts])
 
 
@@ -97,7 +97,7 @@ def test_iid_mixes_sorted_classes() -> None:
 def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
     """Per class: shares from Dir(alpha 1), cut points at the floor of cumulative shares times the class's size.
 
-    With self-balancing, clients with more than 100 / 4 images have the share 0, and the others theirs over their sum.
+    With self-balancing, clients with more than 100 / 4 images have the share 0, and the others are normalized.
     """
     labels = labels_of(33, 50, 17)
     settings = {"self_balancing": True} if self_balancing else {}
@@ -117,7 +117,7 @@ def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
         for client in range(4):
             expected[client] += members[cuts[client] : cuts[client + 1]]
     assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
-    assert (full > 0) == self_balancing  # else it was no test of it
+    assert (full > 0) == self_balancing  # otherwise self-balancing was not tested
 
 
 def test_self_balancing_makes_sizes_more_alike() -> None:
@@ -130,8 +130,8 @@ def test_self_balancing_makes_sizes_more_alike() -> None:
         assert balanced < plain
 
 
-def test_self_balancing_with_a_class_for_nobody_is_one_sentence() -> None:
-    """Shares of (1, 0) or (0, 1): whoever has the 60 images of class 0 is full, and may have the whole of class 1."""
+def test_self_balancing_with_an_unassigned_class_is_one_sentence() -> None:
+    """Shares are (1, 0) or (0, 1): the client with all 60 images of class 0 is full and may draw all of class 1."""
     labels, settings = labels_of(60, 40), {"alpha": 1e-5, "min_size": 2, "self_balancing": True}
     with pytest.raises(InputError, match=r"partition\.alpha=1e-05 leaves .* raise partition\.alpha"):
         split("dirichlet", labels, 2, seed=2, **settings)
@@ -140,7 +140,7 @@ def test_self_balancing_with_a_class_for_nobody_is_one_sentence() -> None:
 
 @pytest.mark.slow
 def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
-    """The real partitioners on a real data set; its import after ours finds nothing of our stand-ins."""
+    """The real partitioners on a real data set; their later import is not affected by `LabelColumn`."""
     import datasets
     import flwr_datasets
     from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, PathologicalPartitioner
@@ -352,7 +352,7 @@ def test_bad_settings_are_one_sentence(kind: str, settings: dict, message: str) 
 
 
 @pytest.mark.parametrize("kind", ["dirichlet", "pathological", "skew"])
-def test_division_by_class_needs_labels(kind: str) -> None:
+def test_partitions_by_class_need_labels(kind: str) -> None:
     with pytest.raises(InputError, match=f"partition={kind} .*no labels; give partition=iid"):
         split(kind, None, 4, num_images=100, **KINDS[kind])
 
@@ -363,7 +363,7 @@ def test_the_last_check_catches_lost_and_doubled_images() -> None:
             partition.partitioners._checked([np.array(part) for part in parts], 5)
 
 
-def test_a_partition_imports_nothing_that_takes_seconds() -> None:
+def test_partitioners_have_no_slow_imports() -> None:
     script = (
         "import sys\n"
         "from fedssl import partition\n"
@@ -375,7 +375,7 @@ def test_a_partition_imports_nothing_that_takes_seconds() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
 
 
-def test_modules_loaded_before_are_back_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_modules_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ModuleType("datasets.sub")
     monkeypatch.setitem(sys.modules, "datasets.sub", before)
     with flwr_partitioners._hidden_modules("datasets"):
@@ -398,7 +398,7 @@ def test_table_counts_by_hand() -> None:
     assert partition_table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
 
 
-def test_image_shows_counts_as_areas(tmp_path: Path) -> None:
+def test_plot_shows_counts_as_areas(tmp_path: Path) -> None:
     # Class 0: 40 images (blue in matplotlib's tab10), class 1: 80 (orange) of them 60 with client 1.
     labels = labels_of(40, 80)
     save_partition_plot(tmp_path / "held.png", [np.arange(60), np.arange(60, 120)], labels, ("a", "b"))
@@ -408,7 +408,7 @@ def test_image_shows_counts_as_areas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_clients", "num_classes"), [(100, 10), (100, 200), (10, 0)])
-def test_image_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
+def test_plot_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
     labels = torch.arange(2000) % num_classes if num_classes else None
     save_partition_plot(tmp_path / "held.png", np.array_split(np.arange(2000), num_clients), labels)
     width, height = Image.open(tmp_path / "held.png").size

@@ -21,26 +21,26 @@ def read(file: Path, text: str, labels: torch.Tensor | None = LABELS, num_client
     return [part.tolist() for part in parts]
 
 
-def test_images_go_where_the_file_says_and_to_nobody(tmp_path: Path) -> None:
+def test_images_belong_to_the_client_in_the_file_or_to_none(tmp_path: Path) -> None:
     text = "client\n1\n0\n1\n\n0\n0\n".replace("\n\n", '\n""\n')  # a line that is quite empty is no image
     assert read(tmp_path / "a.csv", text) == [[1, 4, 5], [0, 2]]
     assert read(tmp_path / "a.csv", "label,client\n0,1\n1,0\n0,1\n1,\n2,0\n2,0\n") == [[1, 4, 5], [0, 2]]
     assert read(tmp_path / "a.csv", "client,label\n1,7\n0,7\n1,7\n1,7\n0,7\n0,7\n", None)  # none to check against
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     labels = torch.arange(300) % 5
     data = partition_input(labels, num_clients=4, seed=3)
     parts = dirichlet(data, alpha=0.3, min_size=2)
-    parts[2] = parts[2][:-3]  # three are nobody's
-    file = tmp_path / "division.csv"
+    parts[2] = parts[2][:-3]  # three belong to no client
+    file = tmp_path / "partition.csv"
     file.write_text(write_partition(parts, labels))
     again = from_file(replace(data, seed=8), file=file)
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
 def test_a_long_file_is_read(tmp_path: Path) -> None:
-    """Longer than files of settings may be: 5 MB."""
+    """5 MB, more than the limit of settings files."""
     labels = torch.zeros(500_000, dtype=torch.int64)
     (tmp_path / "a.csv").write_text("client\n" + "000000000\n" * len(labels))
     (part,) = from_file(partition_input(labels, num_clients=1), file=tmp_path / "a.csv")
@@ -48,12 +48,12 @@ def test_a_long_file_is_read(tmp_path: Path) -> None:
 
 
 def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "division.csv").write_text("client\n0\n0\n1\n1\n1\n0\n")
+    (tmp_path / "partition.csv").write_text("client\n0\n0\n1\n1\n1\n0\n")
     monkeypatch.chdir(tmp_path)
-    settings = compose(["partition=file", "partition.file=division.csv", "num_clients=2"]).partition
+    settings = compose(["partition=file", "partition.file=partition.csv", "num_clients=2"]).partition
     monkeypatch.chdir("/")
-    division = make_partition(settings, ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), None))
-    assert [part.tolist() for part in division.client_indices] == [[0, 1, 5], [2, 3, 4]]
+    made_partition = make_partition(settings, ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), None))
+    assert [part.tolist() for part in made_partition.client_indices] == [[0, 1, 5], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(
