@@ -124,6 +124,9 @@ def most_memory() -> Iterator[list[int]]:
 
 def measure(folder: Path) -> None:
     """Print the bytes of part 2 for the images in ``folder/data``, in a process that has done nothing else."""
+    import torch  # noqa: F401  # its memory is not counted, nor the server's
+
+    import server_app.app  # noqa: F401
     from simulation.cli import run
 
     overrides = [*words_for(folder / "data", str(folder / "cache")), f"output_dir={folder / 'run'}"]

@@ -13,7 +13,7 @@ def test_a_run_in_phases_keeps_its_length_and_another_does_not(tmp_path):
     """The length decides which phase a round belongs to."""
     for name, schedule in (("staged", "layer_wise"), ("whole", "end_to_end")):
         run([*QUICK, "rounds=4", f"schedule={schedule}", f"output_dir={tmp_path / name}"])
-    with pytest.raises(InputError, match=r"was run with rounds=4 \(now 5\); leave these as they were") as caught:
+    with pytest.raises(InputError, match=r"was run with rounds=4 \(now 5\); keep the number") as caught:
         run([f"resume={tmp_path / 'staged'}", "rounds=5"])
     assert "\n" not in str(caught.value)
     run([f"resume={tmp_path / 'whole'}", "rounds=5"])

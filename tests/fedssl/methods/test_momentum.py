@@ -11,7 +11,6 @@ from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import record_to_arrays
-from simulation.cli import main
 from strategies.base import StrategyContext
 from tests.federation import Federation
 
@@ -216,11 +215,3 @@ def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     ) as caught:
         settings.algorithm.strategy.instantiate().validate(context)
     assert "\n" not in str(caught.value)
-
-
-def test_the_command_says_that_they_travel(capsys, monkeypatch):
-    overrides = ["strategy=fedavg", "method=byol", "method.target_init=average", "--cfg", "job"]
-    monkeypatch.setattr("sys.argv", ["fedssl", *overrides])
-    main()
-    text = capsys.readouterr().out
-    assert text.count("encoder, projector, target_encoder, target_projector, predictor") == 2  # down and up
