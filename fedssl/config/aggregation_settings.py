@@ -1,4 +1,4 @@
-"""Settings of what a server takes from its clients, in what form, and how long it waits for it."""
+"""Settings of aggregation, secure aggregation and differential privacy."""
 
 import math
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from fedssl.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationSettings:
-    """What a server takes from clients, and how long it waits for it.
+    """Which updates a round accepts, and how long it waits for them.
 
     Attributes
     ----------
     min_updates : int
-        How many a round needs.
+        Minimum number of updates in a round.
     max_retries : int
-        How often a round with fewer is repeated, with other clients, before the run stops.
+        How often a round with fewer updates is repeated with other clients before the run stops.
     over_selection : int
-        How many more clients than ``clients_per_round`` are asked; the first ``clients_per_round`` to reply count.
+        Number of clients sampled beyond ``clients_per_round``. The first ``clients_per_round`` replies are used.
     round_deadline : float or None
-        Seconds after which a round goes on without those that are missing; None: as long as replies come.
+        Seconds after which a round ends without the missing clients; None waits for all.
     buffered : bool
-        Whether a round ends with ``min_updates``, and late ones count in the next, the less the older they are.
+        Whether a round ends with ``min_updates``, and later rounds use stale updates with smaller weights (FedBuff).
     max_norm_ratio : float or None
-        How many times as far as the median of a round an update may move, at least 1; None: any. With a number all
-        updates of a round are kept in memory until the last is there.
+        Largest ratio of an update's norm to the median norm of the round, at least 1; None disables the filter. The
+        filter holds all updates of a round in memory.
     max_examples : int or None
-        How many images a client may say that it has, at least 1; None: any number.
+        Largest number of images that a client may report, at least 1; None allows any.
 
     Raises
     ------
     InputError
-        One of them is not such a value.
+        A value is out of range.
     """
 
     min_updates: int = 1
@@ -47,7 +47,7 @@ class AggregationSettings:
         for name, minimum in {"min_updates": 1, "max_retries": 0, "over_selection": 0, "max_examples": 1}.items():
             value = getattr(self, name)
             if (name, value) != ("max_examples", None) and (type(value) is not int or value < minimum):
-                raise InputError(f"aggregation.{name}={value} must be a whole number of at least {minimum}")
+                raise InputError(f"aggregation.{name}={value} must be an integer of at least {minimum}")
         if self.round_deadline is not None:
             _check_number("aggregation.round_deadline", self.round_deadline, also=", or null")
         if self.max_norm_ratio is not None:
@@ -61,14 +61,14 @@ class SecureAggregationSettings:
     Attributes
     ----------
     clipping_range : float
-        No number of an update may change by more.
+        Largest change of a number in an update.
     threshold : float
-        Share of the clients that must reply to the end, above 0.5 and at most 1.
+        Fraction of the clients that must complete the protocol, above 0.5 and at most 1.
 
     Raises
     ------
     InputError
-        One of them is not such a number.
+        A value is out of range.
     """
 
     clipping_range: float
@@ -81,21 +81,21 @@ class SecureAggregationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacySettings:
-    """Differential privacy by the server, see `server_app.differential_privacy`.
+    """Central differential privacy, see `server_app.differential_privacy`.
 
     Attributes
     ----------
     clip_norm : float
-        Longest way of an update, by its 2-norm over all weights.
+        Largest 2-norm of an update over all weights.
     noise_multiplier : float
-        Standard deviation of the noise on the sum, in multiples of ``clip_norm``.
+        Standard deviation of the noise on the sum, divided by ``clip_norm``.
     delta : float
-        Probability with which epsilon may not hold.
+        Probability that the epsilon guarantee fails.
 
     Raises
     ------
     InputError
-        One of them is not such a number.
+        A value is out of range.
     """
 
     clip_norm: float
@@ -118,11 +118,11 @@ def _check_number(
     below: float = math.inf,
     also: str = "",
 ) -> None:
-    """Refuse, by an `InputError`, what is no number within these bounds."""
+    """Raise `InputError` if the value is not a number within the bounds."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and above < value < below and minimum <= value <= maximum:
         return
-    said = [f"of at least {minimum:g}" if minimum > -math.inf else f"above {above:g}"]
-    said += [f"below {below:g}"] if below < math.inf else []
-    said += [f"at most {maximum:g}"] if maximum < math.inf else []
-    raise InputError(f"{key}={value} must be a number {' and '.join(said)}{also}")
+    bounds = [f"of at least {minimum:g}" if minimum > -math.inf else f"above {above:g}"]
+    bounds += [f"below {below:g}"] if below < math.inf else []
+    bounds += [f"at most {maximum:g}"] if maximum < math.inf else []
+    raise InputError(f"{key}={value} must be a number {' and '.join(bounds)}{also}")

@@ -1,6 +1,6 @@
-"""The configuration: nodes composed from conf/ and the user's folders by Hydra, and checked across fields.
+"""Composition of the config from ``conf/`` and the user's config directories by Hydra, and its validation.
 
-`fedssl.config.load` makes values of them, which is all that the rest of the code sees.
+`fedssl.config.load` converts the config to typed settings for the rest of the code.
 """
 
 import copy
@@ -41,8 +41,8 @@ MINIMUM = {
     "keep_checkpoints": 1,
     "snapshot_every": 0,
 }
-MAX_THREADS = 1024  # more of them end the process
-# Groups that are off by default: a setting that ``none`` has too, the choice that it belongs to, and another of it.
+MAX_THREADS = 1024  # more threads crash the process
+# Groups that are off by default: a key that ``none`` also has, the choice that uses it, and a key only of that choice.
 _GROUP_REQUIREMENTS = {
     "calibration": ("when", "auxiliary", "share"),
     "privacy": ("clip_norm", "central", "noise_multiplier"),
@@ -50,7 +50,7 @@ _GROUP_REQUIREMENTS = {
 }
 CHOICES = {"device": ("auto", "cpu", "cuda"), "precision": ("fp32", "bf16"), "wire_dtype": WIRE_DTYPES}
 
-# Settings, or groups of them, that do not change the numbers of a run, and its length.
+# Settings and groups that do not change results, and the number of rounds. A resumed run may change them.
 RESUMABLE_KEYS = {
     *("rounds", "engine", "tracker", "device", "threads", "keep_freed_memory", "reply_timeout"),
     *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
@@ -60,17 +60,17 @@ RESUMABLE_KEYS = {
 
 
 def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """The checked nodes of the configuration, without interpolations, and the choice in every group."""
+    """Return the validated config without interpolations, and the choice of every group."""
     overrides = normalize_searchpath(overrides)
     defaults = validate_names(overrides)
     config, choices = compose_config(overrides)
-    for key in config:  # files of the user's own may set what is not there
+    for key in config:  # the user's files may contain unknown keys
         check_renamed(str(key))
     if "metrics" in config.strategy:
         check_renamed("strategy.metrics")
     values = dict(flatten(config))
     for key, default in flatten(defaults):
-        if key in values:  # a word may delete a key: ~key
+        if key in values:  # an override may delete a key: ~key
             check_type(key, values[key], default)
     validate_config(config)
     add_import_path(overrides)
@@ -90,18 +90,18 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
 
 
 def _make_absolute(node: DictConfig, key: str) -> None:
-    """Clients and resumed runs read the file in another folder."""
+    """Make a path absolute, because clients and resumed runs have another working directory."""
     if node.get(key) not in (None, ""):
         node[key] = str(Path(str(node[key])).expanduser().absolute())
 
 
 def validate_names(overrides: Sequence[str]) -> DictConfig:
-    """Check the keys and choices of command-line words, sweeps included, without composing each job.
+    """Validate the keys and choices of overrides, including sweeps, without composing each job.
 
     Returns
     -------
     DictConfig
-        The settings as they are before any value is changed.
+        The config of the choices, before values are set.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def validate_names(overrides: Sequence[str]) -> DictConfig:
     overrides = normalize_searchpath(overrides)
     parsed = parse(overrides)
     known_groups = config_groups(search_folders(overrides))
-    chosen = [word for word in overrides if word.startswith(f"{SEARCHPATH_KEY}=")]
+    chosen = [override for override in overrides if override.startswith(f"{SEARCHPATH_KEY}=")]
     for override in parsed:
         group = override.key_or_group.split("@")[0]
         if group in known_groups:
@@ -119,14 +119,14 @@ def validate_names(overrides: Sequence[str]) -> DictConfig:
             if not override.is_sweep_override():
                 chosen.append(str(override.input_line))
             elif group == "experiment" and isinstance(several := override.value(), ChoiceSweep):
-                chosen.append(f"experiment={several.list[0]}")  # the first one tells which settings there are
+                chosen.append(f"experiment={several.list[0]}")  # the first one defines the valid keys
     defaults = compose_config(chosen)[0]
     known = [key for key, _ in flatten(defaults, inner=True)]
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
     for override in parsed:
         key = override.key_or_group
         if override.is_delete() and key.split(".")[0] not in ("evaluation", "final_evaluation"):
-            raise InputError(f"~{key} takes away a setting that is needed; set it to another value")
+            raise InputError(f"~{key} deletes a required setting; set it to another value instead")
         open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
         below_swept = any(key.startswith(f"{group}.") for group in swept)
         if key.split("@")[0] not in known_groups:
@@ -143,7 +143,7 @@ def _check_not_renamed(override: Override, known: Sequence[str]) -> None:
 
 
 def _names(override: Override) -> Iterator[str]:
-    """What an override names: its key, keys in its value, and ``key=value`` for each of its words."""
+    """Yield the names in an override: its key, keys in its value, and ``key=value`` for each string."""
     yield override.key_or_group.split("@")[0]
     value = override.value()
     for one in value.list if isinstance(value, ChoiceSweep) else [value]:
@@ -163,7 +163,7 @@ def _inner_names(key: str, value: Any) -> Iterator[str]:
 
 
 def validate_config(config: DictConfig) -> None:
-    """Check fields against each other and against their ranges; raises `InputError`."""
+    """Validate ranges and combinations of settings; raise `InputError` if one is invalid."""
     for key, minimum in MINIMUM.items():
         if config[key] < minimum:
             raise InputError(f"{key}={config[key]} but it must be at least {minimum}; set {key}={minimum} or more")
@@ -171,23 +171,22 @@ def validate_config(config: DictConfig) -> None:
         if config[key] not in choices:
             raise InputError(f"{key}={config[key]} is not valid; choose one of {', '.join(choices)}")
     if config.collapse_images == 1:
-        raise InputError("collapse_images=1 but an image alone has no spread; set 2 or more, or 0 to turn it off")
+        raise InputError(
+            "collapse_images=1 but a standard deviation needs at least two images; set 2 or more, or 0 to disable it"
+        )
     _check_clients(config)
     if config.early_stopping and config.early_stopping.monitor is not None and config.evaluate_every == 0:
         raise InputError(
-            f"early_stopping.monitor={config.early_stopping.monitor} is looked at in rounds of evaluation, and "
-            "evaluate_every=0 "
-            "has none; set evaluate_every=1 or more"
+            f"early_stopping.monitor={config.early_stopping.monitor} needs evaluations during the run, but "
+            "evaluate_every=0; set evaluate_every=1 or more"
         )
     _check_groups(config)
     clip_norm = config.clip_norm
     if clip_norm is not None and (type(clip_norm) not in (int, float) or not clip_norm > 0):
-        raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to take any gradient as it is")
+        raise InputError(f"clip_norm={clip_norm} must be a positive number, or null to disable clipping")
     threads = config.threads
     if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
-        raise InputError(
-            f"threads={threads} but it must be a whole number from 1 to {MAX_THREADS}, or null for automatic"
-        )
+        raise InputError(f"threads={threads} but it must be an integer from 1 to {MAX_THREADS}, or null for automatic")
 
 
 def _check_groups(config: DictConfig) -> None:
@@ -212,18 +211,17 @@ def _check_clients(config: DictConfig) -> None:
         )
 
 
-def diff(one: DictConfig, other: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ between two configurations, with both values."""
-    left, right = dict(flatten(one)), dict(flatten(other))
-    keys = dict.fromkeys([*left, *right])
-    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+def diff(left: DictConfig, right: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose values differ between two configs, with both values."""
+    old, new = dict(flatten(left)), dict(flatten(right))
+    keys = dict.fromkeys([*old, *new])
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """The resolved nodes, and the choice in every group.
+    """Return the resolved config, and the choice of every group.
 
-    Hydra composes the choices of groups, which takes long, and then sets the values. The first is done once for the
-    same choices.
+    Hydra composes the chosen files, which is slow, and then sets the values. The composition is cached by its choices.
     """
     folders = search_folders(overrides)
     chosen: list[Override] = []
@@ -253,7 +251,7 @@ def _chooses(override: Override, folders: Sequence[Path]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _composed(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """The nodes with their interpolations, and the choices; for a copy, since these stay."""
+    """Return the config with interpolations, and the choices. Callers must copy the cached config."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         config = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
@@ -264,7 +262,7 @@ def _composed(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
 
 
 def flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; with ``inner`` also the keys of nested nodes."""
+    """Yield dotted keys and values; with ``inner`` also those of nested nodes."""
     for key in node:
         value, name = node[key], prefix + str(key)
         if isinstance(value, DictConfig):
@@ -276,11 +274,11 @@ def flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Itera
 
 
 def check_type(key: str, value: Any, default: Any) -> None:
-    """A value must have the type of its default; whole numbers serve as fractions, and null defaults take anything."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", list: "a list like [1,2]"}
+    """Raise `InputError` if a value lacks the type of its default. A float accepts integers; null accepts all types."""
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list like [1,2]"}
     allowed = (int, float) if isinstance(default, float) else (type(default),)
     mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
-    # The data set has no such images; or decoded ones are kept in memory only.
+    # A data set may lack a split, and a cache may be disabled.
     nullable = value is None and (key.startswith("dataset.splits.") or key.endswith("dataset.cache"))
     if default is not None and not nullable and (not isinstance(value, allowed) or mistaken_bool):
         raise InputError(f"{key}={value} is not {names[type(default)]}; the default is {default}")

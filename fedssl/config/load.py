@@ -1,4 +1,4 @@
-"""Settings as typed values, made once for everybody who takes them, and kept by a run as one resolved YAML."""
+"""Conversion of the config to typed settings, and the settings files of a run folder."""
 
 import functools
 import logging
@@ -39,10 +39,10 @@ from fedssl.untrusted import corrupt_file_error
 
 log = logging.getLogger("fedssl")
 
-DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: which device has which number
-_LISTED = 8  # settings that an error names
+DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
+_LISTED = 8  # maximum number of settings in an error message
 
-# What a simulated client must know; engine, evaluation and tracking are no concern of it.
+# Settings of a simulated client, without engine, evaluation and tracking.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
     *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
@@ -52,12 +52,12 @@ CLIENT_SETTINGS = [
 
 
 def compose(overrides: Sequence[str]) -> Settings:
-    """The settings for command-line words such as ``strategy=fedavg partition.alpha=0.1``.
+    """Return the settings for overrides such as ``strategy=fedavg partition.alpha=0.1``.
 
     Raises
     ------
     InputError
-        A name, choice or value is not valid; see `fedssl.config.compose.validate_config` for the fields.
+        A name, choice or value is invalid, see `fedssl.config.compose.validate_config`.
     """
     overrides = normalize_searchpath(overrides)
     config, choices = resolve_config(overrides)
@@ -65,15 +65,15 @@ def compose(overrides: Sequence[str]) -> Settings:
 
 
 def load_settings(overrides: Sequence[str]) -> Settings:
-    """The settings of a run, new or resumed.
+    """Return the settings of a new or resumed run.
 
-    With ``resume=FOLDER`` the words of that folder's run come first, and a new word replaces an old one for the same
-    key. Apart from `RESUMABLE_KEYS` the settings must be those of that run.
+    With ``resume=FOLDER`` the saved overrides of that run come first, and a new override replaces a saved one of the
+    same key. Only `RESUMABLE_KEYS` may differ from that run.
 
     Raises
     ------
     InputError
-        Besides what `compose` raises: the folder holds no run, or a run with other settings.
+        As in `compose`; or the folder has no run, or a run with other settings.
     """
     given = [override.value() for override in parse(overrides) if override.key_or_group == "resume"]
     if not given or given[-1] is None:
@@ -82,18 +82,19 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     saved, saved_overrides = read_settings(folder / "config.yaml"), read_overrides(folder / "overrides.yaml")
     if saved is None or saved_overrides is None:
         raise InputError(
-            f"resume={folder} is not a run folder: it has no config.yaml, which a run has from its first round on; "
-            "give the folder of a run, or start the run again"
+            f"resume={folder} is not a run folder: config.yaml or overrides.yaml is missing; "
+            "set resume to a run folder, or start the run again"
         )
     own, overrides = ("resume", "output_dir", "run_id"), normalize_searchpath(overrides)
-    # How many devices there are they say themselves.
+    # The number of edge clients is counted, not set.
     counted = ("num_clients", "clients_per_round") if (folder / DEVICE_NUMBERS_FILE).exists() else ()
-    said = {word.partition("=")[0] for word in overrides}
+    explicit = {override.partition("=")[0] for override in overrides}
     check_saved_overrides(
-        [word for word in saved_overrides if word.partition("=")[0] not in said], folder / "overrides.yaml"
+        [override for override in saved_overrides if override.partition("=")[0] not in explicit],
+        folder / "overrides.yaml",
     )
-    newest = {word.partition("=")[0]: word for word in [*saved_overrides, *overrides]}
-    overrides = [word for key, word in newest.items() if key.lstrip("+~") not in own]
+    newest = {override.partition("=")[0]: override for override in [*saved_overrides, *overrides]}
+    overrides = [override for key, override in newest.items() if key.lstrip("+~") not in own]
     overrides += [f"output_dir={quote_value(str(folder))}", f"resume={quote_value(str(folder))}"]
     try:
         config, choices = resolve_config(overrides)
@@ -109,33 +110,33 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_LISTED])
         listed += f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
-        raise InputError(f"resume={folder} was run with {listed}; leave these as they were, or start a new run")
+        raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     return _settings(config, choices, overrides=overrides, resumed=saved.rounds)
 
 
 def _recheck_saved(overrides: Sequence[str], file: Path) -> None:
-    """Tell by an `InputError` words of a run that are refused by themselves, whatever else is said."""
+    """Raise `InputError` if the saved overrides are invalid by themselves."""
     try:
-        resolve_config([word for word in overrides if word.partition("=")[0] != "output_dir"])
+        resolve_config([override for override in overrides if override.partition("=")[0] != "output_dir"])
     except InputError as error:
         raise corrupt_file_error(file, str(error)) from error
 
 
 def default_unlabeled_partition(settings: Settings) -> Settings:
-    """The settings for images without labels, which the default partition cannot divide: with ``partition=iid``.
+    """Return settings with ``partition=iid`` if images have no labels and the default partition was not overridden.
 
-    What the words choose, themselves or by an experiment, stays, and is refused where it needs labels.
+    An explicit partition stays, and is rejected later if it needs labels.
     """
     recording = settings.recording
     chosen = {override.key_or_group.partition(".")[0] for override in parse(recording.overrides)}
     if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:
         return settings
-    log.info("the images have no labels, which partition=dirichlet needs: partition=iid is taken")
+    log.info("partition=dirichlet needs labels, which the images lack; using partition=iid instead")
     return load_settings([*recording.overrides, "partition=iid"])
 
 
 def with_num_clients(settings: Settings, number: int, *, per_round: int) -> Settings:
-    """The settings of a run with so many clients, in what is recorded of it as well."""
+    """Return settings with another number of clients, also in the recorded YAML."""
     text = OmegaConf.create(settings.recording.resolved_yaml)
     assert isinstance(text, DictConfig)
     text.num_clients, text.clients_per_round = number, per_round
@@ -144,37 +145,39 @@ def with_num_clients(settings: Settings, number: int, *, per_round: int) -> Sett
 
 
 def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:
-    """The settings of an evaluation: where the words name no data set or seed, those of ``run``.
+    """Return the settings of an evaluation; data set and seed default to those of ``run``.
 
-    A run's folder may come from elsewhere, and code is not chosen by it: its data set must be one of ``conf/`` or of
-    the user's folders that the words name.
+    A run folder is untrusted and must not select code: its data set must be one of ``conf/`` or of the user's config
+    directories.
 
     Raises
     ------
     InputError
-        A word is not valid, or nothing says which data set.
+        An override is invalid, or no data set is given.
     """
     overrides = normalize_searchpath(overrides)
-    keys = [word.partition("=")[0] for word in overrides]
+    keys = [override.partition("=")[0] for override in overrides]
     if run is None:
         if "dataset" not in keys:
-            raise InputError("encoder=FILE does not say which data set; add dataset=NAME, e.g. dataset=cifar10")
+            raise InputError("encoder=FILE needs a data set; add dataset=NAME, e.g. dataset=cifar10")
         return compose(overrides)
     saved = read_settings(run / "config.yaml")
     if saved is None:
-        raise InputError(f"{run / 'config.yaml'} is not there; give the folder of a run, or encoder=FILE dataset=NAME")
-    changes = [] if "dataset" in keys else [word for word in overrides if word.startswith("dataset.")]
-    overrides = [word for word in overrides if word not in changes]
+        raise InputError(
+            f"{run / 'config.yaml'} does not exist; set run to a run folder, or use encoder=FILE dataset=NAME"
+        )
+    changes = [] if "dataset" in keys else [override for override in overrides if override.startswith("dataset.")]
+    overrides = [override for override in overrides if override not in changes]
     config, choices = resolve_config(overrides)
     if "dataset" not in keys:
         reader = str(saved.dataset.get("_target_"))
         if reader not in choice_targets("dataset", search_folders(overrides)):
             raise InputError(
-                f"the data set of {run} is read by {reader}, which is not fedssl's; name the folder of settings that "
-                "has it with --config-dir, or another data set with dataset=NAME"
+                f"the data set of {run} is read by {reader}, which is not part of fedssl; name its config directory "
+                "with --config-dir, or another data set with dataset=NAME"
             )
         if "cache" in saved.dataset:
-            saved.dataset.cache = "auto"  # where files are written is not chosen by a run either
+            saved.dataset.cache = "auto"  # nor may a run folder select where files are written
         try:
             config.dataset = OmegaConf.merge(saved, OmegaConf.from_dotlist(changes)).dataset
         except OmegaConfBaseException as error:
@@ -189,7 +192,7 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
 
 
 def save_run(recording: RecordingSettings, folder: Path) -> None:
-    """Write what `load_settings` reads: the words, the choice in every group, and all settings, resolved."""
+    """Write the overrides, the choice of every group, and the resolved config."""
     write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.overrides))))
     write_text(folder / "choices.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(recording.choices))))
     write_text(folder / "config.yaml", recording.resolved_yaml)
@@ -197,9 +200,9 @@ def save_run(recording: RecordingSettings, folder: Path) -> None:
 
 @functools.lru_cache(maxsize=4)
 def parse_client_config(text: str) -> ClientSettings:
-    """What a simulated client must know of a run, from `Settings.client_yaml`.
+    """Return the settings of a simulated client from `Settings.client_yaml`.
 
-    The text names classes and paths, and whoever reads it does what it says: it is for clients on the user's machine.
+    The YAML names classes and paths and is trusted. It is for clients on the user's machines only.
     """
     config = OmegaConf.create(text)
     assert isinstance(config, DictConfig)
@@ -207,7 +210,7 @@ def parse_client_config(text: str) -> ClientSettings:
 
 
 def client_settings(config: DictConfig, *, states: Path, partition: PartitionSettings | None) -> ClientSettings:
-    """What a client must know of a run, from resolved nodes."""
+    """Return the settings of a client from a resolved config."""
     model, training, strategy = training_components(config)
     return ClientSettings(
         seed=config.seed,
@@ -222,12 +225,12 @@ def client_settings(config: DictConfig, *, states: Path, partition: PartitionSet
 
 
 def training_components(config: DictConfig) -> tuple[ModelSettings, TrainingSettings, Component]:
-    """What is trained, how, and by which strategy."""
+    """Return the settings of model, training and strategy."""
     return _model(config), _training(config), _component(config.strategy, without=("reported_metrics",))
 
 
 def read_data(node: DictConfig) -> DataSettings:
-    """A node of the group ``dataset``, with the reader's own keys as its arguments."""
+    """Return the settings of a data set; unknown keys are arguments of its reader."""
     not_for_reader = ("splits", "limit", "test_limit", "mean", "std", "num_classes")
     return DataSettings(
         name=str(node.get("hub") or node["_target_"].split(".")[-2]),
@@ -249,7 +252,7 @@ def _settings(
     config: DictConfig, choices: Mapping[str, str], *, overrides: Sequence[str], resumed: int | None
 ) -> Settings:
     if config.run_id is None:
-        config.run_id = f"r{uuid.uuid4().hex[:11]}"  # the letter keeps YAML from taking 12e4 or 1234 for a number
+        config.run_id = f"r{uuid.uuid4().hex[:11]}"  # without the letter, YAML reads 12e4 as a number
     config.run_id = str(config.run_id)
     check_run_id(config.run_id)
     return Settings(

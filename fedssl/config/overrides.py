@@ -1,6 +1,6 @@
-"""Command-line words such as ``strategy=fedavg partition.alpha=0.1``: read, quoted, and their names checked.
+"""Parsing, quoting and name checks of overrides such as ``strategy=fedavg partition.alpha=0.1``.
 
-A wrong name or choice is answered with one sentence that names the nearest valid ones.
+The error for an unknown name or choice suggests the closest valid ones.
 """
 
 import difflib
@@ -19,35 +19,35 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The words as Hydra reads them; raises `InputError`."""
+    """Parse overrides by Hydra's grammar; raise `InputError` if they are invalid."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         reason = " ".join(str(error).split())
-        bare = [word for word in overrides if "=" not in word and not word.startswith("~")]
+        bare = [override for override in overrides if "=" not in override and not override.startswith("~")]
         if bare:
             raise InputError(
-                f"{bare[0]} is not of the form key=value; write e.g. rounds=5 or strategy=fedavg"
+                f"{bare[0]} does not have the form key=value; write e.g. rounds=5 or strategy=fedavg"
             ) from error
         raise InputError(
-            f"cannot read the command line: {reason}; write key=value, quoted where it has spaces"
+            f"the command line cannot be parsed: {reason}; write key=value, and quote values with spaces"
         ) from error
 
 
 def quote_value(text: str) -> str:
-    """A value as Hydra reads it back, whatever is in it."""
+    """Quote a value for Hydra's grammar, whatever characters it has."""
     # In Hydra's quotes a backslash counts as an escape only before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
     return f"'{escaped}'"
 
 
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
-    """Choices of each configuration group; one in a subfolder has its name before it, as in ``method=fedu/byol``.
+    """Return the choices of each config group; those in a subfolder are named like ``fedu/byol``.
 
     Parameters
     ----------
     folders : sequence of Path
-        The user's own, which have groups as ``conf/`` does.
+        Config directories of the user, with the same groups as ``conf/``.
     """
     found: dict[str, list[str]] = {}
     for folder in (group for root in (CONF, *folders) for group in root.iterdir() if group.is_dir()):
@@ -57,7 +57,7 @@ def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
 
 
 def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> None:
-    """Refuse, by an `InputError`, a choice that the group does not have."""
+    """Raise `InputError` if the group has no such choice."""
     value = override.value()
     names = value.list if isinstance(value, ChoiceSweep) else [value]
     listed = ", ".join(choices)
@@ -71,18 +71,18 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
     patterns: list[str] = value.include if isinstance(value, Glob) else []
     idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
     if idle:
-        raise InputError(f"{group}=glob({idle[0]}) finds nothing, and nothing in subfolders; name some of {listed}")
+        raise InputError(f"{group}=glob({idle[0]}) matches no choice outside subfolders; name some of {listed}")
 
 
 def check_run_id(name: object) -> None:
-    """Refuse, by an `InputError`, what cannot name a run wherever its clients keep their states."""
+    """Raise `InputError` if the name is not a valid folder name for client states."""
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)):
         raise InputError(
-            f"run_id={str(name)[:80]!r} is no name of a run; use 1 to 64 letters, digits, _ and -, or leave it out"
+            f"run_id={str(name)[:80]!r} is not a valid run id; use 1 to 64 letters, digits, _ and -, or leave it out"
         )
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A question for the end of an error's first half; empty if nothing is near."""
+    """Return a suggestion for an error message; empty if no choice is similar."""
     close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}" if close else ""

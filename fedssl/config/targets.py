@@ -1,8 +1,7 @@
-"""Classes and settings of the user's own: ``fedssl --config-dir DIR strategy=mine``.
+"""Config directories and classes of the user: ``fedssl --config-dir DIR strategy=mine``.
 
-``DIR`` has the folders of ``conf/`` with files of its own, whose ``_target_`` names what Python can import. It travels
-as one of the words, ``hydra.searchpath=['file:///DIR']``, which Hydra knows: so it is saved with the run and reaches
-every engine, a resumed run and the command that repeats the run.
+``DIR`` has the groups of ``conf/`` with further files, whose ``_target_`` Python can import. The flag becomes the
+override ``hydra.searchpath=['file:///DIR']``. It is saved with the run, and passed to every engine and to resumed runs.
 """
 
 import functools
@@ -22,7 +21,7 @@ FLAGS = ("--config-dir", "-cd")
 
 
 def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line, with ``--config-dir DIR`` as a word before the first other word.
+    """Return command-line arguments in which ``--config-dir DIR`` is an override before all others.
 
     Raises
     ------
@@ -39,11 +38,11 @@ def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
             continue
         folder = value if equals else next(waiting, "")
         if not folder:
-            raise InputError(f"{flag} names no folder; give the one that holds strategy/, method/ and so on")
+            raise InputError(f"{flag} needs a folder; name the one with strategy/, method/ and so on")
         folders.append(folder)
     if not folders:
         return others
-    place = next((number for number, argument in enumerate(others) if _is_word(argument, SEARCHPATH_KEY)), None)
+    place = next((number for number, argument in enumerate(others) if _has_key(argument, SEARCHPATH_KEY)), None)
     if place is not None:
         folders += [str(folder) for folder in search_folders([others.pop(place)])]
     place = next((number for number, argument in enumerate(others) if "=" in argument and argument[0] != "-"), 0)
@@ -51,22 +50,24 @@ def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
 
 
 def normalize_searchpath(overrides: Sequence[str]) -> list[str]:
-    """Return the words, with the user's folders as absolute paths; raises `InputError` for a missing folder."""
+    """Return the overrides with absolute config directories; raise `InputError` if one is missing."""
     folders = search_folders(overrides)
-    others = [word for word in overrides if not _is_word(word, SEARCHPATH_KEY)]
+    others = [override for override in overrides if not _has_key(override, SEARCHPATH_KEY)]
     return [searchpath_override(folders), *others] if folders else others
 
 
 def search_folders(overrides: Sequence[str]) -> list[Path]:
-    """Return the user's folders that the words name, absolute.
+    """Return the config directories that the overrides name, as absolute paths.
 
     Raises
     ------
     InputError
-        A folder does not exist, is no folder of settings, or has a file that fedssl has as well: which of the two is
-        meant, nobody could tell.
+        A folder does not exist, is no config directory, or has a file of the same name as one of ``conf/``.
     """
-    found = [override.value() for override in parse([word for word in overrides if _is_word(word, SEARCHPATH_KEY)])]
+    found = [
+        override.value()
+        for override in parse([override for override in overrides if _has_key(override, SEARCHPATH_KEY)])
+    ]
     entries = found[-1] if found else []
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise InputError(f"{SEARCHPATH_KEY}={entries} must be a list of folders; write --config-dir FOLDER instead")
@@ -74,9 +75,9 @@ def search_folders(overrides: Sequence[str]) -> list[Path]:
 
 
 def add_import_path(overrides: Sequence[str]) -> None:
-    """Let Python import from the current folder, as ``python -m`` does, if the words name a folder of the user's.
+    """Add the current folder to ``sys.path`` if the overrides name a config directory.
 
-    It comes last: what is installed is not replaced by a file that happens to lie there.
+    It comes last, so that no local file replaces an installed module.
     """
     here = str(Path.cwd())
     if search_folders(overrides) and here not in sys.path:
@@ -84,9 +85,9 @@ def add_import_path(overrides: Sequence[str]) -> None:
 
 
 def check_targets(node: Mapping[str, Any], *, prefix: str = "") -> None:
-    """Refuse, by an `InputError`, a ``_target_`` anywhere in the settings that cannot be imported.
+    """Raise `InputError` if a ``_target_`` in the config cannot be imported.
 
-    Those of ``conf/`` are known to be good and are not imported.
+    Targets of ``conf/`` are valid and are not imported.
     """
     for key, target in _targets(node, prefix):
         if target not in installed_targets():
@@ -94,13 +95,13 @@ def check_targets(node: Mapping[str, Any], *, prefix: str = "") -> None:
 
 
 def locate(target: str, *, key: str = "_target_") -> Any:
-    """Return the class or function of that dotted name.
+    """Import the class or function with a dotted name.
 
     Parameters
     ----------
     target : str
     key : str
-        The setting that names it, for the error.
+        Setting to name in the error.
 
     Raises
     ------
@@ -108,7 +109,7 @@ def locate(target: str, *, key: str = "_target_") -> Any:
         It cannot be imported.
     """
     if (new := current_target(target)) != target:
-        raise InputError(f"{key}={target} is {new} now; write that")
+        raise InputError(f"{key}={target} is now {new}; write that")
     module, _, name = target.rpartition(".")
     if not module or not all(part.isidentifier() for part in target.split(".")):
         raise InputError(f"{key}={target} is not the dotted name of a class or function, such as package.module.Class")
@@ -117,37 +118,38 @@ def locate(target: str, *, key: str = "_target_") -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise InputError(
-                f"{key}={target} cannot be imported, for there is no module {error.name}; install the package that has "
-                "it, or put the folder that holds it on PYTHONPATH"
+                f"{key}={target} cannot be imported, because there is no module {error.name}; install its "
+                "package, or add its folder to PYTHONPATH"
             ) from error
-        raise InputError(f"{key}={target} cannot be imported, for {module} needs {error.name}; install that") from error
+        raise InputError(
+            f"{key}={target} cannot be imported, because {module} needs {error.name}; install that"
+        ) from error
     except Exception as error:  # importing runs the user's code, which may fail in any way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(
-            f"{key}={target} cannot be imported, for {module} fails with {reason}; correct that"
+            f"{key}={target} cannot be imported, because {module} fails with {reason}; correct that"
         ) from error
     found = vars(imported).get(name)
     if not callable(found):
-        names = [one for one, value in vars(imported).items() if callable(value) and not one.startswith("_")]
+        names = [public for public, value in vars(imported).items() if callable(value) and not public.startswith("_")]
         raise InputError(
-            f"{key}={target} cannot be imported, for {module} has no class or function "
-            f"{name}{did_you_mean(name, names)}; "
-            "correct the name"
+            f"{key}={target} cannot be imported, because {module} has no class or "
+            f"function {name}{did_you_mean(name, names)}; correct the name"
         )
     return found
 
 
 def user_encoder(target: str, overrides: Sequence[str]) -> Callable[..., Any] | None:
-    """Return what builds a saved encoder that the user's folders have as a choice; None if it is none of theirs.
+    """Import the factory of a saved encoder if the user's config directories have it as a choice, else return None.
 
-    Only folders that the words name count: a file must not choose the code that reads it.
+    The overrides name these folders: a file must not select the code that loads it.
     """
     chosen = choice_targets("encoder", search_folders(overrides)) - installed_targets()
     return locate(target, key="encoder._target_") if target in chosen else None
 
 
 def choice_targets(group: str, folders: Sequence[Path]) -> frozenset[str]:
-    """Return what the files of a group name as ``_target_``, in ``conf/`` and in the user's folders."""
+    """Return every ``_target_`` of a group in ``conf/`` and in the user's config directories."""
     return frozenset(target for folder in (CONF, *folders) for target in _targets_in(folder / group))
 
 
@@ -177,20 +179,20 @@ def _existing(entry: str) -> Path:
     folder = Path(entry).expanduser().absolute()
     if not folder.is_dir():
         raise InputError(
-            f"the folder of settings {folder} does not exist; name it with --config-dir, it holds strategy/, method/ "
+            f"the config directory {folder} does not exist; set --config-dir to a folder with strategy/, method/ "
             "and so on"
         )
     own = {file.relative_to(CONF) for file in CONF.rglob("*.yaml")}
     both = sorted(str(name) for name in own if (folder / name).is_file())
     if both and folder.resolve() != CONF:
-        raise InputError(f"{folder / both[0]} has the name of a file of fedssl's own, which would win; rename it")
+        raise InputError(f"{folder / both[0]} has the name of a file in conf/, which takes precedence; rename it")
     return folder
 
 
-def _is_word(argument: str, key: str) -> bool:
+def _has_key(argument: str, key: str) -> bool:
     return argument.partition("=")[0] == key
 
 
 def searchpath_override(folders: Sequence[Path]) -> str:
-    """The word that names the user's folders."""
+    """Return the override for the config directories."""
     return f"{SEARCHPATH_KEY}=[{','.join(quote_value(f'file://{folder}') for folder in dict.fromkeys(folders))}]"
