@@ -1,6 +1,7 @@
-"""The command ``fedssl``: one run, or with ``-m`` a sweep; exits with 0 only if every run finished.
+"""The command ``fedssl``: a run, or a sweep with ``-m``.
 
-Hydra reads the command line (``-m``, ``--cfg job``, ``--help``). Exit status: 1 failed, 2 wrong setting, 130 Ctrl-C.
+Hydra parses the command line (``-m``, ``--cfg job``, ``--help``). Exit status: 0 if all runs finished, 1 if one failed,
+2 for an invalid setting, 130 after Ctrl-C.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import TextIO
 
 from fedssl.machine.threads import OPENMP_ENV
 
-# Before flwr is imported: a run sends nothing anywhere.
+# Before flwr is imported: a run sends no telemetry.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported
@@ -40,10 +41,9 @@ from fedssl.untrusted import sanitize
 
 
 class SweepState:
-    """What became of the run, or of the jobs of a sweep.
+    """Outcome of the run, or of the jobs of a sweep.
 
-    Hydra returns nothing from a sweep and prints a traceback of its own for a job that raises, so outcomes are
-    kept here.
+    Hydra discards the results of a sweep and prints a traceback if a job raises.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class SweepState:
         Folders of the jobs of a sweep.
     errors : list of Exception
     lock : TextIO or None
-        Of the sweep's folder while it goes on: who watches it knows that jobs are to come.
+        Lock on the folder of a running sweep, for readers that wait for further jobs.
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,12 @@ class SweepState:
         self.lock: TextIO | None = None
 
     def run_job(self, hydra_settings: DictConfig) -> None:
-        """One run, or one job of a sweep, whose failure must not end the others."""
+        """Run, or run one job of a sweep, whose failure must not end the others."""
         chosen = HydraConfig.get().overrides
-        overrides = [*(word for word in chosen.hydra if word.startswith(f"{SEARCHPATH_KEY}=")), *chosen.task]
+        overrides = [
+            *(override for override in chosen.hydra if override.startswith(f"{SEARCHPATH_KEY}=")),
+            *chosen.task,
+        ]
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         folder = Path(HydraConfig.get().runtime.output_dir).resolve()
         if sweep:
@@ -73,7 +76,7 @@ class SweepState:
         existed = (folder / "config.yaml").exists()
         try:
             run([*overrides, f"output_dir={quote_value(str(folder))}"] if sweep else overrides)
-        except Exception as error:  # any failure of one job is listed at the end
+        except Exception as error:  # failed jobs are listed at the end
             self.errors.append(error)
             if sweep:
                 print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
@@ -92,11 +95,11 @@ def main() -> None:
 
 
 def _run_all(state: SweepState) -> int:
-    """What the command line asks for; returns the exit status of a sweep."""
+    """Run the command line, and return the exit status of a sweep."""
     sys.argv[1:] = expand_config_dir_flag(sys.argv[1:])
-    validate_names(_words(sys.argv[1:]))
+    validate_names(_overrides(sys.argv[1:]))
     if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
-        raise InputError("--cfg shows the settings of one run; leave out -m and what is swept")
+        raise InputError("--cfg shows the settings of one run; remove -m and the swept values")
 
     def job(hydra_settings: DictConfig) -> None:  # a function of this file, by which Hydra names the application
         state.run_job(hydra_settings)
@@ -107,35 +110,35 @@ def _run_all(state: SweepState) -> int:
         return 1 if state.errors else 0
     if state.errors:
         error = state.errors[0]
-        if isinstance(error, BrokenPipeError):  # which is no success of a run
+        if isinstance(error, BrokenPipeError):  # the run did not finish
             raise RunError("standard output was closed before the run had ended") from error
         raise error
     return 0
 
 
 def run(overrides: Sequence[str]) -> None:
-    """One run on the engine that the settings name."""
+    """Run on the engine of the settings."""
     settings = compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
     if settings.engine.name == "deployment":
         from simulation.deployment import run_deployment
 
         run_deployment(overrides, engine=settings.engine)
         return
-    settings.recording.tracker.instantiate()  # a package that it lacks is told before any work
+    settings.recording.tracker.instantiate()  # a missing package is an error before any work
     given = settings.recording.folder
     fresh = given is None or not given.exists()
     folder = given or new_run_folder()
     try:
         _run_here(settings, folder)
     except InputError:
-        if fresh and not _rounds_done(folder) and not is_locked(folder):  # by a run that began there at the same time
+        if fresh and not _rounds_done(folder) and not is_locked(folder):  # by a concurrent run in the same folder
             shutil.rmtree(folder, ignore_errors=True)
         raise
     except KeyboardInterrupt as stop:
         done = _rounds_done(folder)
         if not done:
             raise
-        goes_on = f"it goes on by: fedssl {shlex.quote(f'resume={folder}')}"
+        goes_on = f"continue with: fedssl {shlex.quote(f'resume={folder}')}"
         raise KeyboardInterrupt(f" after round {done}; {goes_on}") from stop
 
 
@@ -145,15 +148,15 @@ def _rounds_done(folder: Path) -> int:
 
 
 def _run_here(settings: Settings, folder: Path) -> None:
-    """One run into this folder, by processes of this machine or a cluster."""
+    """Run into this folder, on this machine or a Ray cluster."""
     overrides = [*settings.recording.overrides, f"output_dir={quote_value(str(folder))}"]
     data = {"dataset": settings.data}
     if settings.calibration is not None and settings.calibration.has_own_dataset:
         data["calibration.dataset"] = settings.calibration.data
-    for key, one in data.items():
-        path = one.reader.values.get("path")
-        if path:  # now absolute: a run on Ray, or a resumed one, has another working directory
-            overrides = [word for word in overrides if word.partition("=")[0] != f"{key}.path"]
+    for key, settings_of_data in data.items():
+        path = settings_of_data.reader.values.get("path")
+        if path:  # absolute, because Ray and resumed runs have another working directory
+            overrides = [override for override in overrides if override.partition("=")[0] != f"{key}.path"]
             overrides.append(f"{key}.path={quote_value(path)}")
     engine, concurrency = settings.engine.name, settings.clients_per_round
     if engine == "auto":
@@ -180,10 +183,10 @@ def _run_here(settings: Settings, folder: Path) -> None:
 
 
 def _is_remote_resume(overrides: Sequence[str]) -> bool:
-    """Whether the run to go on with is on the machine of a SuperLink, which alone can read its folder."""
-    said = {override.key_or_group: override.value() for override in parse(overrides)}
-    folder = said.get("resume")
-    return folder is not None and said.get("engine") == "deployment" and not Path(str(folder)).exists()
+    """Return whether the run to resume is on the machine of a SuperLink, which alone has its folder."""
+    explicit = {override.key_or_group: override.value() for override in parse(overrides)}
+    folder = explicit.get("resume")
+    return folder is not None and explicit.get("engine") == "deployment" and not Path(str(folder)).exists()
 
 
 def print_table(folders: Sequence[Path]) -> None:
@@ -194,19 +197,19 @@ def print_table(folders: Sequence[Path]) -> None:
     try:
         table.write(folders[0].parent)
     except OSError as error:
-        raise RunError(f"{folders[0].parent} cannot be written ({error.strerror}); make room there") from error
+        raise RunError(f"{folders[0].parent} cannot be written ({error.strerror}); free disk space") from error
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
 
 
-def _words(arguments: Sequence[str]) -> list[str]:
+def _overrides(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that are settings, without Hydra's flags (``-m``, ``--cfg``) and their values (``job``)."""
     flags_with_value = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--info", "-i")
     pairs = zip(["", *arguments], arguments, strict=False)
-    return [word for before, word in pairs if not word.startswith("-") and before not in flags_with_value]
+    return [argument for before, argument in pairs if not argument.startswith("-") and before not in flags_with_value]
 
 
 def _complete_summary(folder: Path, overrides: Sequence[str], *, status: str, reason: str) -> None:
-    """See to it that the summary tells how the run ended, even if the run itself never began or could not write it."""
+    """Write how the run ended into its summary, if the run did not start or could not write it."""
     summary = folder / "summary.json"
     content = read_summary(summary) or {"overrides": list(overrides), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)

@@ -237,7 +237,7 @@ def test_ctrl_c_is_noted(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the user")
     assert 1 <= summary["rounds"] < 500
-    assert errors == f"fedssl: stopped after round {summary['rounds']}; it goes on by: fedssl resume={folder}\n"
+    assert errors == f"fedssl: stopped after round {summary['rounds']}; continue with: fedssl resume={folder}\n"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["rounds"], "rounds is not of the form key=value; write e.g. rounds=5"),
+        (["rounds"], "rounds does not have the form key=value; write e.g. rounds=5"),
         (["optimizer.lr=-1"], "learning rate"),
         (["partition.alpha=0"], "partition.alpha=0 must be above 0"),
         (["num_clients=50", "dataset.limit=60"], "num_clients=50"),

@@ -45,7 +45,7 @@ def classes(tmp_path_factory):
 def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     run([*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"])
     said = capsys.readouterr().out
-    assert "the images have no labels, which partition=dirichlet needs: partition=iid is taken" in said
+    assert "partition=dirichlet needs labels, which the images lack; using partition=iid instead" in said
     assert "nothing will be evaluated: the data set has no labeled training images" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
@@ -54,7 +54,7 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     assert OmegaConf.load(tmp_path / "run" / "choices.yaml").partition == "iid"
     assert [line.split(",")[1] for line in (tmp_path / "run" / "partition.csv").read_text().split()[1:]] == ["4"] * 3
     run([f"resume={tmp_path / 'run'}", "rounds=2"])
-    assert "partition=iid is taken" not in capsys.readouterr().out
+    assert "using partition=iid" not in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 

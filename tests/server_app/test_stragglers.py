@@ -329,7 +329,7 @@ def test_bytes_that_are_cut_are_no_array():
         ),
         (["aggregation.buffered=true"], "aggregation.buffered=true is for edge clients"),
         (["aggregation.round_deadline=0"], "aggregation.round_deadline=0 must be a number above 0, or null"),
-        (["aggregation.max_retries=-1"], "aggregation.max_retries=-1 must be a whole number of at least 0"),
+        (["aggregation.max_retries=-1"], "aggregation.max_retries=-1 must be an integer of at least 0"),
     ],
 )
 def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):
