@@ -35,10 +35,10 @@ from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from strategies.eua import EUAAggregator, solve
 from strategies.fedavg import fedavg
-from strategies.gram import deviation_gram
 from strategies.l_dawa import l_dawa
 from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa
+from strategies.update_geometry import deviation_gram
 from strategies.weighted_sum import WeightedSum
 
 RULES = {

@@ -47,7 +47,7 @@ from fedssl.wire.records import content_bytes, record_to_arrays
 from server_app.round import Round
 from server_app.round_context import RoundContext
 from simulation.grid import LocalGrid
-from strategies.state import GLOBAL, GlobalModel, ServerState
+from strategies.interfaces import GLOBAL, GlobalModel, ServerState
 
 WAYS = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")
 PAPER_MEMORY = dict(zip(WAYS, (1.0, 0.25, 0.30, 1.0), strict=True))  # measured by the authors, Table 3

@@ -29,7 +29,7 @@ os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the c
 import torch
 
 from client_app.app import app as client_app
-from client_app.store import FILE_STORE, StateStore, WriteBehind
+from client_app.state_store import FILE_STORE, StateStore, WriteBehind
 from client_app.worker import worker_for
 from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.config.load import compose, parse_client_config
@@ -38,8 +38,7 @@ from server_app.app import build_run
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
-from strategies.base import ClientState
-from strategies.state import ServerState
+from strategies.interfaces import ClientState, ServerState
 
 COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
 

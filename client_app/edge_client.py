@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from client_app.limits import Limits, check_settings, read_limits
-from client_app.store import FILE_STORE, StateStore
+from client_app.state_store import FILE_STORE, StateStore
 from fedssl.atomic_files import write_text
 from fedssl.config.device_task import read_task
 from fedssl.config.settings import ClientSettings, Component

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from client_app.store import FILE_STORE, StateStore
+from client_app.state_store import FILE_STORE, StateStore
 from fedssl.wire.messages import NodeInfo
 
 MARKER_KEY = "fedssl-simulation"  # key of the node's configuration

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from client_app.local_data import LocalDataSample
-from client_app.state import load_state, save_state
-from client_app.store import FILE_STORE, StateStore
+from client_app.state_store import FILE_STORE, StateStore, load_state, save_state
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
@@ -26,7 +25,8 @@ from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, TrainResult, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
-from strategies.base import ClientState, ClientStrategy
+from strategies.base import ClientStrategy
+from strategies.interfaces import ClientState
 
 
 class ClientWorker:

@@ -41,7 +41,7 @@ from server_app.training_loop import (
     can_evaluate_in_background,
     load_each,
 )
-from strategies.state import ServerState
+from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
 

@@ -45,7 +45,8 @@ from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
 from server_app.nodes import ClientManager, discover_clients
 from server_app.round_context import RoundContext, raise_no_server_images
-from strategies.base import FedSSLStrategy, StrategyContext
+from strategies.base import FedSSLStrategy
+from strategies.interfaces import StrategyContext
 from strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("fedssl")

@@ -14,7 +14,7 @@ from fedssl.arrays import Layers
 from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, write_text
 from fedssl.errors import InputError
 from fedssl.untrusted import MAX_TENSORS_BYTES, iter_leaves, open_regular_file, read_tensors, sanitize
-from strategies.state import GlobalModel, ServerState
+from strategies.interfaces import GlobalModel, ServerState
 
 log = logging.getLogger("fedssl")
 

@@ -26,7 +26,7 @@ from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.runs.representations import Representations
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment
-from strategies.state import GLOBAL
+from strategies.interfaces import GLOBAL
 
 log = logging.getLogger("fedssl")
 

@@ -19,8 +19,7 @@ from fedssl.methods.base import SSLMethod
 from server_app.nodes import ClientDirectory
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
-from strategies.base import Aggregator
-from strategies.state import GLOBAL
+from strategies.interfaces import GLOBAL, Aggregator
 from strategies.weighted_sum import is_uniform_sum
 
 log = logging.getLogger("fedssl")

@@ -25,7 +25,7 @@ from server_app.build import RunComponents
 from server_app.messaging import MessageExchange
 from server_app.plans import PlanBuilder
 from server_app.updates import InvalidUpdate, read_model_index, read_update
-from strategies.state import ServerState
+from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
 

@@ -14,7 +14,7 @@ from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays
 from server_app.round_context import RoundContext
-from strategies.state import GlobalModel, ServerState
+from strategies.interfaces import GlobalModel, ServerState
 
 
 @dataclass(frozen=True)

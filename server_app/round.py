@@ -22,8 +22,7 @@ from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
 from server_app.updates import InvalidUpdate, RoundResult, UpdateReader, ValidUpdate, norm_outliers
-from strategies.base import Aggregator, RoundOutcome
-from strategies.state import GLOBAL, GlobalModel, ServerState, model_suffix
+from strategies.interfaces import GLOBAL, Aggregator, GlobalModel, RoundOutcome, ServerState, model_suffix
 from strategies.weighted_sum import NO_COSINES
 
 log = logging.getLogger("fedssl")

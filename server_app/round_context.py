@@ -19,8 +19,8 @@ from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
 from server_app.differential_privacy import Privacy
 from strategies.base import FedSSLStrategy
+from strategies.interfaces import GlobalModel
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
-from strategies.state import GlobalModel
 
 
 class Calibrator(Protocol):

@@ -19,7 +19,7 @@ from fedssl.runs.snapshots import SnapshotWriter, forget_after
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from server_app.build import ClientData
 from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_checkpoint, save_checkpoint
-from strategies.state import ServerState, model_suffix
+from strategies.interfaces import ServerState, model_suffix
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 PERSONALIZED_FILE = "personalized.json"

@@ -30,7 +30,7 @@ from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
 from server_app.updates import RoundResult
-from strategies.state import ServerState
+from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
 

@@ -15,7 +15,7 @@ from fedssl.wire.messages import ARRAYS, NUM_EXAMPLES, SECONDS, TRAIN_LOSS, Clie
 from fedssl.wire.records import content_bytes, decode_arrays
 from server_app.plans import ClientSlot, StartingModel
 from server_app.round_context import RoundContext
-from strategies.state import GLOBAL
+from strategies.interfaces import GLOBAL
 
 # Ranges of metrics. Losses of methods and regularizers are far smaller.
 METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}

@@ -18,7 +18,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
-from client_app.store import WriteBehind
+from client_app.state_store import WriteBehind
 from fedssl.config.settings import MachineSettings
 from fedssl.machine.devices import select_device
 

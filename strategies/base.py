@@ -9,121 +9,26 @@ not said is as in federated averaging. `server_app.round.Round` makes rounds of 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from fedssl.arrays import Cosines, Layers, ReferenceLayers
+from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
-from fedssl.regularizers.base import Regularizer
-from fedssl.wire.messages import ClientUpdate, TrainPlan
-from strategies.state import GLOBAL, GlobalModel, ServerState
-
-ClientState = dict[str, torch.Tensor]
-TrainAgain = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
-
-
-class Aggregator(Protocol):
-    """A streaming aggregation of one round: `start`, `add` for each client in order of partition id, `finish`."""
-
-    @property
-    def required_metrics(self) -> tuple[str, ...]:
-        """Metrics that every client must report."""
-        ...
-
-    def start(self, global_layers: ReferenceLayers) -> None:
-        """Begin a round; clients send these layers."""
-        ...
-
-    def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in one update that passed `ReferenceLayers.check`, and its cosines with what its client started from."""
-        ...
-
-    def finish(self) -> Layers:
-        """New layers, with names, order, shapes and dtypes of the old ones."""
-        ...
-
-
-@dataclass(frozen=True)
-class CommunicationSummary:
-    """What an algorithm exchanges, in words for people.
-
-    Attributes
-    ----------
-    download, upload : str
-        Layers that a client receives, and sends back.
-    required_metrics : tuple of str
-        Metrics that a client must report.
-    local_state : str
-        What a client keeps between rounds.
-    """
-
-    download: str
-    upload: str
-    required_metrics: tuple[str, ...]
-    local_state: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyContext:
-    """What an algorithm may refuse to work with.
-
-    Attributes
-    ----------
-    method : SSLMethod
-    clients_per_round, num_clients : int
-    num_unseen_clients : int
-        Clients that never train.
-    rounds : int
-    seed : int
-    has_calibration : bool
-        Whether the server trains models as well.
-    server_optimizer : bool
-        Whether the server takes steps of its own with what is aggregated.
-    is_deployment : bool
-        Whether clients are devices.
-    server_has_images : bool
-        Whether the server has images of its own.
-    """
-
-    method: SSLMethod
-    clients_per_round: int
-    num_clients: int
-    num_unseen_clients: int = 0
-    rounds: int = 2**31
-    seed: int = 0
-    has_calibration: bool = False
-    server_optimizer: bool = False
-    is_deployment: bool = False
-    server_has_images: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundOutcome:
-    """A round that is done, as `ServerStrategy.on_round_end` sees it.
-
-    Attributes
-    ----------
-    round : int
-    destinations : mapping of int to tuple of str
-        For each client whose update was used, the models that it went into.
-    bytes_up : mapping of int to int
-        Bytes of each of these updates.
-    client_features : mapping of int to Tensor
-        For each of these clients what its model makes of the server's images, ``(images, dim)``; empty unless
-        the server side asks for it by ``num_comparison_images``.
-    extract_features : callable
-        What a model with these layers makes of the same images.
-    """
-
-    round: int
-    destinations: Mapping[int, tuple[str, ...]]
-    bytes_up: Mapping[int, int]
-    client_features: Mapping[int, torch.Tensor]
-    extract_features: Callable[[Layers], torch.Tensor]
+from fedssl.wire.messages import TrainPlan
+from strategies.interfaces import (
+    GLOBAL,
+    Aggregator,
+    ClientState,
+    CommunicationSummary,
+    GlobalModel,
+    LocalData,
+    RoundOutcome,
+    ServerState,
+    StrategyContext,
+    TrainAgain,
+)
 
 
 class ServerStrategy:
@@ -250,18 +155,6 @@ class ServerStrategy:
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         """What is exchanged, given what is usual."""
         return replace(usual, required_metrics=self.aggregator(1).required_metrics)
-
-
-class LocalData(Protocol):
-    """A client's own images, for `ClientStrategy.select_model`; what is drawn of them is the same at every call."""
-
-    def features(self, method: SSLMethod, max_images: int) -> torch.Tensor:
-        """What the encoder makes of at most so many, float32 ``(n, feature_dim)``, on the CPU."""
-        ...
-
-    def loss(self, method: SSLMethod, max_images: int) -> float:
-        """The mean training loss of at most so many; nothing is learned."""
-        ...
 
 
 class ClientStrategy:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 
 from fedssl.errors import InputError
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.choosing import SelectByLoss
-from strategies.clusters import ClientAssignedClusters, OneShotClusters
+from strategies.cluster_assignment import ClientAssignedClusters, OneShotClusters, SelectByLoss
 from strategies.eua import EUA
 from strategies.featarc import check_num_images
 from strategies.fedavg import FedAvg

@@ -7,7 +7,7 @@ of the g_k (Eq. 10). Of all directions this one has the largest smallest change 
 
 Where this differs from the paper, with the option that reproduces it:
 
-- Eq. 12 gives the minimiser of a ridge; here the weights are those of Eq. 10 (`strategies.min_norm`);
+- Eq. 12 gives the minimiser of a ridge; here the weights are those of Eq. 10 (`strategies.update_geometry`);
 - the paper gives no step size. Here the step is as long as the mean deviation times ``server_lr``, so that one client
   alone becomes the global model (``server_lr=1``); ``step="constant"`` is theta - server_lr d.
 
@@ -27,10 +27,9 @@ import torch
 from fedssl.arrays import ROW, Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy
-from strategies.gram import deviation_gram
-from strategies.min_norm import min_norm_weights
-from strategies.state import GlobalModel
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.interfaces import Aggregator, GlobalModel
+from strategies.update_geometry import deviation_gram, min_norm_weights
 from strategies.weighted_sum import WeightedSum, check_choice, check_updates
 
 DEVIATIONS = ("log", "unit")

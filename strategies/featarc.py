@@ -17,8 +17,7 @@ its own, so that one model travels down and not C.
 
 from fedssl.errors import InputError
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.choosing import SelectByFeatures
-from strategies.clusters import ClientAssignedClusters, ServerAssignedClusters
+from strategies.cluster_assignment import ClientAssignedClusters, SelectByFeatures, ServerAssignedClusters
 from strategies.fedavg import mean
 from strategies.weighted_sum import check_choice
 

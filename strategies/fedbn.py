@@ -18,15 +18,9 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, local_names, part_name
 from fedssl.wire.messages import TrainPlan
-from strategies.base import (
-    ClientState,
-    ClientStrategy,
-    CommunicationSummary,
-    FedSSLStrategy,
-    ServerStrategy,
-    StrategyContext,
-)
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import mean
+from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:

@@ -30,18 +30,10 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.wire.messages import TrainPlan
-from strategies.base import (
-    ClientState,
-    ClientStrategy,
-    CommunicationSummary,
-    FedSSLStrategy,
-    ServerStrategy,
-    StrategyContext,
-    layers_in_state,
-    upload_names_of,
-)
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.encoder_divergence import DISTANCES, distance_names, encoder_divergence
 from strategies.fedavg import mean
+from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
 from strategies.weighted_sum import check_choice
 
 USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # names in a client's state that are no layers

@@ -23,15 +23,8 @@ import numpy as np
 from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import (
-    Aggregator,
-    CommunicationSummary,
-    FedSSLStrategy,
-    RoundOutcome,
-    ServerStrategy,
-    StrategyContext,
-)
-from strategies.state import GLOBAL, ServerState
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.interfaces import GLOBAL, Aggregator, CommunicationSummary, RoundOutcome, ServerState, StrategyContext
 from strategies.topology import TOPOLOGIES, make_graph, metropolis_weights
 from strategies.topology_plot import plot_topology
 from strategies.weighted_sum import WeightedSum, check_choice

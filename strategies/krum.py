@@ -23,10 +23,10 @@ import numpy as np
 from fedssl.arrays import Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import Aggregator, FedSSLStrategy, ServerStrategy, StrategyContext
-from strategies.gram import deviation_gram
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.interfaces import Aggregator, GlobalModel, StrategyContext
 from strategies.robust import BatchAggregator, validated
-from strategies.state import GlobalModel
+from strategies.update_geometry import deviation_gram
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 log = logging.getLogger("fedssl")

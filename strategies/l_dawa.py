@@ -28,17 +28,8 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from strategies.base import (
-    Aggregator,
-    ClientState,
-    ClientStrategy,
-    CommunicationSummary,
-    FedSSLStrategy,
-    ServerStrategy,
-    StrategyContext,
-    TrainAgain,
-)
-from strategies.state import GLOBAL
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
+from strategies.interfaces import GLOBAL, Aggregator, ClientState, CommunicationSummary, StrategyContext, TrainAgain
 from strategies.weighted_sum import BUFFERS, WeightedSum, check_choice, weighted_sum
 
 

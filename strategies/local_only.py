@@ -8,8 +8,8 @@ The server holds a model for every client that has taken part, and in a round th
 """
 
 from fedssl.errors import InputError
-from strategies.base import FedSSLStrategy, ServerStrategy, StrategyContext
-from strategies.state import ServerState
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.interfaces import ServerState, StrategyContext
 from strategies.weighted_sum import WeightedSum
 
 

@@ -30,15 +30,9 @@ from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_r
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
-from strategies.base import (
-    ClientState,
-    ClientStrategy,
-    CommunicationSummary,
-    FedSSLStrategy,
-    ServerStrategy,
-    TrainAgain,
-)
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import mean
+from strategies.interfaces import ClientState, CommunicationSummary, TrainAgain
 
 PERSONAL = "personal."  # before the names of v_k's layers in a client's state: they are no layers of the method
 

@@ -20,7 +20,8 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.base import FedSSLStrategy, ServerStrategy, StrategyContext
+from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.interfaces import StrategyContext
 from strategies.weighted_sum import check_updates
 
 log = logging.getLogger("fedssl")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.state import read_state
+from client_app.state_store import read_state
 from fedssl.export import load_encoder
 from simulation.cli import run
 

@@ -4,7 +4,7 @@ import signal
 import pytest
 import torch
 
-from client_app.state import load_state, save_state
+from client_app.state_store import load_state, save_state
 
 
 def state(value):

@@ -11,7 +11,7 @@ from fedssl.atomic_files import saved_rounds
 from fedssl.errors import InputError
 from server_app.checkpoint import StateSchema, latest_checkpoint, save_checkpoint
 from strategies.euc import EUC
-from strategies.state import GLOBAL, GlobalModel, ServerState
+from strategies.interfaces import GLOBAL, GlobalModel, ServerState
 
 
 def checkpoint(round):

@@ -19,8 +19,8 @@ from server_app.personalization import (
     request_personalized_encoders,
 )
 from simulation.cli import run
-from strategies import choosing
-from strategies.state import GLOBAL
+from strategies import cluster_assignment
+from strategies.interfaces import GLOBAL
 from tests.devices import ask as asked_of
 from tests.devices import context, write_images
 from tests.federation import Federation
@@ -102,13 +102,13 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
     federation = Federation(tmp_path, "strategy=featarc", "strategy.num_images=16", *NEW)
     federation.run(1)
     learned = []  # whether the client had an encoder of its own when it chose
-    original = choosing.SelectByFeatures.select_model
+    original = cluster_assignment.SelectByFeatures.select_model
 
     def choose(half, method, plans, state, local_data):
-        learned.append(any(name.startswith(choosing.LAST_ENCODER_PREFIX) for name in state or {}))
+        learned.append(any(name.startswith(cluster_assignment.LAST_ENCODER_PREFIX) for name in state or {}))
         return original(half, method, plans, state, local_data)
 
-    monkeypatch.setattr(choosing.SelectByFeatures, "select_model", choose)
+    monkeypatch.setattr(cluster_assignment.SelectByFeatures, "select_model", choose)
     name, layers = encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3]
     assert learned == [False, True]
     model = federation.state.models.get(name, federation.components.context.initial_model())
@@ -190,7 +190,7 @@ def test_an_unseen_client_selects_its_cluster_by_loss_without_training_first(tmp
     federation = Federation(tmp_path, "strategy=clustered", "strategy.assign_by=loss", *NEW)
     federation.run(1)
     events = []
-    select_model, train = choosing.SelectByLoss.select_model, ClientWorker._train
+    select_model, train = cluster_assignment.SelectByLoss.select_model, ClientWorker._train
 
     def select(half, method, plans, state, local_data):
         events.append("select")
@@ -200,7 +200,7 @@ def test_an_unseen_client_selects_its_cluster_by_loss_without_training_first(tmp
         events.append("train")
         return train(self, *args)
 
-    monkeypatch.setattr(choosing.SelectByLoss, "select_model", select)
+    monkeypatch.setattr(cluster_assignment.SelectByLoss, "select_model", select)
     monkeypatch.setattr(ClientWorker, "_train", trains)
     name, received = encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3]
     assert events == ["select"]

@@ -16,9 +16,9 @@ from server_app.round import Round
 from server_app.round_context import sample_clients
 from simulation.grid import LocalGrid
 from strategies.fedavg import FedAvg
+from strategies.interfaces import GLOBAL, ServerState
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
-from strategies.state import GLOBAL, ServerState
 from tests.server_app.small import LAYERS, small_federation
 
 REPLY_CONFIG = ConfigRecord({"round": 1, "code-fingerprint": "x"})

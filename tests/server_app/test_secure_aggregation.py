@@ -17,7 +17,7 @@ from server_app.round import Round
 from server_app.secure_aggregation import TooFewParticipants, apply_delta
 from server_app.training_loop import run_round
 from simulation.cli import run
-from strategies.state import ServerState
+from strategies.interfaces import ServerState
 from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client_app.state import read_state
+from client_app.state_store import read_state
 from fedssl.export import load_encoder
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import record_to_arrays
@@ -17,7 +17,7 @@ from server_app.round import Round
 from server_app.training_loop import arrays_by_model, run_round
 from simulation.cli import run
 from strategies.eua import eua
-from strategies.state import GLOBAL, ServerState
+from strategies.interfaces import GLOBAL, ServerState
 from tests.federation import Federation, model_of
 from tests.server_app import algorithms
 

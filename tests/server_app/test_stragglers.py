@@ -20,7 +20,7 @@ from server_app.updates import apply_stale_update
 from simulation.grid import SimulatedGrid, assign_message_id, set_task_identity
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg
-from strategies.state import GLOBAL, ServerState
+from strategies.interfaces import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation as Rounds
 from tests.server_app.small import LAYERS, small_federation

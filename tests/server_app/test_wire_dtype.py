@@ -19,7 +19,7 @@ from server_app.build import build_run
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
-from strategies.state import GLOBAL, ServerState
+from strategies.interfaces import GLOBAL, ServerState
 from tests.federation import TINY, Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_stragglers import Run

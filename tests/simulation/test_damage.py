@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from client_app.state import load_state
+from client_app.state_store import load_state
 from fedssl.config.load import load_settings
 from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate

@@ -15,7 +15,7 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
-from client_app.state import read_state, save_state
+from client_app.state_store import read_state, save_state
 from fedssl.config.load import load_settings
 from fedssl.errors import InputError, RunError
 from fedssl.evaluation import cli as evaluate

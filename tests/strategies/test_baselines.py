@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 import fedssl.training
-from client_app.state import load_state
+from client_app.state_store import load_state
 from fedssl.config.load import compose
 from fedssl.evaluation.protocol import make_evaluation_input
 from fedssl.export import load_encoder
@@ -19,8 +19,8 @@ from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
+from strategies.interfaces import GLOBAL
 from strategies.local_only import LocalOnly
-from strategies.state import GLOBAL
 from tests.federation import Federation, model_of
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]

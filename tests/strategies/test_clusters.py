@@ -19,14 +19,22 @@ from server_app.round import Round
 from server_app.training_loop import run_round
 from simulation.cli import run
 from simulation.grid import LocalGrid
-from strategies.base import RoundOutcome, ServerStrategy
-from strategies.choosing import LAST_ENCODER_PREFIX, SelectByFeatures, SelectByLoss, argmin, feature_distance
+from strategies.base import ServerStrategy
+from strategies.cluster_assignment import (
+    ASSIGNMENTS,
+    LAST_ENCODER_PREFIX,
+    SelectByFeatures,
+    SelectByLoss,
+    ServerAssignedClusters,
+    argmin,
+    cluster_by_cosine,
+    feature_distance,
+)
 from strategies.clustered import Clustered
-from strategies.clusters import ASSIGNMENTS, ServerAssignedClusters, cluster_by_cosine
 from strategies.eua import eua
 from strategies.featarc import FeatARC
 from strategies.fedavg import mean
-from strategies.state import GlobalModel, ServerState
+from strategies.interfaces import GlobalModel, RoundOutcome, ServerState
 from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import good, make_grid

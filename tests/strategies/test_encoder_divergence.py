@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.state import read_state
+from client_app.state_store import read_state
 from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.encoders import Encoder, resnet18, vit_tiny

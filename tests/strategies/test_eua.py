@@ -11,10 +11,10 @@ from fedssl.arrays import ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUAAggregator, eua, solve
-from strategies.gram import deviation_gram
+from strategies.update_geometry import deviation_gram
 from tests.federation import Federation
 from tests.strategies.made import clients_of, model, same
-from tests.strategies.test_min_norm import KINDS, by_nnls, vectors_of
+from tests.strategies.test_update_geometry import KINDS, by_nnls, vectors_of
 
 
 def update(partition_id, arrays):

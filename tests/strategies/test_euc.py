@@ -25,12 +25,10 @@ from server_app.messaging import MessageExchange
 from server_app.round_context import sample_clients
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
-from strategies.base import StrategyContext
-from strategies.discrepancy import DiscrepancySum
-from strategies.euc import EUC, averaging_intervals
+from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
+from strategies.interfaces import GLOBAL, ServerState, StrategyContext
 from strategies.server_optimizer import FedAvgM, NoServerOptimizer
-from strategies.state import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation, model_of
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.state import load_state
+from client_app.state_store import load_state
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
-from strategies.base import StrategyContext
 from strategies.fedbn import FedBN, batch_norm_names
+from strategies.interfaces import StrategyContext
 from tests.federation import Federation
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state import load_state, save_state
+from client_app.state_store import load_state, save_state
 from fedssl.arrays import is_weight
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -18,10 +18,9 @@ from fedssl.model_arrays import exchanged_layers, exchanged_names
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from strategies.base import StrategyContext
 from strategies.fedema import DISTANCE, LAMBDA, FedEMA, FedEMAClient, blend
 from strategies.fedu import FedUClient
-from strategies.state import GLOBAL
+from strategies.interfaces import GLOBAL, StrategyContext
 from tests.federation import Federation
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)

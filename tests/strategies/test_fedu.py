@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state import load_state, read_state, save_state
+from client_app.state_store import load_state, read_state, save_state
 from fedssl.arrays import ReferenceLayers
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -19,11 +19,10 @@ from fedssl.model_arrays import exchanged_layers, exchanged_names
 from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from strategies.base import StrategyContext
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
+from strategies.interfaces import GLOBAL, StrategyContext
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
-from strategies.state import GLOBAL
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 

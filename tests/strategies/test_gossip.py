@@ -8,9 +8,8 @@ import pytest
 from fedssl.errors import InputError
 from server_app.messaging import receive
 from server_app.round import Round
-from strategies.base import StrategyContext
 from strategies.gossip import Gossip, consensus_distance
-from strategies.state import GLOBAL, GlobalModel, ServerState
+from strategies.interfaces import GLOBAL, GlobalModel, ServerState, StrategyContext
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
 from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state import load_state
+from client_app.state_store import load_state
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
@@ -18,8 +18,8 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.cli import run
+from strategies.interfaces import GLOBAL
 from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
-from strategies.state import GLOBAL
 from tests.federation import Federation
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)

@@ -18,11 +18,11 @@ from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from simulation.grid import LocalGrid
-from strategies.base import StrategyContext
 from strategies.fedavg import fedavg
-from strategies.gram import deviation_gram
+from strategies.interfaces import StrategyContext
 from strategies.krum import Krum, closest, krum, scores
 from strategies.robust import Median, TrimmedMean, median, trimmed_mean
+from strategies.update_geometry import deviation_gram
 from tests.federation import Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_round import crash, good, run_round

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedssl.errors import InputError
-from strategies.edge_file import read_edges
 from strategies.topology import (
     SERVER,
     TOPOLOGIES,
     make_graph,
     metropolis_weights,
     mixing_weights,
+    read_edges,
     second_eigenvalue,
     weight_matrix,
 )

@@ -9,8 +9,8 @@ import pytest
 from fedssl.arrays import ReferenceLayers
 from fedssl.wire.messages import TrainPlan
 from server_app.round import Round
-from strategies.base import CommunicationSummary
 from strategies.fedavg import FedAvg, fedavg
+from strategies.interfaces import CommunicationSummary
 from strategies.l_dawa import LDAWA, l_dawa, scale_layers
 from strategies.loss import LossWeighted, loss_weighted
 from strategies.m_dawa import MDAWA, m_dawa

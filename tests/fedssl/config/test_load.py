@@ -11,7 +11,7 @@ from fedssl.config.overrides import CONF, quote_value
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.methods.build import build_method
-from strategies.base import StrategyContext
+from strategies.interfaces import StrategyContext
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
 # Groups that know nothing of each other.

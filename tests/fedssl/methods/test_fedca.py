@@ -25,7 +25,7 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import receive
 from server_app.round import Round
 from simulation.cli import run
-from strategies.state import GLOBAL
+from strategies.interfaces import GLOBAL
 from tests.federation import Federation
 
 HEAD = partial(MLP, hidden_dim=16, out_dim=4)

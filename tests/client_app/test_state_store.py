@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 
-from client_app import store as module
-from client_app.state import load_state, save_state
-from client_app.store import FILE_STORE, WriteBehind
+from client_app import state_store as module
+from client_app.state_store import FILE_STORE, WriteBehind, load_state, save_state
 from fedssl.errors import RunError
 from server_app.checkpoint import latest_checkpoint
 from server_app.recorder import Recorder
@@ -204,7 +203,7 @@ def test_a_disk_that_is_full_ends_the_run_which_goes_on(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "save_state", full)
-        with pytest.raises(RunError, match="No space left on device.*make room there and go on with fedssl resume="):
+        with pytest.raises(RunError, match="No space left on device.*free disk space, then continue with fedssl resume="):
             run([*RUN, f"output_dir={tmp_path / 'cut'}"])
     assert latest_checkpoint(tmp_path / "cut" / "checkpoints").round == 1
     run([f"resume={tmp_path / 'cut'}"])
