@@ -1,4 +1,4 @@
-"""Several models, each trained by some of the clients: how clients are assigned to models, on the client and on the server.
+"""Several global models: the server side clusters clients, and the client side selects a model.
 
 All models start from the same weights. A client without an assignment starts from model k modulo C, where k is its
 partition id. A model that receives no update in a round keeps its weights. With one model the result is bit-identical

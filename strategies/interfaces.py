@@ -12,7 +12,7 @@ from fedssl.regularizers.base import Regularizer
 from fedssl.wire.messages import ClientUpdate
 
 ClientState = dict[str, torch.Tensor]
-TrainAgain = Callable[[Regularizer], object]  # trains the method as it is, like before, with one term more in its loss
+TrainAgain = Callable[[Regularizer], object]  # trains the method again with a further term in the loss
 
 GLOBAL = "global"  # name of the model where there is only one
 
@@ -24,17 +24,17 @@ class GlobalModel:
     Attributes
     ----------
     layers : Layers
-        All that clients exchange.
+        All exchanged layers.
     broadcast : Layers
-        What the method's server side made for clients of this model; see `fedssl.methods.base.SSLMethod`.
+        Parts that the method's server side computed for clients; see `fedssl.methods.base.SSLMethod`.
     strategy_state : dict
-        What the algorithm remembers: numbers, words, arrays and dictionaries of them.
+        State of the algorithm: numbers, strings, arrays and dictionaries of them.
     server_optimizer_state : dict of str to Layers
-        What the server optimiser remembers.
+        Moments of the server optimizer.
     phase : int
-        The phase of the schedule that its layers have come to, from 1.
+        Phase of the schedule that its layers have reached, from 1.
     num_updates : int
-        Rounds in which clients' updates went into it.
+        Number of rounds in which it received updates.
     """
 
     layers: Layers
@@ -47,19 +47,18 @@ class GlobalModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """The server after a round.
+    """State of the server after a round.
 
     Attributes
     ----------
     round : int
-        The round; 0 before the first.
+        Number of the round; 0 before the first.
     models : mapping of str to GlobalModel
-        By name. A model comes into being with the first update that goes into it.
+        Models by name. A model exists from its first update on.
     last_participation : mapping of int to (int, str)
-        For a client whose last update was used: the round of that update, and the model it had started from.
+        Round of the client's last used update, and the model that it started from.
     strategy_state : dict
-        What the algorithm remembers beside what it remembers of each model: numbers, words, arrays and dictionaries
-        of them.
+        State of the algorithm across models: numbers, strings, arrays and dictionaries of them.
     """
 
     round: int = 0
@@ -68,58 +67,58 @@ class ServerState:
     strategy_state: dict[str, Any] = field(default_factory=dict)
 
     def model_names(self) -> list[str]:
-        """Names of the models, client 2 before client 10."""
+        """Return the names of the models, client 2 before client 10."""
         return sorted(self.models, key=lambda name: (len(name), name))
 
     def with_models(self, names: Sequence[str]) -> "ServerState":
-        """The state in which all these models exist: as copies of the first of them, if it does."""
+        """Return a state with all these models. New models are copies of the first, if it exists."""
         first = self.models.get(names[0]) if names else None
         return self if first is None else replace(self, models={**dict.fromkeys(names, first), **self.models})
 
     def last_round(self, client: int, model: str) -> int | None:
-        """The round of the client's last update, if that was used and had started from this model."""
+        """Return the round of the client's last used update if it started from this model, else None."""
         round, start = self.last_participation.get(client, (None, None))
         return round if start == model else None
 
 
 def model_suffix(name: str) -> str:
-    """What stands behind a word that is said of this model: nothing if it is the only one."""
+    """Return the suffix of file names and log keys of this model; empty if it is the only model."""
     return "" if name == GLOBAL else f"-{name}"
 
 
 class Aggregator(Protocol):
-    """A streaming aggregation of one round: `start`, `add` for each client in order of partition id, `finish`."""
+    """Streaming aggregation of one round: `start`, then `add` for each client in order of its id, then `finish`."""
 
     @property
     def required_metrics(self) -> tuple[str, ...]:
-        """Metrics that every client must report."""
+        """Return the metrics that every client must report."""
         ...
 
     def start(self, global_layers: ReferenceLayers) -> None:
-        """Begin a round; clients send these layers."""
+        """Start a round with the global layers, which have the names and shapes of the uploads."""
         ...
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in one update that passed `ReferenceLayers.check`, and its cosines with what its client started from."""
+        """Add a validated update, with the cosines between it and the layers that its client started from."""
         ...
 
     def finish(self) -> Layers:
-        """New layers, with names, order, shapes and dtypes of the old ones."""
+        """Return the new layers, with the names, order, shapes and dtypes of the old ones."""
         ...
 
 
 @dataclass(frozen=True)
 class CommunicationSummary:
-    """What an algorithm exchanges, in words for people.
+    """Description of what an algorithm exchanges, for logs and tables.
 
     Attributes
     ----------
     download, upload : str
-        Layers that a client receives, and sends back.
+        Layers that a client downloads and uploads.
     required_metrics : tuple of str
         Metrics that a client must report.
     local_state : str
-        What a client keeps between rounds.
+        State that stays on the client between rounds.
     """
 
     download: str
@@ -130,7 +129,7 @@ class CommunicationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyContext:
-    """What an algorithm may refuse to work with.
+    """Properties of a run that an algorithm validates.
 
     Attributes
     ----------
@@ -141,13 +140,13 @@ class StrategyContext:
     rounds : int
     seed : int
     has_calibration : bool
-        Whether the server trains models as well.
+        Whether the server calibrates models by training.
     server_optimizer : bool
-        Whether the server takes steps of its own with what is aggregated.
+        Whether a server optimizer applies the aggregate.
     is_deployment : bool
-        Whether clients are devices.
+        Whether clients are edge clients.
     server_has_images : bool
-        Whether the server has images of its own.
+        Whether the server has images.
     """
 
     method: SSLMethod
@@ -164,20 +163,20 @@ class StrategyContext:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
-    """A round that is done, as `ServerStrategy.on_round_end` sees it.
+    """Result of a round, for `ServerStrategy.on_round_end`.
 
     Attributes
     ----------
     round : int
     destinations : mapping of int to tuple of str
-        For each client whose update was used, the models that it went into.
+        Models that each used update went into, by client.
     bytes_up : mapping of int to int
-        Bytes of each of these updates.
+        Bytes of each of these updates, by client.
     client_features : mapping of int to Tensor
-        For each of these clients what its model makes of the server's images, ``(images, dim)``; empty unless
-        the server side asks for it by ``num_comparison_images``.
+        Features of the server's images under each of these clients' models, ``(images, dim)``. Empty if
+        ``num_comparison_images`` is 0.
     extract_features : callable
-        What a model with these layers makes of the same images.
+        Return the features of the same images under a model with the given layers.
     """
 
     round: int
@@ -188,12 +187,12 @@ class RoundOutcome:
 
 
 class LocalData(Protocol):
-    """A client's own images, for `ClientStrategy.select_model`; what is drawn of them is the same at every call."""
+    """Local images of a client, for `ClientStrategy.select_model`. Every call uses the same sample of them."""
 
     def features(self, method: SSLMethod, max_images: int) -> torch.Tensor:
-        """What the encoder makes of at most so many, float32 ``(n, feature_dim)``, on the CPU."""
+        """Return the features of at most ``max_images`` images, float32 ``(n, feature_dim)``, on the CPU."""
         ...
 
     def loss(self, method: SSLMethod, max_images: int) -> float:
-        """The mean training loss of at most so many; nothing is learned."""
+        """Return the mean training loss of at most ``max_images`` images, without training."""
         ...

@@ -203,7 +203,7 @@ def test_a_disk_that_is_full_ends_the_run_which_goes_on(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "save_state", full)
-        with pytest.raises(RunError, match="No space left on device.*free disk space, then continue with fedssl resume="):
+        with pytest.raises(RunError, match="No space left on device.*free disk space, then continue with fedssl"):
             run([*RUN, f"output_dir={tmp_path / 'cut'}"])
     assert latest_checkpoint(tmp_path / "cut" / "checkpoints").round == 1
     run([f"resume={tmp_path / 'cut'}"])
