@@ -216,5 +216,5 @@ def _number(node_config: Mapping[str, Value], key: str, *, minimum: int) -> int 
     if value is None:
         return None
     if type(value) is not int or not minimum <= value < 2**31:
-        raise InputError(f"{key}={value} of the node's configuration must be a whole number of at least {minimum}")
+        raise InputError(f"{key}={value} of the node's configuration must be an integer of at least {minimum}")
     return value

@@ -1,8 +1,7 @@
-"""A task: what a server may ask of a device, in names of choices and plain values.
+"""Tasks that a server proposes to an edge client: names of choices and plain values, as JSON.
 
-The device composes its settings from its own ``conf/`` with these choices, and then sets the values: a task says which
-of the device's classes are used and with which numbers, never which code. What is about the machine and its images
-is in no task. It travels as JSON.
+The edge client composes its settings from its own ``conf/`` with these choices, and then sets the values. A task
+selects installed classes and numbers, never code. Settings of the machine and its images are not part of a task.
 """
 
 import json
@@ -24,42 +23,44 @@ from fedssl.errors import InputError, RequestRefused
 
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
-DATA_KEYS = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std"))  # what a model must know of them
+DATA_KEYS = tuple(
+    f"dataset.{key}" for key in ("channels", "size", "mean", "std")
+)  # properties of the images that a model needs
 REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
 
 MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_WORD_LENGTH, MAX_DEPTH = 65_536, 4096, 64, 4
-# Largest whole numbers by the last part of a key: what costs time before its memory can be told, and what may be more.
+# Largest integers by the last part of a key.
 MAX_VALUES = {"depth": 256, "num_layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
 MAX_OTHER_VALUE = 2**16
 
 
 @dataclass(frozen=True)
 class DeviceTask:
-    """Names and plain values.
+    """Choices and plain values of a task.
 
     Attributes
     ----------
     choices : mapping of str to str
         The choice in each of `GROUPS`.
     values : mapping
-        Values by dotted key: numbers, true, false, null, words, and lists and mappings of these.
+        Values by dotted key: numbers, booleans, null, strings, and lists and mappings of these.
     """
 
     choices: Mapping[str, str]
     values: Mapping[str, Any]
 
     def text(self) -> str:
-        """The task as it travels."""
+        """Return the task as JSON."""
         return json.dumps({"choices": self.choices, "values": self.values}, sort_keys=True)
 
 
 def make_task(settings: Settings) -> DeviceTask:
-    """The task of a run, for devices.
+    """Return the task of a run for edge clients.
 
     Raises
     ------
     InputError
-        The run has what no task can say, such as a setting that is in no file of ``conf/``.
+        A setting cannot be part of a task, such as one that is in no file of ``conf/``.
     """
     config = OmegaConf.create(settings.recording.resolved_yaml)
     assert isinstance(config, DictConfig)
@@ -69,31 +70,31 @@ def make_task(settings: Settings) -> DeviceTask:
     try:
         composed = compose_task(task.text(), own)
     except RequestRefused as error:
-        raise InputError(f"devices would refuse this run: {error}") from error
+        raise InputError(f"edge clients would reject this run: {error}") from error
     if training_components(composed) != training_components(config):
         raise InputError(
-            "devices take choices and plain values only, which do not give these settings: a _target_ was changed or a "
-            "part taken away; put such settings into a file of a folder that devices have as well (--config-dir)"
+            "edge clients accept choices and plain values only, but a _target_ was changed or a node deleted; move "
+            "these settings to a file of a config directory that edge clients have, too (--config-dir)"
         )
     return task
 
 
 def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> ClientSettings:
-    """What a device makes of a task; what is about its machine and its images is left to it.
+    """Return the client settings of a task, without those of the machine and its images.
 
     Parameters
     ----------
     text, folders
         As for `compose_task`.
     states : Path
-        The folder below which the device keeps what it keeps of every run.
+        Folder of the client states of all runs.
 
     Raises
     ------
-    Refused
-        As `compose_task` does.
+    RequestRefused
+        As in `compose_task`.
     InputError
-        A class of the device's own cannot be imported.
+        A class in the edge client's config directory cannot be imported.
     """
     config = compose_task(text, folders)
     if folders:
@@ -103,19 +104,19 @@ def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> Clien
 
 
 def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
-    """The device's own settings, with the choices and values of a task.
+    """Compose the edge client's config with the choices and values of a task.
 
     Parameters
     ----------
     text : str
-        As `DeviceTask.text` gives it.
+        Result of `DeviceTask.text`.
     folders : sequence of Path
-        Of the device's own settings beside ``conf/``.
+        Config directories of the edge client.
 
     Raises
     ------
-    Refused
-        It is no task, or names what is not there or has another type.
+    RequestRefused
+        The text is not a task, or a name or type is invalid.
     """
     task = _read(text)
     _check_choices(task.choices, config_groups(folders))
@@ -133,44 +134,44 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
         OmegaConf.update(config, key, value, merge=False)
     missing = [key for key in REQUIRED_KEYS if key not in task.values]
     if missing:
-        raise RequestRefused(f"the task does not say {missing[0]}")
+        raise RequestRefused(f"the task lacks {missing[0]}")
     _check_ranges(config)
     return config
 
 
 def check_plain(key: str, value: Any, *, depth: int = 0) -> None:
-    """Refuse what is no plain value, or a very large one; raises `RequestRefused`."""
+    """Raise `RequestRefused` unless the value is plain and of limited size."""
     inner: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         inner = value
         odd = [name for name in inner if name.startswith("_") or not name.isidentifier()]
         if odd:
-            raise RequestRefused(f"{key} has the key {odd[0]!r}, which is no name of a setting")
+            raise RequestRefused(f"{key} has the key {odd[0]!r}, which is not a valid setting name")
     elif isinstance(value, list):
-        inner = {str(number): one for number, one in enumerate(value)}
+        inner = {str(index): item for index, item in enumerate(value)}
     else:
         _check_single(key, value)
     if len(inner) > MAX_LIST_LENGTH or depth > MAX_DEPTH:
         raise RequestRefused(f"{key} is longer than {MAX_LIST_LENGTH} values, or nested more than {MAX_DEPTH} deep")
-    for name, one in inner.items():
-        check_plain(f"{key}.{name}", one, depth=depth + 1)
+    for name, item in inner.items():
+        check_plain(f"{key}.{name}", item, depth=depth + 1)
 
 
 def _check_single(key: str, value: Any) -> None:
     if isinstance(value, str):
         if len(value) > MAX_WORD_LENGTH or not value.isprintable() or "${" in value or value == "???":
-            raise RequestRefused(f"{key} is not a plain word of at most {MAX_WORD_LENGTH} characters")
+            raise RequestRefused(f"{key} is not a plain string of at most {MAX_WORD_LENGTH} characters")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise RequestRefused(f"{key} is {value}, which is no number")
-    elif isinstance(value, int):  # true and false too
+            raise RequestRefused(f"{key} is {value}, which is not finite")
+    elif isinstance(value, int):  # booleans, too
         largest = MAX_VALUES.get(key.rpartition(".")[2], MAX_OTHER_VALUE)
         if abs(value) > largest:
-            raise RequestRefused(f"{key} is beyond {largest}, the largest whole number that it may be")
+            raise RequestRefused(f"{key} is beyond {largest}, its largest integer")
 
 
 def _is_allowed_key(key: str) -> bool:
-    """Whether a task may have this key."""
+    """Return whether a task may have this key."""
     first, *others = key.split(".")
     if any(part.startswith("_") for part in others) or key in ("strategy.reported_metrics", "strategy.file"):
         return False
@@ -183,11 +184,9 @@ def _read(text: str) -> DeviceTask:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(
-            "the task is no JSON; a device takes choices and plain values, and no settings in full"
-        ) from error
+        raise RequestRefused("the task is not JSON; an edge client accepts choices and plain values only") from error
     if not isinstance(found, dict) or found.keys() != {"choices", "values"}:
-        raise RequestRefused("the task is not of choices and values")
+        raise RequestRefused("the task must have the keys choices and values")
     if not all(isinstance(part, dict) for part in found.values()):
         raise RequestRefused("the task's choices and values must each be a mapping")
     return DeviceTask(found["choices"], found["values"])
@@ -198,7 +197,9 @@ def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]
         raise RequestRefused(f"the task must choose in {', '.join(GROUPS)}, and in nothing else")
     for group, name in choices.items():
         if name not in known[group]:
-            raise RequestRefused(f"{group}={name} is no choice of this device{did_you_mean(str(name), known[group])}")
+            raise RequestRefused(
+                f"{group}={name} is not a choice of this edge client{did_you_mean(str(name), known[group])}"
+            )
 
 
 def _check_ranges(config: DictConfig) -> None:

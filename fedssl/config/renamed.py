@@ -1,7 +1,7 @@
-"""Names of earlier versions: each is answered with its new name, and saved runs are read as if they had the new ones.
+"""Names of earlier versions, with their current names.
 
-One table serves both. `check_renamed` raises an error for what a user writes, on the command line or in Flower's run
-config; `update` converts what a run folder holds.
+`check_renamed` rejects them in overrides and in Flower's run config, and suggests the current name. `update` converts
+the settings of a run folder.
 """
 
 import re
@@ -54,19 +54,19 @@ HEADS = {
 SETTINGS |= {
     f"method.{head}.{old}": f"method.{head}.{new}" for head in ("projector", "predictor") for old, new in HEADS.items()
 }
-# Old names below the new name of their group, for who changed only the first part.
+# Old names below the new name of their group, for users who changed only the group.
 SETTINGS |= {
     f"{SETTINGS[group]}.{name}": new
     for (group, dot, name), new in [(old.partition("."), new) for old, new in SETTINGS.items()]
     if dot and group in SETTINGS
 }
-# Settings of a view, wherever one is: augmentation.views, evaluation.view, evaluation.protocols.fine_tune.view, ...
+# Settings of a view, in any of augmentation.views, evaluation.view, evaluation.protocols.fine_tune.view, ...
 VIEW = {name: f"{name}_prob" for name in ("flip", "jitter", "gray", "blur", "solarize")}
 _VIEW_KEY = re.compile(r"(augmentation\.views\.\*|(?:final_)?evaluation\.(?:.+\.)?view)\.(\w+)")
 
 _EARLIER = re.compile(f"^({'|'.join(name for name in SETTINGS if '.' not in name)}):", re.MULTILINE)
 
-# Values by the setting's name of now.
+# Values by the current name of the setting.
 VALUES = {
     "method.target_init": {"keep": "persist", "copy": "reset"},
     "strategy.assign_by": {"weights": "update_cosine"},
@@ -91,7 +91,7 @@ CHOICES = {
     "experiment": _EXPERIMENTS,
 }
 
-# Dotted names of classes and functions, or their beginnings up to a dot.
+# Dotted names of classes and functions, or prefixes that end with a dot.
 TARGETS = {
     "fedssl.heads.": "fedssl.methods.heads.",
     "fedssl.schedules.": "fedssl.schedule.phases.",
@@ -108,25 +108,25 @@ TARGETS = {
     "strategies.server_optimizer.Assign": "strategies.server_optimizer.NoServerOptimizer",
 }
 
-# Overrides, a key or key=value, and the rest of the sentence that answers them.
+# Keys or key=value, and the rest of the error message.
 RENAMED = {
-    "method.strategy": "is gone: method=orchestra works under any strategy; leave it out",
-    "tracker.name": "is gone: choose a file of conf/tracker, e.g. tracker=tensorboard",
-    "engine.verbose": "is gone: a run on Ray shows all that there is to see; leave it out",
+    "method.strategy": "was removed: method=orchestra works with any strategy; remove it",
+    "tracker.name": "was removed: choose a file of conf/tracker, e.g. tracker=tensorboard",
+    "engine.verbose": "was removed: a run on Ray logs everything; remove it",
     **{old: f"is now {new}" for old, new in SETTINGS.items()},
     **{f"{group}={old}": f"is now {group}={new}" for group, names in CHOICES.items() for old, new in names.items()},
     **{f"{key}={old}": f"is now {key}={new}" for key, names in VALUES.items() for old, new in names.items()},
-    "strategy=orchestra": "is now strategy=fedavg: method=orchestra has a server side of its own, under any strategy",
+    "strategy=orchestra": "is now strategy=fedavg: method=orchestra has its own server side, with any strategy",
 }
 
 
 def check_renamed(name: str) -> None:
-    """Refuse a name of an earlier version, a key or ``key=value``; other names pass.
+    """Reject a name of an earlier version, a key or ``key=value``.
 
     Raises
     ------
     InputError
-        With the new name.
+        The name is of an earlier version. The message has the current one.
     """
     if name in RENAMED:
         hint = [f"{old} is now {new}" for old, new in VALUES.get(SETTINGS.get(name, ""), {}).items()]
@@ -136,7 +136,7 @@ def check_renamed(name: str) -> None:
 
 
 def current_key(key: str) -> str:
-    """Return the name of a setting, which may have had another one."""
+    """Return the current name of a setting."""
     if found := _VIEW_KEY.fullmatch(key):
         return f"{found[1]}.{VIEW.get(found[2], found[2])}"
     parts = key.split(".")
@@ -147,7 +147,7 @@ def current_key(key: str) -> str:
 
 
 def current_target(target: str) -> str:
-    """Return the dotted name of a class or function, which may have had another one."""
+    """Return the current dotted name of a class or function."""
     for old, new in TARGETS.items():
         if target == old or (old.endswith(".") and target.startswith(old)):
             return new + target.removeprefix(old)
@@ -155,22 +155,22 @@ def current_target(target: str) -> str:
 
 
 def is_earlier(settings: str) -> bool:
-    """Whether a run folder's ``config.yaml`` was written with names of an earlier version.
+    """Return whether a ``config.yaml`` has names of an earlier version.
 
-    Runs of this version are not converted: a class of the user's own may have a parameter of an old name.
+    Other runs are not converted, because a class of the user may have a parameter with an old name.
     """
     return _EARLIER.search(settings) is not None
 
 
 def update(value: Any, key: str = "") -> Any:
-    """Return settings with the names of now.
+    """Return settings with current names.
 
     Parameters
     ----------
     value : object
         A setting's value, or a mapping or list of settings, to any depth.
     key : str
-        The dotted key of the setting, as it was saved; empty for a whole configuration.
+        Dotted key of the setting in the file; empty for a complete config.
     """
     if isinstance(value, Mapping):
         inner = {name: f"{key}.{name}" if key else str(name) for name in value}
@@ -187,12 +187,12 @@ def update(value: Any, key: str = "") -> Any:
 
 
 def _last(key: str) -> str:
-    """The last part of a setting's name of now; a renamed setting stays below the same one."""
+    """Return the last part of a setting's current name, which stays in the same node."""
     return current_key(key).rpartition(".")[2]
 
 
 def update_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choice in every group with the names of now."""
+    """Return the choice of every group with current names."""
     return {
         current_key(group): CHOICES.get(group, {}).get(name, name) if isinstance(name, str) else name
         for group, name in choices.items()

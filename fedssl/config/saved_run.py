@@ -1,7 +1,7 @@
-"""What a run folder says of its settings, proven before it is used: it may be damaged, or come from elsewhere.
+"""Validation of the settings in a run folder, which is untrusted: it may be damaged, or come from somebody else.
 
-A folder chooses by name among what is installed. What reaches out of it - folders of settings, dotted names,
-interpolations, places for files, clusters - counts only where the user's own words say it again.
+A folder may select installed choices by name. Settings that point outside the folder (config directories, dotted names,
+interpolations, paths, clusters) are accepted only if the user's own overrides repeat them.
 """
 
 import re
@@ -19,7 +19,7 @@ from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, upda
 from fedssl.errors import InputError
 from fedssl.untrusted import corrupt_file_error, iter_leaves, read_text, read_yaml, sanitize
 
-# Where decoded images are written, the cluster or the fleet that runs the clients' code, and who is told of the run.
+# Image caches, addresses of clusters and SuperLinks, and trackers.
 _EXTERNAL_KEYS = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
 _EXTERNAL_KEYS |= {"tracker.uri", "tracker.mode"}
 _SAFE_VALUES = (None, "auto")  # values of these
@@ -27,30 +27,30 @@ _SPECIAL = re.compile(r"_[a-z]+_")  # keys by which Hydra calls something
 
 
 def read_overrides(file: Path) -> list[str] | None:
-    """The words that a run saved in ``overrides.yaml``; None if there is no such file."""
+    """Read the overrides of ``overrides.yaml``; return None if the file does not exist."""
     overrides: list[str] | None = read_yaml(file, list)
-    if overrides is not None and not all(isinstance(word, str) for word in overrides):
-        raise corrupt_file_error(file, "it does not hold words of a command line")
+    if overrides is not None and not all(isinstance(override, str) for override in overrides):
+        raise corrupt_file_error(file, "it has no list of overrides")
     return None if overrides is None else update_overrides(overrides, file.parent)
 
 
 def update_overrides(overrides: Sequence[str], folder: Path) -> list[str]:
-    """Return the overrides of a run folder with the names of now, if it is of an earlier version."""
+    """Return the overrides of a run folder; those of an earlier version get their current names."""
     if is_of_earlier_version(folder):
         return [update_override(override) for override in overrides]
     return list(overrides)
 
 
 def is_of_earlier_version(folder: Path) -> bool:
-    """Whether the settings in a run folder have names of an earlier version."""
+    """Return whether the settings in a run folder have names of an earlier version."""
     try:
         return is_earlier(read_text(folder / "config.yaml") or "")
-    except InputError:  # it is damaged: whoever reads it says so
+    except InputError:  # the reader of the damaged file reports it
         return False
 
 
 def update_override(override: str) -> str:
-    """Return a saved override with the names of now; what cannot be read stays as it is."""
+    """Return a saved override with current names; an unreadable override stays unchanged."""
     name, equals, text = override.partition("=")
     sign = name[: len(name) - len(name.lstrip("+~"))]
     key = name.removeprefix(sign)
@@ -58,20 +58,20 @@ def update_override(override: str) -> str:
         return sign + current_key(key)
     if key in CHOICES:
         text = update_choices({key: text})[key]
-    elif "{" in text:  # settings in a setting
+    elif "{" in text:  # nested settings
         try:
             (parsed,) = parse([override])
             value = parsed.value()
             text = text if update(value, key) == value else _to_text(update(value, key))
         except (InputError, ValueError, RecursionError):
-            pass  # whoever uses it says what is wrong
+            pass  # its user reports the error
     else:
         text = update(text, key)
     return f"{sign}{current_key(key)}={text}"
 
 
 def _to_text(value: Any) -> str:
-    """A value as Hydra reads it back."""
+    """Format a value in Hydra's grammar."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{_to_text(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, list):
@@ -82,30 +82,30 @@ def _to_text(value: Any) -> str:
 
 
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
-    """Refuse words of a run folder that reach out of it.
+    """Reject overrides of a run folder that point outside it.
 
     Parameters
     ----------
     overrides : sequence of str
-        Those of ``file`` that the user's own command does not say.
+        Overrides of ``file`` that the user's own command does not set.
 
     Raises
     ------
     InputError
-        With the word that the user may add, or the file is damaged.
+        An override points outside the folder, or the file is damaged.
     """
-    for word in overrides:
+    for text in overrides:
         try:
-            (override,) = parse([word])
+            (override,) = parse([text])
             value = override.value()
             outside = _escapes_run_folder(override, value)
         except (InputError, ValueError, RecursionError) as error:
             raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
         if outside:
             raise InputError(
-                f"{file} says {sanitize(word)}, which reaches out of the folder and is taken from your own command "
-                "only, as the folder may come from elsewhere; add it there if you mean it, a folder of settings as "
-                "--config-dir FOLDER"
+                f"{file} contains {sanitize(text)}, which points outside the run folder and is accepted only from your "
+                "own command, because the folder may come from somebody else; if you trust it, add the override there "
+                "(a config directory as --config-dir FOLDER)"
             )
 
 
@@ -114,29 +114,31 @@ def _escapes_run_folder(override: Override, value: Any) -> bool:
     if key in config_groups():
         return not isinstance(value, str | NoneType) or (key, value) == ("engine", "deployment")
     return (
-        "/" in key  # a group that is none of fedssl's
+        "/" in key  # an unknown group
         or key.partition(".")[0] == "hydra"
         or any(_SPECIAL.fullmatch(part) for part in key.split("."))
         or (key in _EXTERNAL_KEYS and value not in _SAFE_VALUES)
         or calls(value)
-        or any(isinstance(one, str) and "${" in one for one in iter_leaves([value]))
+        or any(isinstance(leaf, str) and "${" in leaf for leaf in iter_leaves([value]))
     )
 
 
 def read_settings(file: Path) -> DictConfig | None:
-    """The settings that a run saved; unknown keys cannot be merged into them. None if there are none."""
+    """Read the saved config of a run as a struct, which rejects unknown keys; return None if there is no file."""
     found = read_yaml(file, dict)
     if found is None:
         return None
     try:
-        if any(isinstance(one, str) and "${" in one for one in iter_leaves(found)):
-            raise corrupt_file_error(file, "it has an interpolation, ${...}, which a run resolves")
+        if any(isinstance(leaf, str) and "${" in leaf for leaf in iter_leaves(found)):
+            raise corrupt_file_error(file, "it has an interpolation, ${...}, although runs save resolved values")
         saved: DictConfig = OmegaConf.create(update(found) if is_of_earlier_version(file.parent) else found)
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise error if isinstance(error, InputError) else corrupt_file_error(file, "it is no YAML of a run") from error
+        raise (
+            error if isinstance(error, InputError) else corrupt_file_error(file, "it is not the YAML file of a run")
+        ) from error
     kinds = {"seed": int, "rounds": int, "run_id": str, "dataset": DictConfig}
     if not all(key in saved and isinstance(saved[key], kind) for key, kind in kinds.items()):
-        raise corrupt_file_error(file, "it does not hold the settings of a run")
+        raise corrupt_file_error(file, "it lacks settings of a run")
     try:
         check_run_id(saved.run_id)
     except InputError as error:
@@ -147,7 +149,7 @@ def read_settings(file: Path) -> DictConfig | None:
 
 
 def _check_dataset(node: DictConfig, file: Path) -> None:
-    """Refuse a saved data set whose settings are not of the kinds that `read_data` takes, or call something."""
+    """Reject a saved data set whose settings have wrong types for `read_data`, or nested ``_target_`` keys."""
     kinds: dict[str, tuple[type, ...]] = {
         "_target_": (str,),
         "splits": (DictConfig,),
@@ -161,11 +163,11 @@ def _check_dataset(node: DictConfig, file: Path) -> None:
         wrong += [key for key in ("mean", "std") if not all(isinstance(value, int | float) for value in node[key])]
         wrong += [str(key) for key in node if key != "_target_" and calls({key: node[key]})]
     if wrong:
-        raise corrupt_file_error(file, f"dataset.{wrong[0]} is missing or of the wrong kind")
+        raise corrupt_file_error(file, f"dataset.{wrong[0]} is missing or has the wrong type")
 
 
 def calls(value: Any) -> bool:
-    """Whether there is a key by which Hydra would call something."""
+    """Return whether there is a key that makes Hydra call a target."""
     if isinstance(value, Mapping | DictConfig):
         return any(_SPECIAL.fullmatch(str(key)) or calls(value[key]) for key in value)
     return isinstance(value, list | ListConfig) and any(map(calls, value))

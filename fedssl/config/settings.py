@@ -1,4 +1,4 @@
-"""The settings of a run as values: what each collaborator takes, and no more. `fedssl.config.load` makes them, once."""
+"""Typed settings of a run, one frozen dataclass for each part of the program. `fedssl.config.load` creates them."""
 
 import json
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from fedssl.early_stopping import EarlyStopping
 from fedssl.errors import InputError
 
 LOSSLESS = "fp32"
-WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # how layers travel, see `fedssl.wire.wire_format`
+WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # dtypes of exchanged layers, see `fedssl.wire.wire_format`
 
 
 @dataclass(frozen=True)
 class Component:
-    """A class or function and its arguments, as a node of the configuration names them.
+    """Class or function with its arguments, from a config node with ``_target_``.
 
     Attributes
     ----------
     values : mapping
-        ``_target_``, the dotted name, and the arguments: plain values, which may be nodes of their own.
+        ``_target_``, the dotted name, and the arguments: plain values or nested nodes.
     """
 
     values: Mapping[str, Any]
@@ -31,23 +31,23 @@ class Component:
 
     @property
     def target(self) -> str:
-        """The dotted name."""
+        """Return the dotted name."""
         return str(self.values["_target_"])
 
     @property
     def name(self) -> str:
-        """The last part of the dotted name, i.e. that of the class or function itself."""
+        """Return the name of the class or function, without its module."""
         return self.target.rpartition(".")[2]
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, with further arguments.
+        """Call the target with further arguments.
 
         Raises
         ------
         InputError
-            It refuses its arguments. An `InputError` of its own comes out as it was raised.
+            The target rejects its arguments. An `InputError` of the target is raised unchanged.
         """
-        from hydra.errors import InstantiationException  # here: who holds settings need not import Hydra
+        from hydra.errors import InstantiationException  # here: settings can be used without Hydra
         from hydra.utils import instantiate
 
         try:
@@ -58,29 +58,29 @@ class Component:
                 cause = cause.__cause__
             if isinstance(cause, InputError):
                 raise cause from None
-            raise InputError(f"{self.target} refuses its settings: {' '.join(str(cause).split())}") from error
+            raise InputError(f"{self.target} rejects its settings: {' '.join(str(cause).split())}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """A data set.
+    """Data set.
 
     Attributes
     ----------
     name : str
-        For people: its name on the Hub, or that of the module that reads it.
+        Display name: that of the Hub, or of the module that reads it.
     reader : Component
-        Reads a split; its arguments are the form of the images and where they are.
+        Reader of a split. Its arguments are the location and the shape of the images.
     federated, train, test : str or None
-        The source's splits: that the clients share, the labelled bank of the probes, the labelled test.
+        Names of the source's splits: the clients' images, the labeled training and test images of evaluations.
     limit, test_limit : int or None
-        Use only so many images; None: all.
+        Maximum number of images; None uses all.
     channels, size : int
-        Form of the images.
+        Shape of the images.
     mean, std : tuple of float
         Per channel, of pixels in [0, 1].
     num_classes : int or None
-        None: as many as the labels say.
+        None counts the labels.
     """
 
     name: str
@@ -97,23 +97,23 @@ class DataSettings:
     num_classes: int | None
 
     def resized(self, size: int) -> "DataSettings":
-        """The same images, brought to another height and width."""
+        """Return the settings of the same images with another height and width."""
         return replace(self, size=size, reader=Component({**self.reader.values, "size": size}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSettings:
-    """Who holds what.
+    """Partition of the images among clients.
 
     Attributes
     ----------
     rule : Component
-        A function of `fedssl.partition`.
+        Partition function of `fedssl.partition`.
     num_clients, seed : int
     server_fraction : float or None
-        Share of the images that the server keeps for its calibration and that are no client's; None: nothing.
+        Fraction of the images that only the server holds, for calibration; None holds out none.
     cache : str or None
-        The folder for what a rule computes of the images, that of decoded ones; None: nothing is kept.
+        Cache folder of decoded images, for what a partition function computes from them; None disables it.
     """
 
     rule: Component
@@ -125,14 +125,14 @@ class PartitionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """What is trained in which round.
+    """Training schedule.
 
     Attributes
     ----------
     phases : Component
-        A function of `fedssl.schedule.phases`, without its last arguments.
+        Function of `fedssl.schedule.phases`, with its last arguments left open.
     rounds : int
-        Of the run.
+        Rounds of the run.
     """
 
     phases: Component
@@ -141,7 +141,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The method with its encoder and heads, and all that its first weights depend on."""
+    """Method with encoder and heads, and everything that determines its initial weights."""
 
     encoder: Component
     method: Component
@@ -166,14 +166,14 @@ class TrainingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSettings:
-    """How a process uses its machine; nothing of it changes a result but for rounding.
+    """Use of the hardware. It changes results at most by rounding.
 
     Attributes
     ----------
     device : {"auto", "cpu", "cuda"}
     threads : int
     keep_freed_memory : bool
-        Whether freed memory is kept.
+        Whether the allocator keeps freed memory.
     compile_encoder : bool
     """
 
@@ -185,13 +185,13 @@ class MachineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSettings:
-    """The aggregation algorithm.
+    """Aggregation algorithm.
 
     Attributes
     ----------
     strategy, server_optimizer : Component
     reported_metrics : tuple of str
-        What clients report for the log beside what the algorithm needs.
+        Metrics that clients report for the log, beyond those that the algorithm needs.
     """
 
     strategy: Component
@@ -201,20 +201,20 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
-    """Training on the server itself.
+    """Training on the server (calibration).
 
     Attributes
     ----------
     when : {"start", "end"}
-        Of every round.
+        Before or after the aggregation of every round.
     data : DataSettings
-        Whose images.
+        Data set of the images.
     has_own_dataset : bool
-        Whether they are a data set of their own; False: a share of those that clients would have.
+        Whether the data set is separate; otherwise the server holds a fraction of the run's images.
     share : float
-        Of the images.
+        Fraction of the images.
     epochs : int
-        Per round.
+        Epochs per round.
     """
 
     when: str
@@ -226,24 +226,24 @@ class CalibrationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """What is measured of the models.
+    """Evaluation and measurements.
 
     Attributes
     ----------
     every : int
-        Rounds between two evaluations; 0: only at the end.
+        Rounds between two evaluations; 0 evaluates only at the end.
     early_stopping : EarlyStopping
-        By which of their results the run ends early.
+        Criterion that ends the run early.
     protocol, final_protocol : Component
-        In the rounds, and at the end of the run.
+        Protocol during the run, and at its end.
     collapse_images : int
-        On how many images collapse is looked for; 0: not at all.
+        Number of images for collapse metrics; 0 disables them.
     measure_resources : bool
-        Whether FLOPs and memory of a training step are counted.
+        Whether to measure FLOPs and memory of a training step.
     personalized : bool
-        Whether what every client would use is judged at the end.
+        Whether to evaluate the personalized model of every client at the end.
     adaptation_epochs : int
-        For how long clients train for that which never did.
+        Epochs that unseen clients train before that.
     """
 
     every: int
@@ -263,20 +263,20 @@ class RecordingSettings:
     Attributes
     ----------
     folder : Path or None
-        None: a new one, to be chosen.
+        None creates a new one.
     run_id : str
-        Keeps apart what clients keep of different runs.
+        Separates client states of different runs.
     resumed : int or None
-        How many rounds the run in the folder was to have; None: it is a new run.
+        Total rounds of the run that is resumed; None for a new run.
     checkpoint_every, keep_checkpoints, snapshot_every : int
     tracker : Component
-        What is told of the run beside its folder, see ``conf/tracker``.
+        Experiment tracker, see ``conf/tracker``.
     overrides : tuple of str
-        The complete words of the command line.
+        All overrides of the command line.
     choices : mapping of str to str
-        The choice in every group of the configuration.
+        Choice of every config group.
     resolved_yaml : str
-        All settings, resolved, as YAML.
+        Resolved config as YAML.
     """
 
     folder: Path | None
@@ -293,7 +293,7 @@ class RecordingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How the clients are run, see ``conf/engine``."""
+    """Engine that runs the clients, see ``conf/engine``."""
 
     name: str
     address: str | None
@@ -304,15 +304,15 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSettings:
-    """What a client must know of a run.
+    """Settings of a client.
 
     Attributes
     ----------
     seed : int
     states : Path
-        Where the run's clients keep what they keep, each in a folder of its own.
+        Folder of the client states, with a subfolder for each client.
     partition : PartitionSettings or None
-        None: all images are this client's.
+        None if the client holds all images.
     """
 
     seed: int
@@ -327,23 +327,23 @@ class ClientSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run.
+    """Settings of a run.
 
     Attributes
     ----------
     seed, num_clients, clients_per_round, rounds : int
     unseen_clients : int
-        How many clients never train.
+        Number of clients that never train.
     reply_timeout : float
-        Seconds that a round waits for the next reply.
+        Seconds to wait for the next reply.
     wire_dtype : str
-        How layers travel, see `fedssl.wire.wire_format`.
+        Dtype of exchanged layers, see `fedssl.wire.wire_format`.
     lr_schedule : Component
-        A function of `fedssl.schedule.lr`, without its last arguments.
+        Function of `fedssl.schedule.lr`, with its last arguments left open.
     teacher : Path or None
-        The file of the encoder that the server gives to clients as a teacher; None: there is none.
+        Encoder file that the server sends to clients as a teacher; None for none.
     client_yaml : str
-        What `fedssl.config.load.parse_client_config` makes `ClientSettings` of, for simulated clients.
+        Source of `ClientSettings` for simulated clients, see `fedssl.config.load.parse_client_config`.
     """
 
     seed: int

@@ -1,7 +1,7 @@
-"""What travels: `TrainPlan` down, `ClientUpdate` up. The only module that knows the keys of Flower's records.
+"""Messages of training: the server sends a `TrainPlan`, and a client replies with a `ClientUpdate`.
 
-What comes over a network is bytes until it is proven to be what it should be: `fedssl.wire.records` reads the arrays,
-and records or metrics that nobody asked for are refused.
+Only this module defines the keys of Flower's records. Content from a network is untrusted: `fedssl.wire.records`
+validates the arrays, and unexpected records or metrics are rejected.
 """
 
 import re
@@ -30,41 +30,41 @@ CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
-    """What the server tells a client for one round.
+    """Instructions of the server to a client for one round.
 
     Attributes
     ----------
     round : int
         Number of the round, from 1.
     layers : Layers
-        The layers that travel down.
+        Downloaded layers.
     broadcast : Layers
-        What the server side of the method made for its clients, see `fedssl.methods.base.SSLMethod`.
+        Parts that the server side of the method computed for clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
-        What `fedssl.config.load.parse_client_config` reads, for simulated clients, or
-        `fedssl.config.device_task.compose_task`, for devices.
+        Settings for `fedssl.config.load.parse_client_config` (simulated clients) or
+        `fedssl.config.device_task.compose_task` (edge clients).
     metrics : tuple of str
-        What the client reports beside its layers, a subset of `CLIENT_METRICS`; nothing else leaves it.
+        Metrics that the client reports, a subset of `CLIENT_METRICS`. It sends nothing else besides its layers.
     oldest_resumable_round : int
-        Oldest round that a resumed run may go back to; a client drops what it kept only for earlier ones.
+        Oldest round from which the run may resume; a client deletes states that only earlier rounds need.
     lr_factor : float
-        Factor of the optimiser's learning rate in this round.
+        Factor of the optimizer's learning rate in this round.
     code_fingerprint : str
-        Fingerprint of the server's source code; a client that runs other code refuses to train.
+        Fingerprint of the server's source code; a client with other code rejects the plan.
     wire_dtype : str
-        How layers travel, in both directions, see `fedssl.wire.wire_format`.
+        Dtype of layers in both directions, see `fedssl.wire.wire_format`.
     upload_names : tuple of str or None
-        Names of the layers that the client sends back; None: all that its model exchanges.
+        Names of the layers to upload; None uploads all exchanged layers.
     num_stages : int or None
-        Stages of the encoder that run, see `fedssl.schedule.phases`; None: all, and all are trained.
+        Number of active encoder stages, see `fedssl.schedule.phases`; None activates and trains all.
     num_frozen_stages : int
-        How many of these, from the first on, are not trained.
+        Number of these, from the first on, that are frozen.
     cache_frozen : bool
-        Whether the client keeps the frozen layers, because the server will not send them again.
+        Whether the client caches the frozen layers, which the server will not send again.
     depth_dropout : float
-        Probability that a frozen stage is left out of a training step.
+        Probability that a training step skips a frozen stage.
     candidate_arrays : tuple of Layers
-        Other models, in whose place the client may take one of these as ``layers``; it says which it took.
+        Further models. The client selects one of these or ``layers`` and reports its index.
     """
 
     round: int
@@ -84,7 +84,7 @@ class TrainPlan:
     candidate_arrays: tuple[Layers, ...] = ()
 
     def to_content(self, pack: Callable[[Layers, str], ArrayRecord] = encode_arrays) -> RecordDict:
-        """The plan as a message's content; ``pack`` makes the records of models."""
+        """Return the content of the plan's message; ``pack`` encodes models."""
         plan = ConfigRecord(
             {
                 "round": self.round,
@@ -116,7 +116,7 @@ class TrainPlan:
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "TrainPlan":
-        """The plan in a message's content."""
+        """Read the plan from a message's content."""
         plan = content.config_records[CONFIG]
         wire_dtype = check_wire_dtype(plan["wire-dtype"])
         candidate_arrays = [
@@ -143,26 +143,27 @@ class TrainPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientUpdate:
-    """What a client sends back: the layers that travel up and the metrics that the strategy declared.
+    """Reply of a client: uploaded layers and the metrics that the strategy declared.
 
     Attributes
     ----------
     layers : Layers
         The client's layers after local training.
     partition_id : int
-        The client; known to the server, not sent.
+        Client id, which the server sets; not sent.
     uploaded_parts : Layers
-        What the server side of the method gathers, see `fedssl.methods.base.SSLMethod`.
+        Parts for the server side of the method, see `fedssl.methods.base.SSLMethod`.
     num_examples : int, optional
-        Images the client trained on.
+        Number of images that the client trained on.
     train_loss : float, optional
         Mean loss of the last local epoch.
     seconds : float, optional
-        Time the client took for the round.
+        Duration of the round on the client.
     plan_id : tuple of int and str, optional
-        Round and code of the plan that it answers.
+        Round and code fingerprint of the plan.
     model_index : int
-        Which of the plan's models it started from: 0 for ``layers``, else the place in ``candidate_arrays``, from 1.
+        Index of the model that it started from: 0 for ``layers``, otherwise the position in ``candidate_arrays``, from
+        1.
     """
 
     layers: Layers
@@ -175,9 +176,9 @@ class ClientUpdate:
     model_index: int = 0
 
     def to_content(self, plan: TrainPlan) -> RecordDict:
-        """The reply to a plan, with only the metrics in it that the plan asks for.
+        """Return the content of the reply, with only the metrics that the plan requests.
 
-        Of layers that the plan brought the difference travels, if wire_dtype shortens them.
+        Layers that the plan contained are sent as differences if wire_dtype compresses them.
         """
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
         record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
@@ -199,24 +200,23 @@ class ClientUpdate:
     def from_content(
         cls, content: RecordDict, partition_id: int, *, wire_dtype: str = LOSSLESS, start: Layers | None = None
     ) -> "ClientUpdate":
-        """The update in a reply's content.
+        """Read the update from a reply's content.
 
         Parameters
         ----------
         content : RecordDict
         partition_id : int
         wire_dtype : str
-            That of the plan.
+            Wire dtype of the plan.
         start : Layers, optional
-            The layers that the client had received, as the server has them: what differences are added to.
+            Layers that the client downloaded, as on the server; differences are added to them.
 
         Raises
         ------
         KeyError
             A record is missing.
         ValueError
-            There is a record or a metric that no update has, an array is damaged, a metric is no number, or a count is
-            none.
+            A record or metric is unexpected, an array is invalid, or a metric or count is not a valid number.
         """
         unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, METRICS, REPLY_CONFIG}
         if unknown:
@@ -231,7 +231,7 @@ class ClientUpdate:
         plan_id = content.config_records[REPLY_CONFIG]
         examples = values.get(NUM_EXAMPLES)
         if examples is not None and not abs(examples) < 2**53:
-            raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is no count")
+            raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is not a count")
         return cls(
             layers=decode_arrays(content.array_records[ARRAYS], wire_dtype, start=start),
             uploaded_parts=decode_arrays(content.array_records[METHOD_UPLOAD]),
@@ -245,59 +245,59 @@ class ClientUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class PersonalizedModelRequest:
-    """What a client of a simulation is asked to show beside a plan: the encoder that it would use itself.
+    """Request to a simulated client, beside a plan, for its personalized encoder.
 
     Attributes
     ----------
     epochs : int
-        How long it trains for that, if it never trained before; 0: it took part.
+        Epochs that an unseen client trains for it; 0 for a participant.
     adapted : bool
-        Whether it shows what it has after these epochs, or what it would have begun with.
+        Whether to return the encoder after these epochs or before them.
     """
 
     epochs: int = 0
     adapted: bool = False
 
     def beside(self, plan: RecordDict) -> RecordDict:
-        """The content of a message that has both."""
+        """Return the content of a message with the plan and this request."""
         asked = ConfigRecord({"epochs": self.epochs, "adapted": self.adapted})
         return RecordDict({**plan, PERSONALIZED: asked})
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "PersonalizedModelRequest":
-        """What the content of a message asks."""
+        """Read the request from a message's content."""
         asked = content.config_records[PERSONALIZED]
         return cls(epochs=_as_count(asked["epochs"]), adapted=bool(asked["adapted"]))
 
 
 def parse_model_index(content: RecordDict, *, among: int) -> int:
-    """Which of so many models a client says in its reply that it started from.
+    """Read the index of the model that a client started from.
 
     Raises
     ------
     KeyError, ValueError
-        It does not say so, although there are several, or names one that was not sent.
+        The index is missing although there are several models, or out of range.
     """
     if among == 1:
         return 0
     model_index = _as_count(content.config_records[REPLY_CONFIG]["model-index"])
     if model_index >= among:
-        raise ValueError(f"it chose model {model_index} of {among}")
+        raise ValueError(f"it selected model {model_index} of {among}")
     return model_index
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """What a node says it is.
+    """Identity of a node.
 
     Attributes
     ----------
     partition : int or None
-        The partition that it holds; of a device its place in the order of the clients, None: it has none.
+        Partition of a simulated client; optional position of an edge client.
     partitions : int or None
-        How many there are; None: it is a device.
+        Number of partitions; None for an edge client.
     name : str
-        Of a device.
+        Name of an edge client.
     """
 
     partition: int | None
@@ -306,7 +306,7 @@ class NodeInfo:
 
 
 def node_info_reply(message: Message, info: NodeInfo) -> Message:
-    """A client's answer to the query what it is."""
+    """Return the reply to a node-info query."""
     if info.partitions is None:
         record = ConfigRecord({"name": info.name})
         if info.partition is not None:
@@ -318,12 +318,12 @@ def node_info_reply(message: Message, info: NodeInfo) -> Message:
 
 
 def read_node_info(message: Message) -> NodeInfo:
-    """What a node answered.
+    """Read the reply to a node-info query.
 
     Raises
     ------
     KeyError, ValueError
-        It answered something else.
+        The reply is invalid.
     """
     if NODE_INFO not in message.content.config_records:
         record = message.content.metric_records[METRICS]
@@ -337,16 +337,16 @@ def read_node_info(message: Message) -> NodeInfo:
 
 
 def check_device_name(name: str) -> None:
-    """Refuse, by an `InputError`, what cannot be a device's name: it is shown to people and names a folder."""
+    """Raise `InputError` if the name of an edge client cannot name a folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}", name):
         raise InputError(
-            f"client-name={name[:60]!r} is no name of a device; use 1 to 40 letters, digits, _, - and ., beginning "
+            f"client-name={name[:60]!r} is not a valid client name; use 1 to 40 letters, digits, _, - and ., beginning "
             "with a letter, a digit or _"
         )
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Names as lines, the first of which is empty: Flower can count the bytes of no empty list and of no empty text."""
+    """Join names by newlines after an empty first line, because Flower cannot size an empty list or string."""
     return "\n" + "\n".join(names)
 
 
@@ -355,15 +355,15 @@ def _split_names(text: object) -> tuple[str, ...]:
 
 
 def _number(value: object) -> float:
-    """A value of a record, whose type Flower leaves open, as the number that it must be."""
+    """Return a record value as a number."""
     if not isinstance(value, int | float):
         raise ValueError(f"{value} instead of a number")
     return value
 
 
 def _as_count(value: object) -> int:
-    """A value of a record as the number that counts something."""
+    """Return a record value as a count."""
     number = _number(value)
     if not (isinstance(number, int) and 0 <= number < 2**31) or isinstance(number, bool):
-        raise ValueError(f"{number} instead of a whole number")
+        raise ValueError(f"{number} instead of an integer")
     return number

@@ -1,13 +1,11 @@
-"""Layers in Flower's records: handed over as they are in one process, packed where they travel, and counted.
+"""Layers in Flower's records: without a copy within a process, serialized for a network, and their size in bytes.
 
-An `Array` here is a view of a live NumPy array, and a `LazyArrayRecord` a record of these. In one process they are
-handed
-over as they are; Ray pickles them out-of-band, i.e. through shared memory. Only a network deployment asks what they
-consist of: a record then becomes the few flat arrays of `fedssl.wire.wire_format`, and these the ``.npy`` bytes that
-a stock
-Flower peer reads. A wire dtype other than ``fp32`` changes numbers, so there all engines exchange the flat arrays.
+An `Array` is a view of a NumPy array, and a `LazyArrayRecord` a record of these. Within a process they are passed
+without a copy. Ray pickles them out-of-band through shared memory. A network deployment serializes a record as the few
+flat arrays of `fedssl.wire.wire_format`, in the ``.npy`` format of Flower. Wire dtypes other than ``fp32`` change
+numbers, so all engines then exchange the flat arrays.
 
-What comes over a network is read without a copy from ``.npy`` bytes whose header fits their length.
+Arrays from a network are read without a copy from ``.npy`` bytes whose header matches their length.
 """
 
 import functools
@@ -24,26 +22,25 @@ from fedssl.arrays import Layers
 from fedssl.config.settings import LOSSLESS
 from fedssl.wire.wire_format import TABLE, TensorSpec, flat_layout, pack, table_text, unpack
 
-CHUNK_BYTES = 5 * 2**20  # bytes of an array that Flower sends at once
-ENVELOPE_BYTES = 160  # bytes that Flower writes about a message: from whom, to whom, when, in reply to what
+CHUNK_BYTES = 5 * 2**20  # size of the chunks of an array in Flower
+ENVELOPE_BYTES = 160  # size of the metadata of a message in Flower
 
-_name = functools.cache(str)  # name of a dtype; NumPy makes it anew at each call
+_name = functools.cache(str)  # name of a dtype; NumPy computes it at every call
 
 
 class Array(FlowerArray):
     """A Flower ``Array`` over a NumPy array, without a copy.
 
-    The class bears Flower's name because Flower writes the name of the class into what it sends over a network and
-    looks it up among its own at the other end.
+    The name must be that of Flower's class, because Flower serializes the class name and looks it up when receiving.
     """
 
     def __init__(self, array: np.ndarray) -> None:
-        # Flower's own constructor would serialise at once.
+        # Flower's constructor would serialize immediately.
         self.__dict__.update(dtype=_name(array.dtype), shape=array.shape, stype="numpy.ndarray", _array=array)
 
     @property
-    def data(self) -> bytes:  # type: ignore[override]  # a field in Flower's class; here it is made when asked for
-        """The array as ``.npy`` bytes."""
+    def data(self) -> bytes:  # type: ignore[override]  # a field in Flower's class, a lazy property here
+        """Serialize the array to ``.npy`` bytes."""
         array = self.numpy()
         file = io.BytesIO()
         header = np.lib.format.header_data_from_array_1_0(array)
@@ -52,7 +49,7 @@ class Array(FlowerArray):
         return b"".join((file.getvalue(), body.data))
 
     def numpy(self) -> np.ndarray:
-        """The array itself; read-only where it came through shared memory."""
+        """Return the array; read-only if it is in shared memory."""
         array: np.ndarray = self.__dict__["_array"]
         return array
 
@@ -62,7 +59,7 @@ class Array(FlowerArray):
 
 
 class LazyArrayRecord(ArrayRecord):
-    """Layers as they are, in this process; as flat arrays, to the bit the same, as soon as Flower serialises them."""
+    """Record of layers, which become flat arrays with equal bits when Flower serializes them."""
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()
@@ -71,11 +68,11 @@ class LazyArrayRecord(ArrayRecord):
 
     @property
     def children(self) -> dict[str, object]:  # type: ignore[override]  # what Flower calls an InflatableObject
-        """The flat arrays by their ids."""
+        """Return the flat arrays by id."""
         return self._packed.children  # type: ignore[return-value]  # as above
 
     def deflate(self) -> bytes:
-        """What Flower sends of the record itself."""
+        """Return the serialized record without its arrays."""
         return self._packed.deflate()
 
     @functools.cached_property
@@ -88,7 +85,7 @@ class LazyArrayRecord(ArrayRecord):
 
 
 def arrays_to_record(layers: Layers) -> ArrayRecord:
-    """Arrays as a Flower record that shares their memory."""
+    """Return a Flower record that shares the memory of the arrays."""
     record = ArrayRecord()
     for name, array in layers.items():
         record[name] = Array(array)
@@ -96,12 +93,12 @@ def arrays_to_record(layers: Layers) -> ArrayRecord:
 
 
 def record_to_arrays(record: ArrayRecord) -> Layers:
-    """Arrays of a Flower record, which share its memory; those that came over a network cannot be written to.
+    """Return the arrays of a Flower record, which share its memory. Arrays from a network are read-only.
 
     Raises
     ------
     ValueError
-        An array is not what `read_array` reads.
+        `read_array` rejects an array.
     """
     return {
         name: array.numpy() if type(array) is Array else read_array(array.data, name=name)
@@ -110,38 +107,38 @@ def record_to_arrays(record: ArrayRecord) -> Layers:
 
 
 def encode_arrays(layers: Layers, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> ArrayRecord:
-    """Layers as a record of a message; parameters as in `fedssl.wire.wire_format.pack`."""
+    """Encode layers as a record; parameters as in `fedssl.wire.wire_format.pack`."""
     return (
         LazyArrayRecord(layers) if wire_dtype == LOSSLESS else arrays_to_record(pack(layers, wire_dtype, start=start))
     )
 
 
 def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> Layers:
-    """Layers in a record of a message; parameters as in `fedssl.wire.wire_format.unpack`.
+    """Decode the layers of a record; parameters as in `fedssl.wire.wire_format.unpack`.
 
     Raises
     ------
     ValueError
-        The record is not what `encode_arrays` makes; or, with ``fp32``, one array per layer, as a stock Flower peer
-        or one of Flower's mods writes them.
+        The record has neither the form of `encode_arrays` nor, with ``fp32``, one array per layer as Flower's mods
+        produce.
     """
     arrays = record_to_arrays(record)
     return arrays if wire_dtype == LOSSLESS and TABLE not in arrays else unpack(arrays, wire_dtype, start=start)
 
 
 def read_array(data: bytes, *, name: str) -> np.ndarray:
-    """An array of numbers in ``.npy`` bytes, which keep its memory: nothing is taken that did not arrive.
+    """Read a numeric array from ``.npy`` bytes, without a copy or further memory.
 
     Raises
     ------
     ValueError
-        The bytes are something else, or more or fewer than their header says.
+        The bytes are not in this format, or their number differs from the header.
     """
     file = io.BytesIO(data)
     try:
         read_header = _HEADERS[np.lib.format.read_magic(file)]
         shape, fortran, dtype = read_header(file)
-    except Exception as error:  # NumPy raises what Python's tokenizer does, too
+    except Exception as error:  # NumPy also raises errors of Python's tokenizer
         raise ValueError(f"array {name} is not in NumPy's format") from error
     if dtype.kind not in "fiub" or any(length < 0 for length in shape):
         raise ValueError(f"array {name} holds {dtype} of shape {shape} instead of numbers")
@@ -155,10 +152,10 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def content_bytes(content: RecordDict) -> int:
-    """Bytes of a message with this content as Flower sends it; nothing is serialised for it but what is small.
+    """Return the size of a message with this content on Flower's wire, without serializing arrays.
 
-    Every object that Flower sends is its kind, the ids of its parts, and a body; an array's parts are `CHUNK_BYTES`
-    long.
+    Flower sends each object as its type, the ids of its parts, and a body. Arrays are split into chunks of
+    `CHUNK_BYTES`.
     """
     total = ENVELOPE_BYTES + _reference_bytes(content, "RecordDict")
     total += sum(len(record.deflate()) for record in content.metric_records.values())
@@ -167,7 +164,7 @@ def content_bytes(content: RecordDict) -> int:
 
 
 def record_bytes(record: ArrayRecord) -> int:
-    """Bytes of a record with all its arrays as Flower sends them."""
+    """Return the size of a record with its arrays on Flower's wire."""
     if type(record) is LazyArrayRecord and record:
         return _lazy_record_bytes(tuple((name, array.dtype, array.shape) for name, array in record.items()))
     parts = sum(_array_bytes(array.dtype, array.shape, _npy_bytes(array)) for array in record.values())
@@ -176,7 +173,7 @@ def record_bytes(record: ArrayRecord) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _lazy_record_bytes(lines: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
-    """Bytes of a `LazyArrayRecord` of these layers once it is packed; the same in every round."""
+    """Return the size of a `LazyArrayRecord` of these layers after packing; equal in every round."""
     specs = [TensorSpec(*line) for line in lines]
     flats = {**flat_layout(specs, LOSSLESS), TABLE: (np.dtype(np.uint8), len(table_text(specs, LOSSLESS)))}
     parts = sum(
@@ -201,7 +198,7 @@ def _array_bytes(dtype: str, shape: tuple[int, ...], data: int) -> int:
 
 
 def _reference_bytes(parts: Collection[str], kind: str) -> int:
-    """Bytes of an object that only names its parts and their ids."""
+    """Return the size of an object that contains only names and ids of its parts."""
     return _object_bytes(kind, len(json.dumps(dict.fromkeys(parts, "0" * 64))), parts=len(parts))
 
 

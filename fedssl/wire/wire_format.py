@@ -1,22 +1,22 @@
-"""How layers travel: a table of names, dtypes and shapes, and one flat array for all layers of a dtype.
+"""Wire format of layers: a table of names, dtypes and shapes, and one flat array per dtype.
 
-A model of a hundred arrays so becomes about four. ``wire_dtype`` says what becomes of its kernels and matrices, i.e. of
+A model of a hundred arrays becomes about four. ``wire_dtype`` selects the format of kernels and matrices, i.e. of
 float32 weights with two or more dimensions, which are nearly all bytes:
 
-- ``fp32``: they travel as they are, to the bit;
-- ``fp16``, ``bf16``: rounded to the nearest such number (relative error at most 2^-11, below 6e-5 an absolute one of
-  2^-25; 2^-8). What is too large becomes the largest finite number, never infinite; NaN and infinities stay;
+- ``fp32``: unchanged, bit for bit;
+- ``fp16``, ``bf16``: rounded to the nearest value (relative error at most 2^-11, below 6e-5 an absolute one of
+  2^-25; 2^-8). Larger values become the largest finite number, never infinite; NaN and infinities stay;
 - ``int8``: q = round(x / s) with a float32 scale s = max |x| / 127 per output channel (the first axis), so that the
-  error is at most s / 2. Channels of which s would be below 1e-38 become zero; what is not finite is refused.
+  error is at most s / 2. Channels with s below 1e-38 become zero; non-finite values are rejected.
 
-Biases, normalisation, running statistics, counters and all other layers travel as they are: they are less than 1 % of
-the bytes, and a variance must not round to zero.
+Biases, normalization, running statistics, counters and all other layers stay unchanged. They are less than 1% of the
+bytes, and a variance must not round to zero.
 
-A layer may travel as the *difference* to what the receiver has of it (``start``): the differences of one round are far
-smaller than the weights, and so are the errors that follow from their size. Both ends must know the same ``start``.
+A layer may be sent as the *difference* to the receiver's layer (``start``). The differences of one round are far
+smaller than the weights, and so are their rounding errors. Both ends must have the same ``start``.
 
-What arrives is bytes until it is proven: table and arrays must fit each other to the number, and nothing is taken but
-what the decoded layers need, i.e. at most four bytes for each that arrived.
+Received bytes are untrusted: table and arrays must match exactly, and decoding allocates only the decoded layers, i.e.
+at most four bytes per received byte.
 """
 
 import json
@@ -33,10 +33,10 @@ from fedssl.arrays import STATISTICS, Layers
 from fedssl.config.settings import LOSSLESS, WIRE_DTYPES
 from fedssl.errors import InputError
 
-# Arrays that came over a network are read-only; they are only read here.
+# Arrays from a network are read-only, and only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
-TABLE, WEIGHTS, SCALES = "table", "weights", "scales"  # names of flat arrays; the others are called by their dtype
+TABLE, WEIGHTS, SCALES = "table", "weights", "scales"  # names of flat arrays; the others have the name of their dtype
 
 LONGEST_TABLE = 1 << 20  # bytes, about 15,000 layers
 MAX_DIMENSIONS = 16
@@ -47,7 +47,7 @@ _DTYPES: dict[str, np.dtype] = {
     for name in kind.split()
 }
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# NumPy has no bfloat16, whose bits travel as whole numbers.
+# NumPy has no bfloat16; its bits are sent as integers.
 _WIRE: dict[str, np.dtype] = {"fp16": np.dtype(np.float16), "bf16": np.dtype(np.int16), "int8": np.dtype(np.int8)}
 _LEVELS = 127
 _TINY = float(np.finfo(np.float32).tiny)
@@ -58,7 +58,7 @@ Layout = dict[str, tuple[np.dtype, int]]  # dtype and length of every flat array
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A line of the table: a layer's name, dtype and shape."""
+    """Row of the table: name, dtype and shape of a layer."""
 
     name: str
     dtype: str
@@ -66,37 +66,37 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_compressed(self) -> bool:
-        """Whether wire dtypes other than ``fp32`` shorten it."""
+        """Return whether wire dtypes other than ``fp32`` compress it."""
         kernel = len(self.shape) > 1 and 0 not in self.shape
         return kernel and self.dtype == "float32" and self.name.rpartition(".")[2] not in STATISTICS
 
 
 def check_wire_dtype(wire_dtype: object) -> str:
-    """Return the name of a wire dtype; raises `InputError` for any other word."""
+    """Return the wire dtype; raise `InputError` if it is unknown."""
     if wire_dtype not in WIRE_DTYPES:
         raise InputError(f"wire_dtype={wire_dtype} is not valid; choose one of {', '.join(WIRE_DTYPES)}")
     return str(wire_dtype)
 
 
 def describe_wire_format(wire_dtype: str) -> str:
-    """What becomes of layers, in words for people."""
+    """Describe the wire format."""
     if wire_dtype == LOSSLESS:
         return f"{wire_dtype}, exactly"
-    return f"{wire_dtype}: kernels and matrices, up as differences to what came down; all others exactly"
+    return f"{wire_dtype}: kernels and matrices, uploaded as differences to the download; all others exactly"
 
 
 def tensor_specs(layers: Layers) -> list[TensorSpec]:
-    """The table of these layers."""
+    """Return the table of the layers."""
     return [TensorSpec(name, array.dtype.name, array.shape) for name, array in layers.items()]
 
 
 def flat_layout(specs: Sequence[TensorSpec], wire_dtype: str) -> Layout:
-    """The flat arrays beside the table, in the order in which layers need them first."""
+    """Return the layout of the flat arrays, in the order of their first use."""
     found: Layout = {}
 
     def more(key: str, dtype: np.dtype, numbers: int) -> None:
@@ -113,25 +113,25 @@ def flat_layout(specs: Sequence[TensorSpec], wire_dtype: str) -> Layout:
 
 
 def table_text(specs: Sequence[TensorSpec], wire_dtype: str) -> bytes:
-    """The table as it travels, as JSON."""
+    """Return the table as JSON."""
     lines = [[spec.name, spec.dtype, spec.shape] for spec in specs]
     return json.dumps([wire_dtype, lines], separators=(",", ":")).encode()
 
 
 def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dict[str, np.ndarray]:
-    """The table and the flat arrays by name; nothing for no layers.
+    """Encode layers as the table and flat arrays by name; an empty mapping for no layers.
 
     Parameters
     ----------
     layers : Layers
     wire_dtype : {"fp32", "fp16", "bf16", "int8"}
     start : Layers, optional
-        What the receiver has: of the layers in it that are shortened, the difference travels.
+        Layers of the receiver. Compressed layers that it contains are sent as differences.
 
     Raises
     ------
     ValueError
-        A layer has values that are not finite, and ``int8`` cannot carry them.
+        A layer has non-finite values, which ``int8`` cannot represent.
     """
     specs = tensor_specs(layers)
     if not specs:
@@ -154,19 +154,19 @@ def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dic
 
 
 def unpack(arrays: Mapping[str, np.ndarray], wire_dtype: str, *, start: Layers | None = None) -> Layers:
-    """The layers; those that travelled as they are keep the memory of what arrived.
+    """Decode layers. Uncompressed ones share the memory of the received arrays.
 
     Parameters
     ----------
     arrays : mapping of str to ndarray
-        What `pack` returned, or anything else.
+        Result of `pack`, untrusted.
     wire_dtype, start
-        As they were handed to `pack`.
+        Arguments of `pack`.
 
     Raises
     ------
     ValueError
-        The arrays are not what `pack` returns, or do not fit ``start``.
+        The arrays are invalid or do not match ``start``.
     """
     if not arrays:
         return {}
@@ -175,7 +175,7 @@ def unpack(arrays: Mapping[str, np.ndarray], wire_dtype: str, *, start: Layers |
     odd = (arrays.keys() - {TABLE}) ^ expected.keys()
     if odd:
         here = min(odd) in arrays
-        raise ValueError(f"array {min(odd)} {'was not announced' if here else 'is missing'} by the table of layers")
+        raise ValueError(f"array {min(odd)} is {'not in the table of layers' if here else 'missing'}")
     for key, (dtype, numbers) in expected.items():
         found = arrays[key]
         if found.dtype != dtype or found.shape != (numbers,):
@@ -204,12 +204,12 @@ def _unpacked(spec: TensorSpec, cursor: "_FlatCursor", wire_dtype: str, start: L
 
 
 def parse_table(table: np.ndarray | None, wire_dtype: str) -> list[TensorSpec]:
-    """The entries of a table that arrived.
+    """Parse a received table.
 
     Raises
     ------
     ValueError
-        There is none, it is damaged, is for another wire dtype, or names a layer twice.
+        The table is missing or invalid, is for another wire dtype, or has a duplicate name.
     """
     if table is None or table.dtype != np.uint8 or table.ndim != 1:
         raise ValueError("the layers come without their table of names, dtypes and shapes")
@@ -233,12 +233,12 @@ def _entry(name: object, dtype: object, shape: object) -> TensorSpec:
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("a layer has no shape")
     if not all(type(length) is int and 0 <= length < 2**31 for length in shape):
-        raise ValueError("a layer has a shape of other than whole numbers")
+        raise ValueError("a layer has a shape with non-integers")
     return TensorSpec(name, dtype, tuple(shape))
 
 
 def encode_half(x: Tensor, *, out: Tensor) -> None:
-    """Round to the dtype of ``out``; finite numbers stay finite, NaN and infinities what they are."""
+    """Round to the dtype of ``out``. Finite numbers stay finite; NaN and infinities are preserved."""
     out.copy_(x)
     low, high = torch.aminmax(out)
     if not (low.isfinite() and high.isfinite()):
@@ -247,12 +247,12 @@ def encode_half(x: Tensor, *, out: Tensor) -> None:
 
 
 def encode_int8(x: Tensor, *, out: Tensor, name: str) -> Tensor:
-    """Write q into ``out`` and return the scales, one for each index of the first axis; q * scale is nearest to x."""
+    """Write q into ``out`` and return the scale of each index of the first axis, so that q * scale approximates x."""
     rows = x.reshape(len(x), -1)
     scales = torch.maximum(-rows.amin(dim=1), rows.amax(dim=1)) / _LEVELS  # aminmax takes twice as long
     if not scales.isfinite().all():
-        raise ValueError(f"layer {name} has values that are not finite, which wire_dtype=int8 cannot carry")
-    scales[scales < _TINY] = 0  # too few digits are left there to divide by
+        raise ValueError(f"layer {name} has non-finite values, which wire_dtype=int8 cannot represent")
+    scales[scales < _TINY] = 0  # a subnormal divisor has too few digits
     scales.clamp_(max=_LARGEST_SCALE)  # of which 127 are still finite
     by = scales.masked_fill(scales == 0, 1 / _TINY)
     out.view(rows.shape).copy_((rows / by[:, None]).round_())
@@ -260,14 +260,14 @@ def encode_int8(x: Tensor, *, out: Tensor, name: str) -> Tensor:
 
 
 def decode_int8(q: Tensor, scales: Tensor) -> Tensor:
-    """The numbers that `encode_int8` wrote."""
+    """Decode the result of `encode_int8`."""
     x = q.to(torch.float32)
     x.view(len(q), -1).mul_(scales[:, None])
     return x
 
 
 class _FlatCursor:
-    """Flat arrays, of which every call of `next` gives the next piece."""
+    """Cursor over flat arrays: `next` returns the next slice."""
 
     def __init__(self, flats: Mapping[str, np.ndarray]) -> None:
         self._flats, self._at = flats, dict.fromkeys(flats, 0)

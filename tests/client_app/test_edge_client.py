@@ -100,7 +100,7 @@ def test_a_genuine_plan_is_trained(plan, node, tmp_path):
 
 FULL = "seed: 0\nrun_id: x\naugmentation:\n  _target_: numpy.testing.runstring\n"
 ATTEMPTS = {
-    "settings in full": (lambda plan: changed(plan, settings=FULL), "the task is no JSON"),
+    "settings in full": (lambda plan: changed(plan, settings=FULL), "the task is not JSON"),
     "a class": (
         lambda plan: with_task(plan, augmentation___target_="numpy.testing.runstring"),
         "no setting 'augmentation._target_'",
@@ -116,7 +116,10 @@ ATTEMPTS = {
     "a run outside": (lambda plan: with_task(plan, run_id="../../evil"), "is not a valid run id"),
     "an absolute run": (lambda plan: with_task(plan, run_id="/tmp/evil"), "is not a valid run id"),
     "threads": (lambda plan: with_task(plan, threads=10**6), "no setting 'threads'"),
-    "a choice": (lambda plan: with_task(plan, choices={"encoder": "evil"}), "encoder=evil is no choice of this device"),
+    "a choice": (
+        lambda plan: with_task(plan, choices={"encoder": "evil"}),
+        "encoder=evil is not a choice of this edge client",
+    ),
     "a group": (lambda plan: with_task(plan, choices={"dataset": "digits"}), "the task must choose in"),
     "a batch of nothing": (lambda plan: with_task(plan, batch_size=0), "batch_size=0 but it must be at least 2"),
     "a large batch": (lambda plan: with_task(plan, batch_size=2048), "batch_size=2048 but this device allows 1024"),
@@ -255,10 +258,10 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
         ),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; the log of the device says more"),
-        ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is no name of a device"),
+        ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is not a valid client name"),
         (
             {"data-path": "x", "threads": 0},
-            "threads=0 of the node's configuration must be a whole number of at least 1",
+            "threads=0 of the node's configuration must be an integer of at least 1",
         ),
         ({"data-path": "x", "device": "tpu"}, "device=tpu is unknown; choose one of auto, cpu, cuda"),
         ({"data-path": "x", "limits": "/nowhere"}, "InputError; the log of the device says more"),
@@ -325,7 +328,7 @@ def test_a_folder_of_settings_of_the_devices_own(plan, node, tmp_path):
     mine.parent.mkdir(parents=True)
     mine.write_text("_target_: fedssl.encoders.conv_small\nchannels: 1\nsize: 8\nwidth: 4\nnorm: batch\n")
     asked = with_task(plan, choices={"encoder": "mine"})
-    assert refusal(asked, node).startswith("encoder=mine is no choice of this device")
+    assert refusal(asked, node).startswith("encoder=mine is not a choice of this edge client")
     assert not ask(asked, context(**node, config_dir=tmp_path / "conf")).has_error()
     mine.write_text("_target_: nowhere.encoder\nchannels: 1\nsize: 8\nwidth: 4\nnorm: batch\n")
     assert "cannot be imported" in refusal(asked, node | {"config_dir": tmp_path / "conf"})

@@ -225,7 +225,7 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
             "Supervised needs labels, and edge clients share no list",
         ),
         (["calibration=auxiliary"], "uses a share of the clients' images, which stay on the devices"),
-        (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
+        (["optimizer._target_=torch.optim.RMSprop"], "a _target_ was changed or a node deleted"),
     ],
 )
 def test_what_is_not_possible_with_devices_is_refused_before_any_round(overrides, sentence, places, tmp_path):

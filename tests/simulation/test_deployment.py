@@ -48,5 +48,7 @@ def test_a_run_folder_does_not_choose_the_fleet_that_goes_on_with_it(word, tmp_p
     settings = compose(["engine=deployment", f"output_dir={tmp_path}"])
     save_run(settings.recording, tmp_path)
     (tmp_path / "overrides.yaml").write_text(f"- {word}\n")
-    with pytest.raises(InputError, match=f"says {word}, which reaches out of the folder and is taken from your own"):
+    with pytest.raises(
+        InputError, match=f"contains {word}, which points outside the run folder and is accepted only from your own"
+    ):
         run([f"resume={tmp_path}"])

@@ -235,9 +235,9 @@ def test_a_model_that_nobody_takes_stays():
     ("chosen", "reason"),
     [
         (None, "record 'model-index' is missing"),
-        (2, "it chose model 2 of 2"),
-        (-1, "-1 instead of a whole number"),
-        (0.5, "0.5 instead of a whole number"),
+        (2, "it selected model 2 of 2"),
+        (-1, "-1 instead of an integer"),
+        (0.5, "0.5 instead of an integer"),
         ("0", "0 instead of a number"),
     ],
 )

@@ -55,9 +55,9 @@ def test_a_task_says_nothing_of_the_machine_or_the_images():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["+optimizer.nesterov=true"], "devices would refuse this run: there is no setting 'optimizer.nesterov'"),
-        (["optimizer._target_=torch.optim.RMSprop"], "do not give these settings: a _target_ was changed"),
-        (["method.projector=null"], "devices would refuse this run: there is no setting 'method.projector'"),
+        (["+optimizer.nesterov=true"], "edge clients would reject this run: there is no setting 'optimizer.nesterov'"),
+        (["optimizer._target_=torch.optim.RMSprop"], "a _target_ was changed or a node deleted"),
+        (["method.projector=null"], "edge clients would reject this run: there is no setting 'method.projector'"),
     ],
 )
 def test_what_devices_cannot_be_told_is_refused_by_the_server(overrides, sentence):
@@ -66,14 +66,14 @@ def test_what_devices_cannot_be_told_is_refused_by_the_server(overrides, sentenc
 
 
 NOT_PLAIN = [
-    ("encoder.width", "${oc.env:HOME}", "encoder.width is not a plain word"),
-    ("encoder.width", "wide", "encoder.width=wide is not a whole number"),
-    ("encoder.width", 1.5, "encoder.width=1.5 is not a whole number"),
-    ("encoder.width", True, "encoder.width=True is not a whole number"),
+    ("encoder.width", "${oc.env:HOME}", "encoder.width is not a plain string"),
+    ("encoder.width", "wide", "encoder.width=wide is not an integer"),
+    ("encoder.width", 1.5, "encoder.width=1.5 is not an integer"),
+    ("encoder.width", True, "encoder.width=True is not an integer"),
     ("encoder.width", 2**20, "encoder.width is beyond 65536"),
     ("method.projector.num_layers", 1000, "method.projector.num_layers is beyond 256"),
-    ("optimizer.lr", float("inf"), "optimizer.lr is inf, which is no number"),
-    ("clip_norm", "${x}", "clip_norm is not a plain word"),
+    ("optimizer.lr", float("inf"), "optimizer.lr is inf, which is not finite"),
+    ("clip_norm", "${x}", "clip_norm is not a plain string"),
     ("clip_norm", {"_target_": "os.mkdir"}, "clip_norm has the key '_target_'"),
     ("optimizer.fused", {"_target_": "os.mkdir"}, "optimizer.fused has the key '_target_'"),
     (
@@ -94,8 +94,8 @@ NOT_PLAIN = [
     ("device", "cuda", "there is no setting 'device'"),
     ("output_dir", "/tmp/x", "there is no setting 'output_dir'"),
     ("encoder", {"_target_": "os.mkdir"}, "there is no setting 'encoder'"),
-    ("run_id", "../x", "run_id='../x' is no name of a run"),
-    ("run_id", 5, "run_id='5' is no name of a run"),
+    ("run_id", "../x", "run_id='../x' is not a valid run id"),
+    ("run_id", 5, "run_id='5' is not a valid run id"),
     ("batch_size", 0, "batch_size=0 but it must be at least 2"),
     ("local_epochs", -1, "local_epochs=-1 but it must be at least 0"),
     ("rounds", 10**7, "rounds is beyond 1000000"),
@@ -115,10 +115,10 @@ def test_what_is_not_plain_is_refused(key, value, sentence):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("seed: 0\nencoder:\n  _target_: os.mkdir\n", "the task is no JSON"),
-        ("[" * 50_000, "the task is no JSON"),
-        ("1" * 10_000, "the task is no JSON"),
-        ("[]", "not of choices and values"),
+        ("seed: 0\nencoder:\n  _target_: os.mkdir\n", "the task is not JSON"),
+        ("[" * 50_000, "the task is not JSON"),
+        ("1" * 10_000, "the task is not JSON"),
+        ("[]", "must have the keys choices and values"),
         ('{"choices": {}, "values": []}', "must each be a mapping"),
         ('{"choices": {}, "values": {}}', "the task must choose in augmentation, encoder, .* and in nothing else"),
         (" " * 70_000, "longer than 65536 characters"),
@@ -135,11 +135,11 @@ def test_what_is_no_task(text, sentence):
 def test_a_choice_that_the_device_does_not_have(name):
     task = json.loads(make_task(compose([])).text())
     task["choices"]["method"] = name
-    with pytest.raises(RequestRefused, match="is no choice of this device"):
+    with pytest.raises(RequestRefused, match="is not a choice of this edge client"):
         compose_task(json.dumps(task))
 
 
 @pytest.mark.parametrize("run_id", ["../x", "/tmp/x", "a.b", "'a b'", "x" * 65])
 def test_the_name_of_a_run_can_be_a_folder_anywhere(run_id):
-    with pytest.raises(InputError, match="is no name of a run; use 1 to 64 letters, digits, _ and -"):
+    with pytest.raises(InputError, match="is not a valid run id; use 1 to 64 letters, digits, _ and -"):
         compose([f"run_id={run_id}"])

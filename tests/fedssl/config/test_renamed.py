@@ -117,7 +117,7 @@ def test_new_names_exist_and_old_ones_do_not():
 
 @pytest.mark.parametrize("old", [old for old in TARGETS if not old.endswith(".")])
 def test_old_classes_have_new_ones(old):
-    with pytest.raises(InputError, match=f"{TARGETS[old]} now; write that"):
+    with pytest.raises(InputError, match=f"is now {TARGETS[old]}; write that"):
         locate(old)
     assert callable(locate(TARGETS[old]))
 

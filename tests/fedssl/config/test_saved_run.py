@@ -37,22 +37,22 @@ def test_words_are_a_list_of_text(file, text):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("seed: 3\n", "", "does not hold the settings of a run"),
-        ("seed: 3\n", "seed: three\n", "does not hold the settings of a run"),
+        ("seed: 3\n", "", "lacks settings of a run"),
+        ("seed: 3\n", "seed: three\n", "lacks settings of a run"),
         ("seed: 3\n", "seed: ${rounds}\n", "an interpolation"),
         ("batch_size: 64\n", "batch_size: ${oc.env:HOME}\n", "an interpolation"),
         ("seed: 3\n", "seed: [3\n", "not valid YAML"),
-        ("  size: 8\n", "  size: large\n", "dataset.size is missing or of the wrong kind"),
+        ("  size: 8\n", "  size: large\n", "dataset.size is missing or has the wrong type"),
         ("batch_size: 64\n", 'batch_size: "\\x24{oc.env:HOME}"\n', "an interpolation"),  # written in another way
         ("batch_size: 64\n", "batch_size: &a [1]\nother: *a\n", "an alias"),
         ("batch_size: 64\n", f"batch_size: {'[' * 40}{']' * 40}\n", "nested more than 32 levels"),
         (
             "  channels: 1\n",
             "  channels: 1\n  x: [{_target_: os.mkdir, path: /tmp/x}]\n",
-            "dataset.x is missing or of the ",
+            "dataset.x is missing or has the ",
         ),
-        ("  channels: 1\n", "  channels: 1\n  _partial_: true\n", "dataset._partial_ is missing or of the wrong kind"),
-        ("  channels: 1\n", "", "dataset.channels is missing or of the wrong kind"),
+        ("  channels: 1\n", "  channels: 1\n  _partial_: true\n", "dataset._partial_ is missing or has the wrong type"),
+        ("  channels: 1\n", "", "dataset.channels is missing or has the wrong type"),
     ],
 )
 def test_settings_of_the_wrong_kind_are_refused(file, old, new, reason):
@@ -66,7 +66,7 @@ def test_settings_of_the_wrong_kind_are_refused(file, old, new, reason):
 def test_a_run_id_is_no_path(file, run_id):
     text = compose(["seed=3", "run_id=abc"]).recording.resolved_yaml
     file.write_text(text.replace("run_id: abc", f"run_id: '{run_id}'"))
-    with pytest.raises(InputError, match="is no name of a run"):
+    with pytest.raises(InputError, match="is not a valid run id"):
         read_settings(file)
 
 
@@ -93,7 +93,9 @@ def test_a_run_id_is_no_path(file, run_id):
     ],
 )
 def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, word):
-    with pytest.raises(InputError, match="reaches out of the folder and is taken from your own command only") as found:
+    with pytest.raises(
+        InputError, match="points outside the run folder and is accepted only from your own command"
+    ) as found:
         check_saved_overrides([word], file)
     assert word in str(found.value)
 

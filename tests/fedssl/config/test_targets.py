@@ -82,8 +82,8 @@ class TestTheFlag:
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
-            (["a=1", "--config-dir"], "--config-dir names no folder; give the one that holds strategy/"),
-            (["-cd", "/nowhere"], "the folder of settings /nowhere does not exist; name it with --config-dir"),
+            (["a=1", "--config-dir"], "--config-dir needs a folder; name the one with strategy/"),
+            (["-cd", "/nowhere"], "the config directory /nowhere does not exist; set --config-dir"),
             ([f"{SEARCHPATH_KEY}=conf"], "hydra.searchpath=conf must be a list of folders; write --config-dir FOLDER"),
         ],
     )
@@ -95,7 +95,7 @@ class TestTheFlag:
     def test_a_file_of_the_same_name_is_refused(self, tmp_path):
         (tmp_path / "strategy").mkdir()
         (tmp_path / "strategy" / "fedavg.yaml").touch()
-        with pytest.raises(InputError, match="has the name of a file of fedssl's own, which would win; rename it"):
+        with pytest.raises(InputError, match="has the name of a file in conf/, which takes precedence; rename it"):
             words_for(tmp_path)
 
 
@@ -125,13 +125,15 @@ class TestChoices:
     def test_are_saved_with_the_run(self, conf, tmp_path):
         (tmp_path / "run").mkdir()
         save_run(compose(words_for(conf, "strategy=mine")).recording, tmp_path / "run")
-        with pytest.raises(InputError, match="says hydra.searchpath=.* reaches out of the folder .* --config-dir"):
+        with pytest.raises(
+            InputError, match="contains hydra.searchpath=.* points outside the run folder .* --config-dir"
+        ):
             load_settings([f"resume={quote_value(str(tmp_path / 'run'))}"])
         resumed = load_settings(words_for(conf, f"resume={quote_value(str(tmp_path / 'run'))}"))
         assert resumed.algorithm.strategy.name == "Mine"
         assert search_folders(resumed.recording.overrides) == [conf]
         moved = conf.rename(tmp_path / "moved")
-        with pytest.raises(InputError, match="the folder of settings .* does not exist; name it with --config-dir"):
+        with pytest.raises(InputError, match="the config directory .* does not exist; set --config-dir"):
             load_settings(words_for(conf, f"resume={quote_value(str(tmp_path / 'run'))}"))
         resumed = load_settings(words_for(moved, f"resume={quote_value(str(tmp_path / 'run'))}"))
         assert search_folders(resumed.recording.overrides) == [moved]
@@ -141,7 +143,7 @@ class TestTargets:
     @pytest.mark.parametrize(
         ("target", "sentence"),
         [
-            ("nowhere.Mine", "there is no module nowhere; install the package that has it, or put .* on PYTHONPATH"),
+            ("nowhere.Mine", "there is no module nowhere; install its package, or add its folder to PYTHONPATH"),
             ("fedssl.nowhere.Mine", "there is no module fedssl.nowhere; install"),
             ("strategies.fedavg.FedAgv", "strategies.fedavg has no class or function FedAgv; did you mean FedAvg"),
             ("broken.Mine", "broken fails with ZeroDivisionError: division by zero; correct that"),
@@ -181,7 +183,9 @@ class TestTargets:
         assert compose_evaluation([], run=tmp_path).data.name == "digits"
         file = tmp_path / "config.yaml"
         file.write_text(file.read_text().replace("fedssl.datasets.digits.read", "os.mkdir"))
-        with pytest.raises(InputError, match="is read by os.mkdir, which is not fedssl's; name the folder"):
+        with pytest.raises(
+            InputError, match="is read by os.mkdir, which is not part of fedssl; name its config directory"
+        ):
             compose_evaluation([], run=tmp_path)
 
 
@@ -190,10 +194,10 @@ class TestTargets:
     [
         (
             ["strategy=orchestra"],
-            "^strategy=orchestra is now strategy=fedavg: method=orchestra has a server side of its",
+            "^strategy=orchestra is now strategy=fedavg: method=orchestra has its own server side",
         ),
         (["strategy=fedavg,orchestra"], "^strategy=orchestra is now strategy=fedavg"),
-        (["method=orchestra", "method.strategy=x"], "^method.strategy is gone: method=orchestra works under any"),
+        (["method=orchestra", "method.strategy=x"], "^method.strategy was removed: method=orchestra works with any"),
     ],
 )
 def test_words_of_earlier_versions_are_answered_with_those_of_now(overrides, sentence):
@@ -217,6 +221,6 @@ def test_words_of_earlier_versions_are_not_in_use():
     ],
 )
 def test_dotted_names_of_earlier_versions_are_told_the_new_one(old, new):
-    with pytest.raises(InputError, match=f"strategy._target_={old} is {new} now"):
+    with pytest.raises(InputError, match=f"strategy._target_={old} is now {new}"):
         locate(old, key="strategy._target_")
     assert callable(locate(new))

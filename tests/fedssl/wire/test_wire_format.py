@@ -133,7 +133,7 @@ def test_halves_clip_what_is_finite_and_hide_nothing_else():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_int8_refuses_what_is_not_finite(bad):
-    with pytest.raises(ValueError, match="layer w has values that are not finite, which wire_dtype=int8 cannot carry"):
+    with pytest.raises(ValueError, match="layer w has non-finite values, which wire_dtype=int8 cannot represent"):
         pack({"w": np.array([[1.0, bad]], dtype=np.float32)}, "int8")
 
 
@@ -197,7 +197,7 @@ GOOD = {WEIGHTS: np.array([1, 2, 3, 4], dtype=np.int8), SCALES: np.ones(2, dtype
         ({TABLE: table("fp32", W), "float32": F4.astype(">f4")}, "fp32", "holds >f4"),
         ({TABLE: table("fp32", W), "float32": F4.astype(np.float64)}, "fp32", "holds float64"),
         ({TABLE: table("fp32", W)}, "fp32", "array float32 is missing"),
-        ({TABLE: table("fp32", W), "float32": F4, "x": F4}, "fp32", "array x was not announced"),
+        ({TABLE: table("fp32", W), "float32": F4, "x": F4}, "fp32", "array x is not in the table of layers"),
         ({TABLE: table("int8", W), WEIGHTS: GOOD[WEIGHTS]}, "int8", "array scales is missing"),
         ({TABLE: table("int8", W), WEIGHTS: F4, SCALES: GOOD[SCALES]}, "int8", "array weights holds float32"),
         ({TABLE: table("fp16", W), WEIGHTS: GOOD[WEIGHTS].astype(np.int16)}, "fp16", "array weights holds int16"),
