@@ -21,12 +21,11 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_layers
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, ServerStrategy
+from strategies.delegating import DelegatingServer
 from strategies.interfaces import (
     GLOBAL,
-    Aggregator,
     ClientState,
     CommunicationSummary,
-    GlobalModel,
     LocalData,
     RoundOutcome,
     ServerState,
@@ -133,13 +132,13 @@ class SelectByLoss(ClientStrategy):
 ASSIGNMENTS = "members"  # in the server's memory: which model each client belongs to
 
 
-class ClusteredServer(ServerStrategy):
-    """Several models; subclasses say how clients come to one.
+class ClusteredServer(DelegatingServer):
+    """Server with several models. Subclasses define how clients are assigned to them.
 
     Parameters
     ----------
     base_strategy : ServerStrategy
-        The server side of the algorithm that is at work in each cluster.
+        Server side of the algorithm within each cluster.
     clusters : int
         C, at least 1.
 
@@ -152,37 +151,18 @@ class ClusteredServer(ServerStrategy):
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int) -> None:
         if clusters < 1:
             raise InputError(f"strategy.clusters={clusters} must be at least 1")
-        self.base_strategy = base_strategy
+        super().__init__(base_strategy)
         self.model_names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
         return members.get(client, self.model_names[client % len(self.model_names)])
 
-    def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
-        return self.base_strategy.aggregator(round, name)
+    def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
+        return (self.starting_model(state, round, client),)
 
-    def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
-        return self.base_strategy.upload_names(model, round, layers)
-
-    def download_names(
-        self, model: GlobalModel, round: int, layers: Layers, last: int | None
-    ) -> tuple[str, ...] | None:
-        return self.base_strategy.download_names(model, round, layers, last)
-
-    def after_aggregation(
-        self,
-        model: GlobalModel,
-        round: int,
-        layers: Layers,
-        *,
-        aggregator: Aggregator,
-        received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.base_strategy.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
-
-    def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        return self.base_strategy.is_valid_model_state(strategy_state)
+    def destination_models(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
+        return (start,)
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         return self._record_assignments({client: names[0] for client, names in outcome.destinations.items()}, state)
@@ -207,7 +187,7 @@ class ClusteredServer(ServerStrategy):
         )
 
     def validate(self, context: StrategyContext) -> None:
-        self.base_strategy.validate(context)
+        super().validate(context)
         clusters, clients = len(self.model_names), context.num_clients
         if clusters > clients:
             raise InputError(
@@ -225,9 +205,6 @@ class ClusteredServer(ServerStrategy):
                 f"{type(context.method).__name__} has a server side of its own for one model, and "
                 f"strategy.clusters={clusters} makes several; set another method"
             )
-
-    def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
-        return self.base_strategy.describe_communication(usual)
 
 
 class ClientAssignedClusters(ClusteredServer):
@@ -311,9 +288,9 @@ class OneShotClusters(ClusteredServer):
             else ()
         )
 
-    def assign_clusters(self, ways: Mapping[int, Layers]) -> Mapping[int, str]:
-        places = cluster_by_cosine(list(ways.values()), clusters=len(self.model_names))
-        return {client: self.model_names[place] for client, place in zip(ways, places, strict=True)}
+    def assign_clusters(self, deltas: Mapping[int, Layers]) -> Mapping[int, str]:
+        labels = cluster_by_cosine(list(deltas.values()), clusters=len(self.model_names))
+        return {client: self.model_names[label] for client, label in zip(deltas, labels, strict=True)}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         return (

@@ -29,7 +29,8 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.interfaces import GLOBAL, Aggregator, ClientState, CommunicationSummary, StrategyContext, TrainAgain
+from strategies.delegating import DelegatingClient
+from strategies.interfaces import GLOBAL, Aggregator, CommunicationSummary
 from strategies.weighted_sum import BUFFERS, WeightedSum, check_choice, weighted_sum
 
 
@@ -117,49 +118,27 @@ class WarmupServer(ServerStrategy):
         return replace(super().describe_communication(usual), required_metrics=tuple(dict.fromkeys(ever)))
 
 
-class LDAWAScalingClient(ClientStrategy):
-    """A client that multiplies what it sends by the cosines; all else is as ``client`` does it.
+class LDAWAScalingClient(DelegatingClient):
+    """Client that multiplies the layers it uploads by their cosines.
 
     Parameters
     ----------
-    client : ClientStrategy
+    base_strategy : ClientStrategy
     buffers : {"average", "scale"}
         As in `l_dawa`.
     warmup_rounds : int
         First rounds in which nothing is scaled.
     """
 
-    def __init__(self, client: ClientStrategy, *, buffers: str, warmup_rounds: int) -> None:
-        self._client, self._buffers, self._warmup_rounds = client, buffers, warmup_rounds
-        self.trainings_per_round = client.trainings_per_round
-
-    def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
-        return self._client.load_start(method, plan, state)
-
-    def state_to_save(
-        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
-    ) -> ClientState:
-        return self._client.state_to_save(method, plan, start=start, state=state)
-
-    def train_personalized(
-        self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
-    ) -> ClientState:
-        return self._client.train_personalized(method, plan, state, train=train)
-
-    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
-        return self._client.personalized_model(method, plan, state)
+    def __init__(self, base_strategy: ClientStrategy, *, buffers: str, warmup_rounds: int) -> None:
+        super().__init__(base_strategy)
+        self._buffers, self._warmup_rounds = buffers, warmup_rounds
 
     def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
-        layers = self._client.layers_to_upload(method, plan)
+        layers = super().layers_to_upload(method, plan)
         if plan.round <= self._warmup_rounds:
             return layers
         return scale_layers(plan.layers, layers, buffers=self._buffers)
-
-    def validate(self, context: StrategyContext) -> None:
-        self._client.validate(context)
-
-    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        return self._client.describe_communication(method, usual)
 
 
 class LDAWA(FedSSLStrategy):
