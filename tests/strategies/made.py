@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 
 from fedssl.wire.messages import ClientUpdate
+from strategies.eua import eua
 from strategies.fedavg import fedavg
+from strategies.krum import krum
 from strategies.l_dawa import l_dawa
 from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa
+from strategies.robust import median, trimmed_mean
 
-RULES = {
+WEIGHTED_SUMS = {
     "fedavg": fedavg,
     "fedavg uniform": partial(fedavg, weighting="uniform"),
     "loss": loss_weighted,
@@ -24,7 +27,16 @@ RULES = {
     "m_dawa": m_dawa,
     "m_dawa scale": partial(m_dawa, buffers="scale"),
 }
+RULES = {
+    **WEIGHTED_SUMS,
+    "eua": eua,
+    "median": median,
+    "trimmed_mean": trimmed_mean,
+    "krum": krum,
+    "multi-krum": partial(krum, select=3),
+}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+every_weighted_sum = pytest.mark.parametrize("rule", WEIGHTED_SUMS.values(), ids=WEIGHTED_SUMS.keys())
 
 
 def layers(dtype=np.float32, **arrays):

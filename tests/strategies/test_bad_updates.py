@@ -13,7 +13,7 @@ from strategies.m_dawa import MDAWA, m_dawa
 from tests.strategies.made import CLIENTS, GLOBAL, every_rule, update
 
 
-@pytest.mark.parametrize("rule", [fedavg, l_dawa, m_dawa])
+@every_rule
 def test_updates_that_do_not_fit_are_refused(rule):
     missing, wrong, extra, kind = (dict(CLIENTS[0].layers) for _ in range(4))
     del missing["b"]

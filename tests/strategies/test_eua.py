@@ -244,32 +244,6 @@ def test_values_that_are_not_finite_are_refused(name, value):
 # --- properties ---
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_names_order_shapes_dtypes_and_inputs_survive(dtype):
-    start = model(0, dtype)
-    updates = clients_of(start, dtype=dtype)
-    every = [start, *(update.layers for update in updates)]
-    before = [{name: array.copy() for name, array in arrays.items()} for arrays in every]
-    for arrays in every:
-        for array in arrays.values():
-            array.flags.writeable = False
-    result = eua(start, updates)
-    assert list(result) == list(start)
-    for name, array in start.items():
-        assert (result[name].shape, result[name].dtype) == (array.shape, array.dtype), name
-        assert not any(np.shares_memory(result[name], arrays[name]) for arrays in every)
-    assert all(same(one, other) for one, other in zip(every, before, strict=True))
-
-
-def test_order_of_updates_and_memory_layout_change_nothing():
-    start = model(0)
-    updates = in_conflict(start, 5)
-    expected = eua(start, updates)
-    assert same(eua(start, [updates[k] for k in (2, 0, 4, 1, 3)]), expected)
-    strided = [update(u.partition_id, {n: a.copy(order="F") for n, a in u.layers.items()}) for u in updates]
-    assert same(eua(start, strided), expected)
-
-
 def test_renumbered_clients_have_their_weights_under_their_new_numbers():
     start = model(0)
     updates = in_conflict(start, 6)
@@ -313,13 +287,6 @@ def test_the_number_of_threads_changes_nothing():
 def test_settings_that_cannot_be_are_refused(make, option, message):
     with pytest.raises(InputError, match=message):
         make(**option)
-
-
-def test_updates_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="at least one is needed"):
-        eua(START, [])
-    with pytest.raises(InputError, match="client 2: layer b is missing"):
-        eua(START, [update(2, {"a": START["a"]})])
 
 
 # --- a round ---

@@ -1,4 +1,4 @@
-"""FedAvg, Loss, L-DAWA, M-DAWA against a slow transcription of Eqs. 1-6 of L-DAWA, and their properties."""
+"""Properties of every rule; FedAvg, Loss, L-DAWA, M-DAWA against a slow transcription of Eqs. 1-6 of L-DAWA."""
 
 from functools import partial
 from math import exp, sqrt
@@ -14,7 +14,18 @@ from strategies.l_dawa import LDAWA, l_dawa
 from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.weighted_sum import WeightedSum
-from tests.strategies.made import CLIENTS, GLOBAL, all_layers, clients_of, every_rule, layers, model, same, update
+from tests.strategies.made import (
+    CLIENTS,
+    GLOBAL,
+    all_layers,
+    clients_of,
+    every_rule,
+    every_weighted_sum,
+    layers,
+    model,
+    same,
+    update,
+)
 
 
 def slowly(start, updates, *, beta, scale, buffers, normalize):
@@ -43,7 +54,7 @@ def slowly(start, updates, *, beta, scale, buffers, normalize):
     return result
 
 
-@every_rule
+@every_weighted_sum
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_rules_equal_the_equations(rule, dtype):
     start = model(0, dtype)
