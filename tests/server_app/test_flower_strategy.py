@@ -1,12 +1,16 @@
 """Our strategies under Flower's own loop: the same rounds as the ServerApp's."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.flower_strategy import FlowerStrategy
-from tests.federation import Federation
+from tests.federation import TINY, Federation
 
 
 @pytest.mark.parametrize("name", ["l_dawa", "fedu", "eua", "local_only"])
@@ -25,3 +29,19 @@ def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
     first = strategy.state.models[strategy.state.model_names()[0]].layers
     assert all(np.array_equal(record_to_arrays(result.arrays)[layer], array) for layer, array in first.items())
     assert [metrics["clients"] for metrics in result.train_metrics_clientapp.values()] == [2, 2]
+
+
+def test_the_server_app_of_the_docs_runs_the_same_rounds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "extend.md"
+    (code,) = re.findall(r"^```python\n(from flwr.serverapp .*?)^```", page.read_text(), flags=re.M | re.S)
+    example = code + "    context.result = result\n"
+    namespace = {}
+    exec(compile(example, "extend.md", "exec"), namespace)
+    ours, theirs = Federation(tmp_path / "a", "strategy=l_dawa"), Federation(tmp_path / "b", "strategy=l_dawa")
+    ours.run(2)
+    overrides = " ".join([*TINY, "strategy=l_dawa"])
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={"overrides": overrides})
+    namespace["app"](grid=theirs.grid, context=context)
+    layers = record_to_arrays(context.result.arrays)
+    assert all(np.array_equal(layers[name], array) for name, array in ours.layers.items())
