@@ -1,7 +1,7 @@
-"""The ClientApp: unpacks a `TrainPlan`, lets the resident client train, packs its `ClientUpdate`.
+"""The ClientApp: unpack a `TrainPlan`, train with this process's worker, pack the `ClientUpdate`.
 
-The same on every engine. Who it is comes from the node's own configuration: a client of a simulation, or a device,
-which is whatever is not proven to be a simulation.
+It is the same on every engine. The node's own configuration defines its identity. A node that is not proven to be
+simulated is an edge client.
 """
 
 import logging
@@ -31,25 +31,25 @@ app = ClientApp()
 
 @app.query("node_info")
 def node_info(message: Message, context: Context) -> Message:
-    """Tell who this node is."""
+    """Return this node's identity."""
     try:
         return node_info_reply(message, _client(context).node_info)
-    except Exception as error:  # the server is told, whatever is wrong with the node
+    except Exception as error:  # the server needs a reply for any failure
         return _failure_reply(message, context, error)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train one round on this node's images; a failure is answered with its reason, so that the round goes on."""
+    """Train one round on this node's images. A failure is returned as an error reply, so that the round continues."""
     try:
         return train_round(message, context)
-    except Exception as error:  # the server decides what follows from a failed client, whatever failed
+    except Exception as error:  # the server handles a failed client
         return _failure_reply(message, context, error)
 
 
 @app.train("personalized")
 def personalized(message: Message, context: Context) -> Message:
-    """Show the encoder that this client would use itself; it leaves no device."""
+    """Return the personalized encoder of a simulated client. Edge clients refuse."""
     try:
         client = _client(context)
         if isinstance(client, EdgeClient):
@@ -64,7 +64,7 @@ def personalized(message: Message, context: Context) -> Message:
 
 
 def train_round(message: Message, context: Context) -> Message:
-    """Unpack the plan, train, pack the update; or take the next step of secure aggregation."""
+    """Unpack the plan, train and pack the update, or run the next stage of secure aggregation."""
     if is_secure(message):
         return secagg_reply(message, context, _train)
     client = _client(context)
@@ -103,8 +103,8 @@ def _client(context: Context) -> EdgeClient | SimulatedClient:
 
 
 def _failure_reply(message: Message, context: Context, error: Exception) -> Message:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    reason = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
     if is_simulated(context.node_config):
         log.debug("the client failed", exc_info=error)
     else:
@@ -114,4 +114,4 @@ def _failure_reply(message: Message, context: Context, error: Exception) -> Mess
 
 
 def _no_deadline() -> None:
-    """The user's own machine takes as long as it takes."""
+    """Set no time limit: a simulated client runs on the user's own machine."""

@@ -1,17 +1,17 @@
-"""A device: what its own configuration says, and the settings that it makes of a server's task.
+"""An edge client: its node configuration, and its settings for a server's task.
 
-The SuperNode's ``--node-config`` has these keys, of which only the first is needed:
+The SuperNode's ``--node-config`` has these keys. Only the first is required:
 
 ================  ====================================================================================================
-``data-path``     the folder of its images, with or without subfolders of classes, as ``dataset=image_folder`` reads
-``client-name``   the name under which the server knows it; without one that of the host
-``state-path``    where it keeps what it keeps between rounds; without one ``fedssl`` in the user's data folder
-``limits``        a file of limits, see `client_app.limits`
-``config-dir``    a folder of settings beside ``conf/``, whose classes it lets a server choose
+``data-path``     folder of the images, with or without subfolders of classes, as read by ``dataset=image_folder``
+``client-name``   name under which the server lists it; the default is the host name
+``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
+``limits``        file of limits, see `client_app.limits`
+``config-dir``    folder of settings beside ``conf/``, whose classes a server may select
 ``threads``       CPU threads
 ``device``        ``auto``, ``cpu`` or ``cuda``
-``partition-id``  its place in the order of the clients and in the seeds, in place of its name
-``secure-aggregation-only``     ``true``: it takes part in secure aggregation alone
+``partition-id``  index among the clients and in seeds, instead of the name
+``secure-aggregation-only``     ``true``: participate only in secure aggregation
 ================  ====================================================================================================
 
 No message changes any of them.
@@ -54,28 +54,28 @@ NODE_CONFIG_KEYS = (
     "partition-id",
     "secure-aggregation-only",
 )
-IGNORED_KEYS = ("num-partitions",)  # what Flower's templates set for a simulation; a device does not need it
+IGNORED_KEYS = ("num-partitions",)  # set by Flower's templates for simulations
 
 Value = bool | float | int | str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeClient:
-    """A device by its configuration.
+    """An edge client by its configuration.
 
     Attributes
     ----------
     data_path, states : Path
-        The folder of its images; the folder below which it writes.
+        Folder of the images; folder below which it writes.
     name : str
     partition : int or None
     folders : tuple of Path
-        Of settings beside ``conf/``.
+        Folders of settings beside ``conf/``.
     threads : int or None
-        None: by the size of the images.
+        None depends on the image size.
     torch_device : {"auto", "cpu", "cuda"}
     secure_aggregation_only : bool
-        Whether it takes part in secure aggregation alone.
+        Whether it participates only in secure aggregation.
     limits : Limits
     """
 
@@ -88,11 +88,11 @@ class EdgeClient:
     torch_device: str = "auto"
     secure_aggregation_only: bool = False
     limits: Limits = field(default_factory=Limits)
-    store: ClassVar[StateStore] = FILE_STORE  # what a device keeps is on its disk before its reply is sent
+    store: ClassVar[StateStore] = FILE_STORE  # the state is on the disk before the reply is sent
 
     @classmethod
     def read(cls, node_config: Mapping[str, Value]) -> "EdgeClient":
-        """The device of a node's configuration; raises `InputError`."""
+        """Return the client of a node's configuration; raises `InputError`."""
         unknown = sorted(node_config.keys() - {*NODE_CONFIG_KEYS, *IGNORED_KEYS})
         if unknown:
             raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(NODE_CONFIG_KEYS)}")
@@ -122,24 +122,24 @@ class EdgeClient:
 
     @property
     def number(self) -> int:
-        """Its place in the derivation of seeds; a name gives a number that no partition has."""
+        """Return its number in seeds. A name gives a number that no partition has."""
         named = int.from_bytes(f"device {self.name}".encode(), "little")
         return named if self.partition is None else self.partition
 
     @property
     def node_info(self) -> NodeInfo:
-        """What it answers when it is asked."""
+        """Return the reply to a node info query."""
         return NodeInfo(partition=self.partition, name=self.name)
 
     def settings(self, text: str) -> ClientSettings:
-        """What the device makes of a task, within its limits.
+        """Return the settings for a task, within the limits.
 
         Raises
         ------
-        Refused
-            It does not do that.
+        RequestRefused
+            The task exceeds the limits or has unknown choices.
         InputError
-            Its own configuration is at fault.
+            The client's own configuration is invalid.
         """
         settings = self._with_local_settings(read_task(text, states=self.states, folders=self.folders))
         check_settings(settings, self.limits, num_images=self._count_images())
@@ -147,7 +147,7 @@ class EdgeClient:
         return settings
 
     def _with_local_settings(self, settings: ClientSettings) -> ClientSettings:
-        """These settings, with what is about the machine and the images."""
+        """Replace the settings of machine and images by the client's own."""
         threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)
         own = {"path": str(self.data_path), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
         reader = Component({**settings.data.reader.values, **own})
@@ -158,16 +158,15 @@ class EdgeClient:
         )
 
     def _count_images(self) -> int:
-        """How many images there are."""
         if not self.data_path.is_dir():
             raise InputError(f"data-path={self.data_path} is not a folder; name the folder of the device's images")
         return sum(1 for file in self.data_path.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
 def safe_error_message(error: Exception) -> str:
-    """What a server is told of an error: nothing of the device but its limits.
+    """Return an error message for the server, without information on the device except its limits.
 
-    A sentence that could have a path in it stays on the device, and so does whatever another error says.
+    A message that may contain a path stays on the device, and so does that of any unexpected error.
     """
     text = str(error)
     if not isinstance(error, RequestRefused) and (not isinstance(error, InputError) or re.search(r"[/\\~]", text)):
@@ -176,9 +175,9 @@ def safe_error_message(error: Exception) -> str:
 
 
 def _bind_run_to_task(run: Path, text: str) -> None:
-    """Bind the run's states to its task: no other task, under the same name of a run, comes to them."""
+    """Bind the run's states to its task, so that no other task with the same run name can use them."""
     task = json.loads(text)
-    task["values"].pop("rounds")  # a run may go on for longer
+    task["values"].pop("rounds")  # a run may be extended
     new, file = json.dumps(task, sort_keys=True), run / ".task.json"
     before = read_text(file)
     if before is None:
@@ -199,7 +198,7 @@ def _data_home() -> Path:
 
 
 def _default_name(partition: int | None) -> str:
-    """The name of the host, as far as it can name a device."""
+    """Return the host name without characters that are invalid in a device name."""
     host = re.sub(r"[^A-Za-z0-9_.-]+", "-", platform.node()).lstrip("-.")[:30] or "device"
     return host if partition is None else f"{host}-{partition}"
 

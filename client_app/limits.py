@@ -1,8 +1,8 @@
-"""What a device allows a server: limits of its own, checked before anything is built, allocated or read.
+"""Limits of an edge client for server requests, checked before anything is built, allocated or read.
 
-The file that the node's configuration names with ``limits`` may set any of them, for example::
+The node configuration's ``limits`` names a file that may set any of them, for example::
 
-    memory: 2.0 # GB, of what a message brings, of the images, and of a training step as far as it can be told before
+    memory: 2.0 # GB, of a message, of the images, and of a training step by estimate
     epochs: 20 # local epochs of a round
     batch: 256 # images of a step
     size: 128 # height and width of an image, in pixels
@@ -29,13 +29,13 @@ from fedssl.untrusted import read_yaml
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.wire_format import WEIGHTS
 
-_UNKNOWN_MEMORY = 2.0  # GB, where the system does not tell how much there is
-_SHARE = 0.75  # of what is available
+_UNKNOWN_MEMORY = 2.0  # GB, if the system does not report its memory
+_SHARE = 0.75  # of the available memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits, see the module; memory None: three quarters of what is available."""
+    """The limits, see the module docstring. ``memory`` None is three quarters of the available memory."""
 
     memory: float | None = None
     epochs: int = 100
@@ -45,14 +45,14 @@ class Limits:
     minutes: float = 60.0
 
     def memory_bytes(self) -> int:
-        """The memory that may be used."""
+        """Return the allowed memory in bytes."""
         if self.memory is not None:
             return int(self.memory * 1e9)
         available = available_memory()
         return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
 
     def make_deadline_check(self) -> Callable[[], None]:
-        """What raises `RequestRefused` once the time for a round is up."""
+        """Return a function that raises `RequestRefused` once the time for a round is up."""
         end = time.monotonic() + 60 * self.minutes
 
         def check() -> None:
@@ -66,29 +66,29 @@ class Limits:
 
 
 def read_limits(file: Path) -> Limits:
-    """Read the file of a device's limits; raises `InputError`."""
-    found = read_yaml(file, dict)
-    if found is None:
+    """Read the file of limits; raises `InputError`."""
+    limits = read_yaml(file, dict)
+    if limits is None:
         raise InputError(f"limits={file} is not there; name a file with {', '.join(_names())}, or leave limits out")
-    for key, value in found.items():
+    for key, value in limits.items():
         if key not in _names():
             raise InputError(f"{file} has {key}, which is no limit; known are {', '.join(_names())}")
         whole = key in ("epochs", "batch", "size", "threads")
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf:
             raise InputError(f"{file} has {key}: {value}; give a {'whole ' if whole else ''}number above 0")
-    return Limits(**found)
+    return Limits(**limits)
 
 
 def check_message(content: RecordDict, limits: Limits) -> None:
-    """Refuse more than may be in memory; raises `RequestRefused`."""
+    """Refuse a message larger than the allowed memory; raises `RequestRefused`."""
     arrays = [pair for record in content.array_records.values() for pair in record.items()]
-    # A shortened number has a byte or two, and becomes one of four.
-    brought = sum(len(array.data) * (4 if name == WEIGHTS else 1) for name, array in arrays)
-    _check("the message brings", brought, limits)
+    # Quantized weights have one or two bytes, and are decoded to four.
+    num_bytes = sum(len(array.data) * (4 if name == WEIGHTS else 1) for name, array in arrays)
+    _check("the message brings", num_bytes, limits)
 
 
 def check_plan(plan: TrainPlan) -> None:
-    """Refuse numbers of a plan that mean nothing; raises `RequestRefused`."""
+    """Refuse invalid numbers of a plan; raises `RequestRefused`."""
     ranges: dict[str, tuple[float, float, float]] = {
         "round": (plan.round, 1, 10**6),
         "oldest-resumable-round": (plan.oldest_resumable_round, 0, plan.round),
@@ -104,10 +104,7 @@ def check_plan(plan: TrainPlan) -> None:
 
 
 def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int) -> None:
-    """Refuse training beyond the limits; raises `RequestRefused`.
-
-    ``images`` is how many the device has.
-    """
+    """Refuse training beyond the limits, for ``num_images`` local images; raises `RequestRefused`."""
     training, data = settings.training, settings.data
     asked: dict[str, tuple[Any, float]] = {
         "local_epochs": (training.epochs, limits.epochs),
@@ -117,7 +114,7 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
     for name, (value, maximum) in asked.items():
         if value > maximum:
             raise RequestRefused(f"{name}={value} but this device allows {maximum:g} at most")
-    for part in (training.augmentation, settings.model.encoder):  # both are told what images are like
+    for part in (training.augmentation, settings.model.encoder):  # both have settings of the images
         for name, value in (("size", data.size), ("channels", data.channels)):
             if part.values.get(name, value) != value:
                 raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
@@ -126,17 +123,17 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
 
 
 def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
-    """Memory of a training step, roughly: nothing is computed, and nothing allocated.
+    """Return an estimate of the memory of a training step, without computing or allocating anything.
 
-    Weights with gradients and two moments of an optimiser; two views of a batch, and the matrices that make them along
-    both axes (crop and blur); and what every module of the encoder puts out for them.
+    Weights with gradients and two moments of an optimizer; two views of a batch, and the matrices of crop and blur
+    along both axes; and the outputs of all modules of the encoder.
     """
     data, batch = settings.data, min(settings.training.batch_size, num_images)
-    held = 0
+    activations = 0
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal held
-        held += output.nbytes if isinstance(output, Tensor) else 0
+        nonlocal activations
+        activations += output.nbytes if isinstance(output, Tensor) else 0
 
     try:
         with torch.device("meta"):
@@ -147,14 +144,14 @@ def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
             method.encoder(torch.empty(2, data.channels, data.size, data.size))
     except InputError:
         raise
-    except Exception as error:  # whatever an encoder or a method of the user's own does
+    except Exception as error:  # a user's encoder or method may raise anything
         raise RequestRefused(
-            f"the memory of {settings.model.encoder.name} cannot be told before ({type(error).__name__})"
+            f"the memory of {settings.model.encoder.name} cannot be estimated ({type(error).__name__})"
         ) from error
     weights = sum(tensor.nbytes for tensor in method.named_tensors.values())
     trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
     views = 2 * batch * (data.channels + 4) * data.size**2 * 4
-    return weights + 3 * trained + views + batch * held
+    return weights + 3 * trained + views + batch * activations
 
 
 def _check(what: str, needed: int, limits: Limits) -> None:

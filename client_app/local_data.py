@@ -1,4 +1,4 @@
-"""Some of a client's own images, by which it tells models apart before it trains."""
+"""Sample of a client's local images, on which it compares models before training."""
 
 from collections.abc import Callable
 
@@ -13,24 +13,24 @@ from fedssl.training import LocalTrainer, batches, index_rows
 
 
 class LocalDataSample:
-    """A client's images; what is drawn of them is the same at every call.
+    """Local images of a client. Every call draws the same sample.
 
     Parameters
     ----------
     images : Tensor
         All images of the data set, uint8, ``(n, channels, height, width)``.
     indices : Tensor
-        Where the client's are, int64, ``(m,)``.
+        Indices of the client's images, int64, ``(m,)``.
     data : DataSettings
-        Tells mean and standard deviation of pixels.
+        Mean and standard deviation of pixels.
     training : LocalTrainer
-        Makes the views, and cuts batches.
+        Augmentation and batch size.
     place : tuple of int and str
-        Of the client and the round in the run, see `fedssl.seeding`.
+        Seed path of the client and the round, see `fedssl.seeding`.
     labels : Tensor or None
         Classes of all images, int64, ``(n,)``, for methods that use them.
     on_step_start : callable
-        Called before every batch; what it raises ends the choosing.
+        Called before every batch. An exception that it raises aborts the comparison.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class LocalDataSample:
         self._seed, self._path = int(place[0]), place[1:]
 
     def features(self, method: SSLMethod, max_images: int) -> Tensor:
-        """What the encoder makes of at most so many images, float32 ``(n, feature_dim)``, on the CPU."""
+        """Return the encoder's features of at most ``max_images`` images, float32 ``(n, feature_dim)``, on the CPU."""
         self._on_step_start()
         device, span = next(method.parameters()).device, method.encoder.active_stages
         images = index_rows(self._images, self._subset(max_images), device)
-        frozen, span.frozen = span.frozen, 0  # all stages that run, whichever are trained
+        frozen, span.frozen = span.frozen, 0  # all active stages, including frozen ones
         try:
             return extract(method.encoder, images, mean=self._data.mean, std=self._data.std, device=device)
         finally:
@@ -61,7 +61,7 @@ class LocalDataSample:
 
     @torch.no_grad()
     def loss(self, method: SSLMethod, max_images: int) -> float:
-        """Mean training loss of at most so many images, in training mode; nothing is learned."""
+        """Return the mean loss of at most ``max_images`` images in training mode, without an optimizer step."""
         device = next(method.parameters()).device
         generator, training = torch_generator(self._seed, *self._path, "views"), self._training
         seed_torch(derive_seed(self._seed, *self._path, "loss"), device)

@@ -1,7 +1,7 @@
-"""The client's side of secure aggregation, by Flower's SecAgg+ mod: its update leaves it masked.
+"""Client side of secure aggregation, by Flower's SecAgg+ mod, which masks the update.
 
-Flower's mod is of its older interface: it takes what the client sends for a ``FitRes``. The client also looks at what
-the server proposes, because masks protect from nobody if one node has a say over them.
+Flower's mod uses its older interface and expects a `FitRes`. The client also validates the server's parameters, because
+masks protect nothing if one node controls them.
 """
 
 import logging
@@ -20,49 +20,49 @@ STATE = "secaggplus_state"  # Flower's name of the record that a client stores b
 
 
 def is_secure(message: Message) -> bool:
-    """Whether a message belongs to the protocol."""
+    """Return whether a message belongs to the protocol."""
     return SECAGG_CONFIG_KEY in message.content.config_records
 
 
 def secagg_reply(
     message: Message, context: Context, train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]]
 ) -> Message:
-    """The answer to one stage of the protocol; ``train`` is asked in the one that collects.
+    """Return the reply to one stage of the protocol. ``train`` is called in the collect stage.
 
     Raises
     ------
-    Refused
-        The server proposes what would let it see more than a sum.
+    RequestRefused
+        The server's parameters would reveal more than a sum.
     """
-    from flwr.client.mod import secaggplus_mod  # here: takes half a second, and few runs need it
+    from flwr.client.mod import secaggplus_mod  # here: the import is slow, and few runs need it
     from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
     from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 
     configs = message.content.config_records[SECAGG_CONFIG_KEY]
     _check(configs)
-    # A copy, because the mod takes parts out and in a simulation clients share what they receive.
+    # A copy, because the mod removes records, and simulated clients share the message.
     message.content = RecordDict({**message.content, SECAGG_CONFIG_KEY: ConfigRecord(dict(configs))})
 
     def call(message: Message, context: Context) -> Message:
         plan, update = train(message, context)
         delta = delta_of(update.layers, plan.layers)
-        # Flower leaves the type of a record's value open; this one its own set-up stage has written as a number.
+        # Flower does not type a record's values. Its setup stage wrote this one as a number.
         _check_delta(delta, max_abs=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
-        found = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([delta]), num_examples=1, metrics={})
-        return Message(fitres_to_recorddict(found, keep_input=False), reply_to=message)
+        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([delta]), num_examples=1, metrics={})
+        return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
     return secaggplus_mod(message, context, call)
 
 
 def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
-    """Refuse what nobody could find in the sum, and say what will be cut."""
+    """Refuse non-finite values, which would invalidate the sum, and log clipped values."""
     if not np.isfinite(delta).all():
         raise RequestRefused("training diverged: the update has values that are not finite")
-    cut = int(np.count_nonzero(np.abs(delta) > max_abs))
-    if cut:
+    clipped = int(np.count_nonzero(np.abs(delta) > max_abs))
+    if clipped:
         log.warning(
-            "%d numbers of the update went further than secure_aggregation.clipping_range=%g and are cut to it",
-            cut,
+            "%d values of the update exceed secure_aggregation.clipping_range=%g and are clipped to it",
+            clipped,
             max_abs,
         )
 

@@ -1,8 +1,8 @@
-"""A client of a simulation: it runs on the machine of whoever runs the server, and does what the server says.
+"""A simulated client: it runs on the machine of the user who runs the server, and accepts all its requests.
 
-What says that this is a simulation can come in no message: an object in the node's configuration, which no command
-line can write and only the engines of this project put there, or that this process is an actor of Ray, as it is on
-Flower's simulation runtime and never on a SuperNode.
+No message can mark a node as simulated. The mark is an object in the node's configuration, which no command line can
+write and only the engines of this project set, or the fact that this process is a Ray actor, as on Flower's simulation
+runtime and never on a SuperNode.
 """
 
 import sys
@@ -18,41 +18,41 @@ MARKER_KEY = "fedssl-simulation"  # key of the node's configuration
 
 @dataclass(frozen=True)
 class SimulationMarker:
-    """What the engines of this project put into the configuration of a node, under `MARKER_KEY`.
+    """Mark that the engines of this project set in the configuration of a node, under `MARKER_KEY`.
 
     Attributes
     ----------
     store : StateStore
-        Where clients have what they keep.
+        Store of client states.
     """
 
     store: StateStore = FILE_STORE
 
 
 def is_simulated(node_config: Mapping[str, Any]) -> bool:
-    """Whether a node with this configuration is one of a simulation."""
+    """Return whether a node with this configuration is simulated."""
     if isinstance(node_config.get(MARKER_KEY), SimulationMarker):
         return True
     return node_config.keys() == {"partition-id", "num-partitions"} and _in_ray_actor()
 
 
 def _in_ray_actor() -> bool:
-    ray = sys.modules.get("ray")  # who runs in an actor of it has imported it
+    ray = sys.modules.get("ray")  # an actor's process has imported it
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 @dataclass(frozen=True)
 class SimulatedClient:
-    """One of the clients of a simulation.
+    """A simulated client.
 
     Attributes
     ----------
     number : int
-        Its partition.
+        Partition id.
     partitions : int
-        How many there are.
+        Number of partitions.
     store : StateStore
-        Where it has what it keeps.
+        Store of client states.
     """
 
     number: int
@@ -61,16 +61,16 @@ class SimulatedClient:
 
     @classmethod
     def read(cls, node_config: Mapping[str, Any]) -> "SimulatedClient":
-        """The client that the node's configuration names."""
-        marker = node_config.get(MARKER_KEY, SimulationMarker())  # under Flower's own runtime there is none
+        """Return the client of a node's configuration."""
+        marker = node_config.get(MARKER_KEY, SimulationMarker())  # Flower's own runtime sets none
         return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]), marker.store)
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Return the name of its folder."""
         return str(self.number)
 
     @property
     def node_info(self) -> NodeInfo:
-        """What it answers when it is asked."""
+        """Return the reply to a node info query."""
         return NodeInfo(partition=self.number, partitions=self.partitions)

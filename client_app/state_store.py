@@ -28,8 +28,8 @@ from strategies.interfaces import ClientState
 
 log = logging.getLogger("fedssl")
 
-STATE_SUFFIX = "state"  # end of the files' names
-_HEADER = struct.Struct("<8sQQ40x")  # mark, bytes of the list, sum of all that follows the preface
+STATE_SUFFIX = "state"  # of file names
+_HEADER = struct.Struct("<8sQQ40x")  # magic number, bytes of the list, checksum of all that follows the header
 _MARK = b"fedssl 1"
 _ALIGNED = 64
 _DTYPES = {
@@ -42,10 +42,10 @@ _DTYPES = {
 
 
 def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor] | None = None) -> ClientState | None:
-    """The state of the last round before round ``before``; None if the client kept nothing until then.
+    """Return the state of the last round before round ``before``, or None if there is none.
 
-    A damaged one is named in the log and the one before it is used, also where a tensor differs in shape or dtype from
-    the one of its name in ``template``, or is not finite.
+    A damaged file is logged, and the previous one is used. A file is also damaged if a tensor is non-finite or differs
+    in shape or dtype from that of its name in ``template``.
     """
     for round in reversed(saved_rounds(folder, STATE_SUFFIX)):
         if round < before:
@@ -54,27 +54,27 @@ def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor
                 state = read_state(file, max_bytes=MAX_TENSORS_BYTES if template is None else _max_bytes(template))
                 check_tensors_like(state, template or {})
                 return state
-            except Exception as error:  # there is no end to how reading a damaged file can fail
-                log.warning("%s is damaged (%s); trying the one before", file, error)
+            except Exception as error:  # a damaged file can raise anything
+                log.warning("%s is damaged (%s); trying the previous one", file, error)
     return None
 
 
 def save_state(folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
-    """Write the state after ``round``, all of it or nothing, and drop versions that no resumed run can ask for.
+    """Write the state after ``round`` atomically, and delete versions that no resumed run can need.
 
     Parameters
     ----------
     keep_from : int
-        Oldest round that a resumed run may go back to: the newest version up to it stays, older ones go.
+        Oldest round from which a run can be resumed. The newest version up to it stays, older ones are deleted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     listed = [(name, str(value.dtype), list(value.shape)) for name, value in state.items()]
     text = _padded(np.frombuffer(json.dumps(listed).encode(), dtype=np.uint8))
     pieces = [text, *(_padded(value.flatten().view(torch.uint8).numpy()) for value in state.values())]
-    preface = _HEADER.pack(_MARK, len(text), sum(map(_sum, pieces)) % 2**64)
+    header = _HEADER.pack(_MARK, len(text), sum(map(_sum, pieces)) % 2**64)
 
     def write(stream: BinaryIO) -> None:
-        stream.write(preface)
+        stream.write(header)
         stream.writelines(piece.data for piece in pieces)
 
     atomic_write(round_file(folder, round, STATE_SUFFIX), write)
@@ -84,48 +84,48 @@ def save_state(folder: Path, state: ClientState, *, round: int, keep_from: int) 
 
 
 def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState:
-    """Read one file; the tensors lie in it, for reading only.
+    """Read one file. The tensors are memory-mapped and read-only.
 
     Raises
     ------
     OSError, ValueError
-        It is not whole, something else, or larger than ``max_bytes`` bytes.
+        The file is incomplete, of another format, or larger than ``max_bytes``.
     """
     content = mmap_bytes(file, max_bytes=max_bytes)
     mark, length, total = _HEADER.unpack_from(content.numpy().data)
     body = content[_HEADER.size :]
     if mark != _MARK or _sum(body.numpy()) != total:
-        raise ValueError("it is not as it was written")
+        raise ValueError("the checksum is wrong")
     state, start = {}, length
     for name, dtype, shape in json.loads(body[:length].numpy().tobytes().rstrip(b"\0")):
         if not isinstance(name, str) or not all(isinstance(number, int) and number >= 0 for number in shape):
-            raise ValueError("its list is not one of tensors")
+            raise ValueError("the list of tensors is invalid")
         size = _DTYPES[dtype].itemsize * math.prod(shape)
         state[name] = body[start : start + size].view(_DTYPES[dtype]).reshape(shape)
         start += -(-size // _ALIGNED) * _ALIGNED
     if start != len(body):
-        raise ValueError("its list does not fit its length")
+        raise ValueError("the list does not fit the length")
     return state
 
 
 def _max_bytes(template: Mapping[str, torch.Tensor]) -> int:
-    """Bytes that a file may have: an algorithm may keep a few models."""
+    """Return the maximum size of a file: a strategy may save a few models."""
     return 2**24 + 8 * sum(value.nbytes for value in template.values())
 
 
 def _padded(piece: np.ndarray) -> np.ndarray:
-    """Bytes, with zeros up to a multiple of `_ALIGNED`."""
+    """Return the bytes, padded with zeros to a multiple of `_ALIGNED`."""
     rest = -len(piece) % _ALIGNED
     return np.pad(piece, (0, rest)) if rest else piece
 
 
 def _sum(piece: np.ndarray) -> int:
-    """Sum of the bytes in words of eight, which tells a damaged file at the speed of memory."""
+    """Return the sum of the 64-bit words, a checksum at memory speed."""
     return int(np.add.reduce(piece.view(np.uint64)))
 
 
 class StateStore(Protocol):
-    """Loads and saves states, as `load_state` and `save_state` do."""
+    """Loads and saves states like `load_state` and `save_state`."""
 
     def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None: ...
 
@@ -133,14 +133,14 @@ class StateStore(Protocol):
 
 
 class FileStateStore:
-    """The files and nothing else: what is saved is on the disk."""
+    """Store of files only. A saved state is on the disk."""
 
     def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
-        """See `load_state`."""
+        """Call `load_state`."""
         return load_state(folder, before=before, template=template)
 
     def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
-        """See `save_state`."""
+        """Call `save_state`."""
         save_state(folder, state, round=round, keep_from=keep_from)
 
 
@@ -149,7 +149,7 @@ FILE_STORE: StateStore = FileStateStore()
 
 @dataclass(frozen=True)
 class _PendingState:
-    """A state, the round after which it is, and the writing of its file."""
+    """A state, its round, and the pending write of its file."""
 
     state: ClientState
     round: int
@@ -161,15 +161,15 @@ class _PendingState:
 
 
 class WriteBehind:
-    """The files, and before them the memory: what is saved is written in a thread, while the next client trains.
+    """Store of files with a cache in memory: a thread writes a saved state while the next client trains.
 
-    For folders that only this process writes to. As a context manager it ends when all is written.
+    For folders to which only this process writes. As a context manager it waits for all writes.
 
     Parameters
     ----------
     max_bytes : int, optional
-        Bytes of the states in memory; those that were saved first make room, when they are written. None: an eighth of
-        the memory that is available.
+        Maximum size of the states in memory. The oldest are evicted after they are written. None is an eighth of the
+        available memory.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -186,20 +186,20 @@ class WriteBehind:
         self._executor.shutdown()
 
     def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
-        """The state of the last round before round ``before``, for reading only; see `load_state`."""
+        """Return the state of the last round before round ``before``, read-only. See `load_state`."""
         saved = self._saved.get(folder)
         if saved is not None and saved.round < before:
             try:
                 check_tensors_like(saved.state, template)
                 return saved.state
             except ValueError:
-                pass  # as with a damaged file: what was saved before it
+                pass  # as for a damaged file, use the previous version
         if saved is not None:
             saved.written.exception()  # waits
         return load_state(folder, before=before, template=template)
 
     def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
-        """Keep the state, which must not change from here on, and let it be written; see `save_state`."""
+        """Cache the state, which must not change afterwards, and write it in the background. See `save_state`."""
         self._forget(folder)
         written = self._executor.submit(save_state, folder, state, round=round, keep_from=keep_from)
         self._saved[folder] = _PendingState(state, round, written)
@@ -208,7 +208,7 @@ class WriteBehind:
             self._forget(next(iter(self._saved)))
 
     def flush(self) -> None:
-        """Return when all is written; raises what prevented that."""
+        """Wait for all writes. Raises the first error."""
         for saved in self._saved.values():
             saved.written.result()
         if self._failed is not None:

@@ -1,4 +1,4 @@
-"""The resident client: model, images and optimiser that one process keeps and all its clients use in turn."""
+"""The worker: model, images and optimizer of one process, which all its clients use in turn."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ from strategies.interfaces import ClientState
 
 
 class ClientWorker:
-    """Everything of a run that does not differ between the clients of a process."""
+    """Everything of a run that is the same for all clients of a process."""
 
     def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
@@ -57,17 +57,17 @@ class ClientWorker:
         store: StateStore = FILE_STORE,
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientUpdate:
-        """One client's part in a round.
+        """Train one client for one round and return its update.
 
         Parameters
         ----------
         plan : TrainPlan
         client : int
-            Its partition, or another number that stands for it in the seeds if it has all images.
+            Partition id. For a client without a partition, its number in seeds.
         state_folder : Path
-            For what it keeps.
+            Folder of the client's state.
         store : StateStore
-            That has it.
+            Store of the state.
         on_step_start : callable
             See `fedssl.training.train`.
         """
@@ -83,12 +83,12 @@ class ClientWorker:
             chosen, plan = self._choose(plan, client, indices, state, on_step_start)
             place = (self.settings.seed, "train", plan.round, client)
             seed_torch(derive_seed(*place), self.device)
-            begun_with = self.client_strategy.load_start(self.method, plan, state)
+            start_layers = self.client_strategy.load_start(self.method, plan, state)
             result = self._train(self.training, plan, indices, torch_generator(*place), on_step_start)
             self.method.end_round()
             again = functools.partial(self._train_again, plan, indices, place, on_step_start)
             own = self.client_strategy.train_personalized(self.method, plan, state, train=again)
-            kept = self.client_strategy.state_to_save(self.method, plan, start=begun_with, state=state) | own
+            kept = self.client_strategy.state_to_save(self.method, plan, start=start_layers, state=state) | own
             if kept:
                 store.save(state_folder, kept, round=plan.round, keep_from=plan.oldest_resumable_round)
             frozen = frozen_names(self.method) if plan.cache_frozen else []
@@ -116,10 +116,10 @@ class ClientWorker:
         ask: PersonalizedModelRequest,
         store: StateStore = FILE_STORE,
     ) -> ClientUpdate:
-        """The encoder that the client would use itself, with parts that never travel; nothing is kept.
+        """Return the client's personalized encoder, including local parts. No state is saved.
 
-        If the strategy selects by the client's state, an unseen client has none to select by. It first trains the model
-        that it would use otherwise.
+        An unseen client has no state by which `select_model` could compare models. Such a client first trains the
+        default model.
         """
         with set_active_stages(
             self.method, depth=plan.num_stages, frozen=plan.num_frozen_stages, depth_dropout=plan.depth_dropout
@@ -129,9 +129,9 @@ class ClientWorker:
             offered, place = plan, (self.settings.seed, "own", plan.round, client)
             chosen, plan = self._choose(offered, client, indices, state, _nothing)
             if plan.candidate_arrays and ask.epochs and self.client_strategy.selects_by_state:
-                begun_with = self.client_strategy.load_start(self.method, plan, state)
+                start_layers = self.client_strategy.load_start(self.method, plan, state)
                 self._train(training, plan, indices, torch_generator(*place, "first"), _nothing)
-                state = self.client_strategy.state_to_save(self.method, plan, start=begun_with, state=state)
+                state = self.client_strategy.state_to_save(self.method, plan, start=start_layers, state=state)
                 chosen, plan = self._choose(offered, client, indices, state, _nothing)
             seed_torch(derive_seed(*place), self.device)
             load_layers(self.method, self.client_strategy.personalized_model(self.method, plan, state))
@@ -145,7 +145,7 @@ class ClientWorker:
             return ClientUpdate(layers=copy_layers(self.method, names), partition_id=client, model_index=chosen)
 
     def _received(self, plan: TrainPlan, state_folder: Path, store: StateStore) -> tuple[TrainPlan, ClientState | None]:
-        """The plan with what the client holds of it, and what it kept; the method has what the server made for it."""
+        """Return the plan with the client's cached layers, and its state. Broadcast parts are loaded."""
         state = store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         plan = self._add_cached_frozen(plan, state, state_folder / "frozen")
         plan = self._add_cached_static(plan, state_folder / "constant")
@@ -160,7 +160,7 @@ class ClientWorker:
         state: ClientState | None,
         on_step_start: Callable[[], None],
     ) -> tuple[int, TrainPlan]:
-        """The model that the client takes of those in the plan, and the plan with it in their place."""
+        """Return the index of the selected model, and the plan with its layers."""
         if not plan.candidate_arrays:
             return 0, plan
         if any(layers.keys() != plan.layers.keys() for layers in plan.candidate_arrays):
@@ -180,28 +180,28 @@ class ClientWorker:
         return chosen, replace(plans[chosen], candidate_arrays=plan.candidate_arrays)
 
     def _add_cached_frozen(self, plan: TrainPlan, state: ClientState | None, folder: Path) -> TrainPlan:
-        """The plan with the frozen layers that the client has from an earlier round.
+        """Return the plan with frozen layers that the client cached in an earlier round.
 
         Raises
         ------
-        Refused
-            A layer of the model is then still missing.
+        RequestRefused
+            A layer of the model is missing.
         """
         if plan.num_frozen_stages:
             before = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
             plan = replace(plan, layers={name: value.numpy() for name, value in before.items()} | plan.layers)
         absent = set(exchanged_names(self.method)) - plan.layers.keys() - (state or {}).keys()
-        if absent:  # whatever the model holds there, it is not this client's
+        if absent:  # the model contains another client's
             raise RequestRefused(f"the plan lacks {len(absent)} layers of the model, such as {min(absent)}")
         return plan
 
     def _add_cached_static(self, plan: TrainPlan, folder: Path) -> TrainPlan:
-        """The plan with what of the method's server side the client has from an earlier round.
+        """Return the plan with static parts of the method that the client cached in an earlier round.
 
         Raises
         ------
-        Refused
-            A layer of it is then still missing.
+        RequestRefused
+            A layer of these parts is missing.
         """
         wanted = set(names_in_parts(self.method, self.method.broadcast_parts))
         if wanted <= plan.broadcast.keys():
@@ -216,7 +216,7 @@ class ClientWorker:
         return plan
 
     def _indices(self, client: int) -> torch.Tensor:
-        """Where the client's images are."""
+        """Return the indices of the client's images."""
         return (
             torch.arange(len(self.images))
             if self.client_indices is None
@@ -231,7 +231,7 @@ class ClientWorker:
         on_step_start: Callable[[], None],
         term: Regularizer,
     ) -> None:
-        """Train the method as it is now, with what was random in the first training, and with one term more."""
+        """Repeat the training with the same random numbers and an additional regularizer."""
         seed_torch(derive_seed(*place), self.device)
         training = replace(self.training, regularizer=CombinedRegularizer(self.training.regularizer, term))
         self._train(training, plan, own, torch_generator(*place), on_step_start)
@@ -260,15 +260,15 @@ class ClientWorker:
             on_step_start=on_step_start,
         )
         if training.epochs and not math.isfinite(result.loss):
-            raise RequestRefused(f"training diverged: the loss is {result.loss}; what it kept from before stays")
+            raise RequestRefused(f"training diverged: loss={result.loss}; the client's previous state was kept")
         return result
 
 
 @functools.lru_cache(maxsize=1)
 def worker_for(settings: ClientSettings) -> ClientWorker:
-    """The resident client of this process for these settings."""
+    """Return this process's worker for these settings."""
     return ClientWorker(settings)
 
 
 def _nothing() -> None:
-    """Before a step that nobody limits."""
+    """Set no limit."""

@@ -33,35 +33,35 @@ from strategies.interfaces import (
 )
 from strategies.update_geometry import deviation_gram
 
-# In a client's state, before the names of its encoder's layers as its last training left them.
+# Prefix in a client's state of its encoder's layers after its last training.
 LAST_ENCODER_PREFIX = "own."
 
 
 def feature_distance(z1: torch.Tensor, z2: torch.Tensor) -> float:
-    """Mean of minus the cosine of representations of the same images (Dec-SSL, arXiv 2210.10947, section 5).
+    """Return minus the mean cosine of representations of the same images (Dec-SSL, arXiv 2210.10947, section 5).
 
-    Both are ``(n, dim)``; the result is in [-1, 1], and a representation of length 0 counts as 0.
+    Both are ``(n, dim)``. The result is in [-1, 1]. A representation of length 0 has the cosine 0.
     """
     return -float(F.cosine_similarity(z1.double(), z2.double(), dim=1).mean())
 
 
 def argmin(distances: Sequence[float]) -> int:
-    """The place of the smallest distance, the first of equals; what is no number is the farthest."""
-    return min(range(len(distances)), key=lambda place: (math.isnan(distances[place]), distances[place]))
+    """Return the index of the smallest distance, the first one of equals. NaN is larger than any number."""
+    return min(range(len(distances)), key=lambda index: (math.isnan(distances[index]), distances[index]))
 
 
 def encoder_names(plan: TrainPlan) -> list[str]:
-    """Names of the encoder's layers in a plan."""
+    """Return the names of the encoder's layers in a plan."""
     return [name for name in plan.layers if name.startswith("encoder.")]
 
 
 class SelectByFeatures(ClientStrategy):
-    """A client that takes the model whose representations of its images are nearest to those of its own last model.
+    """Client that selects the model whose representations of its images are nearest to those of its own last model.
 
     Parameters
     ----------
     num_images : int
-        Of how many of its images, at least 1.
+        Number of local images on which models are compared, at least 1.
     """
 
     selects_by_state = True
@@ -80,7 +80,7 @@ class SelectByFeatures(ClientStrategy):
         if not own:
             return 0
         encoders = [{name: plan.layers[name] for name in encoder_names(plan)} for plan in plans]
-        # Where the encoder has grown since, what is new is in the client's own model as in the first that is offered.
+        # Stages that were added since then are those of the first candidate.
         load_layers(method, encoders[0] | {name: array for name, array in own.items() if name in encoders[0]})
         mine = local_data.features(method, self.num_images)
         distances = []
@@ -108,12 +108,12 @@ class SelectByFeatures(ClientStrategy):
 
 
 class SelectByLoss(ClientStrategy):
-    """A client that takes the model with the smallest training loss on its images (IFCA, Ghosh et al. 2020).
+    """Client that selects the model with the smallest training loss on its images (IFCA, Ghosh et al. 2020).
 
     Parameters
     ----------
     num_images : int
-        On how many of its images, at least 1.
+        Number of local images on which models are compared, at least 1.
     """
 
     def __init__(self, *, num_images: int) -> None:
@@ -129,7 +129,7 @@ class SelectByLoss(ClientStrategy):
         return argmin(losses)
 
 
-ASSIGNMENTS = "members"  # in the server's memory: which model each client belongs to
+ASSIGNMENTS = "members"  # in the strategy state: the model of each client
 
 
 class ClusteredServer(DelegatingServer):
@@ -168,15 +168,15 @@ class ClusteredServer(DelegatingServer):
         return self._record_assignments({client: names[0] for client, names in outcome.destinations.items()}, state)
 
     def _record_assignments(
-        self, found: Mapping[int, str], state: ServerState
+        self, assigned: Mapping[int, str], state: ServerState
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The memory with these clients' models in it, and what the log has of it: the clients of each model."""
+        """Return the strategy state with these assignments, and the clients of each model for the log."""
         if len(self.model_names) == 1:
             return state.strategy_state, {}
         before: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
-        members = {name: sorted(client for client in found if found[client] == name) for name in self.model_names}
-        moved = sum(self.starting_model(state, state.round, client) != name for client, name in found.items())
-        return {ASSIGNMENTS: {**before, **found}}, {"clusters": members, "changed_cluster": moved}
+        members = {name: sorted(client for client in assigned if assigned[client] == name) for name in self.model_names}
+        moved = sum(self.starting_model(state, state.round, client) != name for client, name in assigned.items())
+        return {ASSIGNMENTS: {**before, **assigned}}, {"clusters": members, "changed_cluster": moved}
 
     def is_valid_strategy_state(self, strategy_state: Mapping[str, Any]) -> bool:
         members = strategy_state.get(ASSIGNMENTS, {})
@@ -208,7 +208,7 @@ class ClusteredServer(DelegatingServer):
 
 
 class ClientAssignedClusters(ClusteredServer):
-    """Every client receives all models and chooses; the one that it chose last comes first."""
+    """Every client downloads all models and selects one. Its last selection comes first."""
 
     def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
         first = self.starting_model(state, round, client)
@@ -226,7 +226,7 @@ class ClientAssignedClusters(ClusteredServer):
 
 
 class ServerAssignedClusters(ClusteredServer):
-    """The server compares what clients' models make of its own images with what the new models make of them."""
+    """The server compares representations of its own images under the clients' models and under the new models."""
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int, num_images: int) -> None:
         super().__init__(base_strategy, clusters=clusters)
@@ -240,14 +240,14 @@ class ServerAssignedClusters(ClusteredServer):
             for name in self.model_names
             if name in state.models
         }
-        found = {}
+        nearest = {}
         for client, names in outcome.destinations.items():
-            # A client stays with its model if another is only as near.
+            # A client keeps its model if another one is equally near.
             order = [names[0], *(name for name in views if name != names[0])]
-            found[client] = order[
+            nearest[client] = order[
                 argmin([feature_distance(outcome.client_features[client], views[name]) for name in order])
             ]
-        return self._record_assignments(found, state)
+        return self._record_assignments(nearest, state)
 
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)
@@ -259,14 +259,14 @@ class ServerAssignedClusters(ClusteredServer):
 
 
 class OneShotClusters(ClusteredServer):
-    """The updates of one round are divided by the angles between them; clients stay where they are from then on.
+    """The updates of one round are divided by the angles between them. Assignments do not change afterwards.
 
-    Until then all train the first model. A client that joins later goes to the model that most belong to.
+    Before that round all clients train the first model. A client that joins later is assigned to the largest cluster.
 
     Parameters
     ----------
     cluster_round : int
-        The round.
+        The round, from 1.
     """
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int, cluster_round: int) -> None:
@@ -315,31 +315,30 @@ class OneShotClusters(ClusteredServer):
             )
 
 
-def cluster_by_cosine(ways: Sequence[Layers], *, clusters: int) -> list[int]:
+def cluster_by_cosine(deltas: Sequence[Layers], *, clusters: int) -> list[int]:
     """Divide updates by average linkage on 1 - cosine (Briggs et al., IJCNN 2020, arXiv 2004.11791).
 
     Parameters
     ----------
-    ways : sequence of Layers
-        What training changed. Weights count, running statistics and counters do not; an update of length 0 is at a
-        right angle to all.
+    deltas : sequence of Layers
+        Deltas of training. Only weights are compared. An update of length 0 is orthogonal to all others.
     clusters : int
-        How many there are to be; no more than there are updates.
+        Number of clusters, at most the number of updates.
 
     Returns
     -------
     list of int
-        For each update its cluster. Clusters are numbered in the order of their first updates.
+        Cluster of each update. Clusters are numbered in the order of their first updates.
     """
-    if len(ways) < 2:
-        return [0] * len(ways)
-    zero = ReferenceLayers({name: np.zeros_like(array) for name, array in ways[0].items() if is_weight(name, array)})
-    gram = deviation_gram(zero, ways, exact=True)
+    if len(deltas) < 2:
+        return [0] * len(deltas)
+    zero = ReferenceLayers({name: np.zeros_like(array) for name, array in deltas[0].items() if is_weight(name, array)})
+    gram = deviation_gram(zero, deltas, exact=True)
     lengths = np.sqrt(gram.diagonal())
     lengths[lengths == 0] = 1.0
     distances = np.maximum(1 - gram / np.outer(lengths, lengths), 0)
     np.fill_diagonal(distances, 0)
-    tree = AgglomerativeClustering(min(clusters, len(ways)), metric="precomputed", linkage="average")
+    tree = AgglomerativeClustering(min(clusters, len(deltas)), metric="precomputed", linkage="average")
     labels = tree.fit(distances).labels_.tolist()
     order = list(dict.fromkeys(labels))
     return [order.index(label) for label in labels]

@@ -1,13 +1,13 @@
 """Clustered federated learning: several models under any rule, by the clients' losses or the angles of their updates.
 
-``assign_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client receives all models and trains
-the one with the smallest loss on its own images. ``assign_by="update_cosine"`` is hierarchical clustering of the
-updates of one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` groups by
+``assign_by="loss"`` is IFCA (Ghosh et al., NeurIPS 2020, arXiv 2006.04088): every client downloads all models and
+trains the one with the smallest loss on its own images. ``assign_by="update_cosine"`` is hierarchical clustering of the
+updates of one round by their angles (Briggs et al., IJCNN 2020, arXiv 2004.11791). `strategies.featarc` clusters by
 representations.
 
-Ours: IFCA's models begin alike, and clients that cannot tell them apart are dealt to them in turn, where the paper
-draws the models at random; losses are those of the self-supervised method on views drawn alike for all models, in
-training mode; Briggs et al. cut their tree at a distance, here it is cut into so many clusters.
+Our choices: IFCA's models start with the same weights, and clients without a preference are assigned in turn, where the
+paper initializes the models at random. Losses are those of the self-supervised method in training mode, on the same
+views for all models. Briggs et al. cut their tree at a distance, here it is cut into a number of clusters.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,23 +39,22 @@ class Clustered(FedSSLStrategy):
     Parameters
     ----------
     clusters : int
-        The number of models, at least 1 and at most that of clients.
+        Number of models, from 1 to the number of clients.
     assign_by : {"loss", "update_cosine"}
-        As in the module.
+        As in the module docstring.
     rule : str
-        The aggregation within a cluster: a key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with the options that it
-        has by itself.
+        Aggregation within a cluster: a key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with its default options.
     weighting : str or None
-        Of those in `WEIGHTED_RULES`; None: their own.
+        For rules in `WEIGHTED_RULES`; None uses their default.
     num_images : int
-        On how many images losses are compared, at least 2.
+        Number of images on which losses are compared, at least 2.
     cluster_round : int
-        In which round updates are sorted, for ``assign_by="update_cosine"``.
+        Round in which updates are clustered, for ``assign_by="update_cosine"``.
 
     Raises
     ------
     InputError
-        One of them is not such a value.
+        A value is invalid.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Clustered(FedSSLStrategy):
 
 
 def base_strategy_of(rule: str, weighting: str | None) -> ServerStrategy:
-    """The server side of the rule of this name; raises `InputError` if there is none, or it has no such weighting."""
+    """Return the server side of a rule. Raises `InputError` for an unknown rule or weighting."""
     check_choice("strategy.rule", rule, (*WEIGHTED_RULES, *UNWEIGHTED_RULES))
     if weighting is None:
         return {**WEIGHTED_RULES, **UNWEIGHTED_RULES}[rule]().server

@@ -1,9 +1,9 @@
-"""How far training moved an encoder: d of FedU's DAPU (Zhuang et al., ICCV 2021, Eq. 3) and of FedEMA.
+"""Divergence of an encoder during training: d of FedU's DAPU (Zhuang et al., ICCV 2021, Eq. 3) and of FedEMA.
 
-Eq. 3 has the sum of squares over all weights (``squared_l2``); the authors' code, from which the numbers of the paper
-come, the mean over the convolution kernels of the root of that sum (``mean_conv_l2``). The authors have ResNets only.
-Where no convolution kernel is trained, which is so in vision transformers, ``mean_conv_l2`` is here the same mean over
-all weights of the encoder that are trained. Either way only what is trained at present counts, stage by stage.
+Eq. 3 is the sum of squares over all weights (``squared_l2``). The authors' code, which produced the paper's numbers,
+uses the mean over the convolution kernels of the root of that sum (``mean_conv_l2``). The authors have ResNets only.
+Without trained convolution kernels, as in vision transformers, ``mean_conv_l2`` is the same mean over all trained
+weights of the encoder. Only weights that are trained in the current stage are included.
 """
 
 import math
@@ -19,16 +19,16 @@ DISTANCES = ("mean_conv_l2", "squared_l2")
 
 
 def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
-    """Names of the weights that the distance is made of, in the stage that the method is in.
+    """Return the names of the weights over which the distance is computed in the current stage.
 
-    "squared_l2": all weights of the encoder that are trained. "mean_conv_l2": of these the kernels of convolutions, or
-    all, if no kernel is among them. Kernels of shortcuts ("downsample") do not count, as in the authors' code (17
-    kernels in a ResNet-18), nor does a patch embedding, which is a convolution in torch only.
+    "squared_l2": all trained weights of the encoder. "mean_conv_l2": the convolution kernels among them, or all of them
+    without any kernel. Kernels of shortcuts ("downsample") are excluded, as in the authors' code (17 kernels in a
+    ResNet-18), and so is a patch embedding, which is a convolution only in its implementation.
 
     Raises
     ------
     InputError
-        Nothing of the encoder is trained.
+        No part of the encoder is trained.
     """
     parameters = method.encoder.named_parameters(prefix="encoder")
     trained = [name for name, parameter in parameters if parameter.requires_grad]
@@ -48,21 +48,21 @@ def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
 
 
 def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
-    """Distance of trained weights from earlier ones, e.g. the global ones that the client had received.
+    """Return the distance of trained weights from earlier ones, e.g. the downloaded global weights.
 
     Parameters
     ----------
     trained : Layers
-        The weights that `distance_names` names; at least one.
+        The weights named by `distance_names`, at least one.
     start : Layers
-        The earlier ones; layers that are not in ``trained`` do not count.
+        The earlier weights. Layers that are not in ``trained`` are ignored.
     distance : {"mean_conv_l2", "squared_l2"}
         mean_l ||w_l - g_l||, or sum_l ||w_l - g_l||^2 (Eq. 3), g_l at the start.
 
     Returns
     -------
     float
-        At least 0, or not finite if a weight is not.
+        At least 0, or non-finite if a weight is.
     """
     squares = []
     with np.errstate(over="ignore", invalid="ignore"):
@@ -75,7 +75,7 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
 
 
 def encoder_divergence(method: SSLMethod, start: Layers, *, distance: str) -> float:
-    """`divergence` of a method's encoder, as it is now, from ``start``."""
+    """Return the `divergence` of a method's current encoder from ``start``."""
     names = distance_names(method, distance=distance)
     trained = {name: method.named_tensors[name].detach().contiguous().cpu().numpy() for name in names}
     return divergence(trained, start, distance=distance)

@@ -1,19 +1,19 @@
-"""EUA, the server side of FedU2: weights under which no client is left behind (Liao et al., CVPR 2024, Sec. 3.4).
+"""EUA, the server side of FedU2: weights that leave no client behind (Liao et al., CVPR 2024, Sec. 3.4).
 
 With the deviations delta_k = theta - theta_k the new global model is theta minus a step along d = sum_k p_k g_k,
 g_k = grad log ||delta_k||^2 = 2 delta_k / ||delta_k||^2 (Eq. 7), where p makes d the shortest vector in the convex hull
 of the g_k (Eq. 10). Of all directions this one has the largest smallest change rate <g_k, d/||d||> over clients
-(Eq. 8); clients with p_k > 0 share it. Everything but the last step happens on the K x K Gram matrix of the deviations.
+(Eq. 8). Clients with p_k > 0 share it. All but the last step happens on the K x K Gram matrix of the deviations.
 
-Where this differs from the paper, with the option that reproduces it:
+Deviations from the paper, with the option that reproduces it:
 
-- Eq. 12 gives the minimiser of a ridge; here the weights are those of Eq. 10 (`strategies.update_geometry`);
-- the paper gives no step size. Here the step is as long as the mean deviation times ``server_lr``, so that one client
-  alone becomes the global model (``server_lr=1``); ``step="constant"`` is theta - server_lr d.
+- Eq. 12 gives the minimizer of a ridge. Here the weights are those of Eq. 10 (`strategies.update_geometry`);
+- the paper gives no step size. Here the step length is that of the mean deviation times ``server_lr``, so that a single
+  client becomes the global model (``server_lr=1``). ``step="constant"`` is theta - server_lr d.
 
-Where it differs from the authors' code: that has g_k = 2 delta_k / ||delta_k|| (``deviation="unit"``), which favours
-large deviations less, and stops its solver short of the optimum. Statistics and counters are plain means here; there
-they are weighted by batches.
+Deviations from the authors' code: it uses g_k = 2 delta_k / ||delta_k|| (``deviation="unit"``), which gives large
+deviations more weight, and stops its solver before the optimum. Statistics and counters are plain means here, and
+weighted by batches there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,9 @@ from strategies.weighted_sum import WeightedSum, check_choice, check_updates
 DEVIATIONS = ("log", "unit")
 STEPS = ("normalized", "constant")
 
-_MOVE_TILE = 64 * ROW  # numbers moved at a time; few enough to stay in the cache, enough to hide what a call costs
+_MOVE_TILE = 64 * ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
 
-# A sum of vectors whose square is below this part of the square of their lengths' sum is zero up to rounding.
+# A sum of vectors is zero up to rounding if its square is below this fraction of the square of the sum of lengths.
 _CANCELLED = 1e-6
 
 _ACCURACY = 1e-6  # bound on the error of the Gram matrix of models, relative to the lengths of both deviations
@@ -45,16 +45,16 @@ _ACCURACY = 1e-6  # bound on the error of the Gram matrix of models, relative to
 
 @dataclass(frozen=True)
 class Solution:
-    """What EUA makes of the deviations of one round.
+    """EUA's solution for the deviations of one round.
 
     Attributes
     ----------
     weights : ndarray
-        (K,), p; 0 for a client that equals the global model, all 0 if every client does.
+        (K,), p; 0 for a client equal to the global model, all 0 if every client is.
     factors : ndarray
         (K,), c: the new weights are theta + sum_k c_k (theta_k - theta).
     before, after : float or None
-        Smallest change rate over clients (Eq. 7 with eta = 1) along the mean deviation, and along d: negative if a
+        Smallest change rate over clients (Eq. 7 with eta = 1) along the mean deviation, and along d. Negative if a
         client is left behind, 0 if the direction vanishes, None if every client equals the global model.
     """
 
@@ -65,7 +65,7 @@ class Solution:
 
 
 def solve(gram: np.ndarray, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> Solution:
-    """EUA on the (K, K) Gram matrix of the deviations theta - theta_k; options as in `eua`."""
+    """Apply EUA to the (K, K) Gram matrix of the deviations theta - theta_k. Options as in `eua`."""
     weights, factors = np.zeros((2, len(gram)))
     moved = np.flatnonzero(np.diag(gram) > 0)
     if not moved.size:
@@ -88,13 +88,13 @@ def solve(gram: np.ndarray, *, deviation: str = "log", step: str = "normalized",
 
 
 def _length(coefficients: np.ndarray, gram: np.ndarray, lengths: np.ndarray) -> float:
-    """Length of the sum of vectors with these coefficients (not negative), 0 if they cancel."""
+    """Return the length of the sum of vectors with these nonnegative coefficients, 0 if they cancel."""
     square = coefficients @ gram @ coefficients
     return float(np.sqrt(square)) if square > _CANCELLED * (coefficients @ lengths) ** 2 else 0.0
 
 
 class EUAAggregator:
-    """EUA for one round at a time. It keeps references to all updates: what d is depends on every one of them.
+    """EUA for one round at a time. It keeps references to all updates, because d depends on all of them.
 
     Parameters
     ----------
@@ -105,9 +105,9 @@ class EUAAggregator:
     Attributes
     ----------
     clients : list of int
-        Partition ids, in the order in which they were added.
+        Partition ids in the order of `add`.
     solution : Solution
-        What the last `finish` found.
+        Of the last `finish`.
     """
 
     required_metrics: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class EUAAggregator:
         self._buffers = WeightedSum()
 
     def start(self, global_layers: ReferenceLayers) -> None:
-        """Begin a round."""
+        """Start a round."""
         layers = global_layers.layers
         self._names = list(layers)
         self._weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
@@ -132,19 +132,13 @@ class EUAAggregator:
         self.clients: list[int] = []
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Remember an update that passed `ReferenceLayers.check`."""
+        """Add an update that `ReferenceLayers.check` validated."""
         self._buffers.add(update, cosines)
         self._models.append(update.layers)
         self.clients.append(update.partition_id)
 
     def finish(self) -> Layers:
-        """The new global layers, with names, order, shapes and dtypes of the old ones.
-
-        Raises
-        ------
-        InputError
-            No update was added.
-        """
+        """Return the new global layers. Raises `InputError` without any update."""
         result = self._buffers.finish()
         gram = deviation_gram(self._weights, self._models)
         self.solution = solve(gram, deviation=self.deviation, step=self.step, server_lr=self.server_lr)
@@ -154,7 +148,7 @@ class EUAAggregator:
 
 
 def _moved(weights: ReferenceLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:
-    """New weights theta + sum_k c_k (theta_k - theta)."""
+    """Return the new weights theta + sum_k c_k (theta_k - theta)."""
     used = [(model, float(factor)) for model, factor in zip(models, factors, strict=True) if factor]
     result: Layers = {}
 
@@ -189,31 +183,19 @@ def eua(
 ) -> Layers:
     """Step along the direction whose smallest change rate over clients is largest.
 
-    A client whose weights equal the global ones has no direction and is left out, except of the means of statistics
-    and counters. If clients pull in opposite directions (d = 0), the weights stay as they are.
+    A client whose weights equal the global ones has no direction and contributes only to the means of statistics and
+    counters. If the deviations of the clients cancel (d = 0), the weights stay unchanged.
 
     Parameters
     ----------
-    global_layers : Layers
-        The layers the clients started from.
-    updates : sequence of ClientUpdate
-        One per client, in any order.
+    global_layers, updates
+        As in `strategies.fedavg.fedavg`.
     deviation : {"log", "unit"}
         g_k = 2 delta_k / ||delta_k||^2 (Eq. 7), or 2 delta_k / ||delta_k|| as in the authors' code.
     step : {"normalized", "constant"}
         theta - server_lr ||mean_k delta_k|| d / ||d||, or theta - server_lr d.
     server_lr : float
         Positive.
-
-    Returns
-    -------
-    Layers
-        The new global layers.
-
-    Raises
-    ------
-    InputError
-        No updates, an unknown option, or a layer that does not fit or has values that are not finite.
     """
     aggregator = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
     reference = ReferenceLayers(global_layers)
@@ -228,7 +210,7 @@ def eua(
 
 
 class EUAServer(ServerStrategy):
-    """A server that records what EUA found, see `EUA`."""
+    """Server that logs EUA's solution. See `EUA`."""
 
     def after_aggregation(
         self,
@@ -240,20 +222,20 @@ class EUAServer(ServerStrategy):
         received: Mapping[int, tuple[str, ...]],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         assert isinstance(aggregator, EUAAggregator)
-        found = aggregator.solution
-        weights = {str(client): float(p) for client, p in zip(aggregator.clients, found.weights, strict=True)}
+        solution = aggregator.solution
+        weights = {str(client): float(p) for client, p in zip(aggregator.clients, solution.weights, strict=True)}
         return model.strategy_state, {
             "weights": weights,
-            "conflict_before": found.before,
-            "conflict_after": found.after,
+            "conflict_before": solution.before,
+            "conflict_after": solution.after,
         }
 
 
 class EUA(FedSSLStrategy):
-    """Efficient unified aggregator; see `eua`, whose options it has. Clients report nothing but their layers.
+    """Efficient unified aggregator. See `eua` for its options. Clients report no metrics.
 
-    Each round it records p by client ("weights") and the smallest change rate over clients along the mean deviation
-    ("conflict_before") and along d ("conflict_after"), see `Solution`.
+    Each round logs p by client ("weights") and the smallest change rate over clients along the mean deviation
+    ("conflict_before") and along d ("conflict_after"). See `Solution`.
     """
 
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:

@@ -1,18 +1,21 @@
-"""EUC: layers whose clients differ least travel less often (FedLAMA, Lee et al., arXiv 2110.10302; "EUC" in L-DAWA).
+"""EUC: layers with a small discrepancy between clients are averaged less often (FedLAMA, Lee et al., arXiv 2110.10302).
 
-After every phi-th round the server measures, for each layer l, how far its clients were from their average,
-d_l = mean_k ||avg_l - x_l,k||^2 / (rounds since l was averaged before). Layers are taken in ascending order of
-d_l / dim_l until their share of all d exceeds the share of numbers that is left; those taken are averaged every phi
-rounds from then on, the others every round. What is not averaged stays with the client, which trains it on alone; the
-global model keeps the last average there, so the exported encoder is whole only after a multiple of phi rounds.
+L-DAWA calls it "EUC". After every phi-th round the server measures for each layer l how far its clients are from their
+average, d_l = mean_k ||avg_l - x_l,k||^2 / (rounds since the previous average of l). Layers are selected in ascending
+order of d_l / dim_l until their share of all d exceeds the share of parameters that is left. The selected layers are
+averaged every phi rounds from then on, the others every round. A layer that is not averaged stays on the client, which
+continues to train it. The global model contains its last average, so the exported encoder is consistent only after a
+multiple of phi rounds.
 
-Where this differs from the authors' code:
+Deviations from the authors' code:
 
-- only weights with two or more dimensions can wait, as there; but the running statistics of normalisations are averaged
-  every round, like biases and normalisation weights: the authors' code never averages them;
-- the share of d is taken over the layers that can wait, not over all, because the share of numbers is, too;
-- the first adjustment is after round phi; the authors' code waits for 5 epochs;
-- a client that was not drawn for some rounds receives exactly the layers that were averaged meanwhile.
+- only weights with two or more dimensions can be deferred, as there. Running statistics of normalizations are averaged
+  every round, like biases and normalization weights. The authors' code never averages them;
+- the share of d is taken over the deferrable layers, like the share of parameters, not over all layers;
+- the first adjustment is after round phi. The authors' code waits for 5 epochs;
+- a client that was not sampled for some rounds downloads exactly the layers that were averaged in the meantime.
+
+The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mean ||x_k - g||^2 - ||avg - g||^2.
 """
 
 import math
@@ -34,22 +37,22 @@ from strategies.weighted_sum import WeightedSum
 
 
 def is_deferrable(name: str, array: np.ndarray) -> bool:
-    """Whether a layer may be averaged every phi rounds: a weight, but no bias and no part of a normalisation."""
+    """Return whether a layer may be averaged every phi rounds: a weight, but no bias or part of a normalization."""
     return is_weight(name, array) and array.ndim >= 2
 
 
 class DiscrepancySum:
-    """A weighted sum that also measures how far the clients are from the average, layer by layer.
+    """Weighted sum that also measures the discrepancy between clients, layer by layer.
 
     Parameters
     ----------
     inner : WeightedSum
-        The sum. The mean of the squares has its weights, as the identity of the module asks for.
+        The sum. The mean of the squares has the same weights, as the identity in the module docstring requires.
 
     Attributes
     ----------
     discrepancy : dict of str to float
-        For every layer that can wait, the mean over clients of the squared distance from the average.
+        For every deferrable layer, the mean over clients of the squared distance from the average.
     """
 
     def __init__(self, inner: WeightedSum) -> None:
@@ -57,49 +60,49 @@ class DiscrepancySum:
 
     @property
     def required_metrics(self) -> tuple[str, ...]:
-        """Metrics that every client must report."""
+        """Return the names of the metrics that every client must report."""
         return self._sum.required_metrics
 
     def start(self, global_layers: ReferenceLayers) -> None:
-        """Begin a round."""
+        """Start a round."""
         self._global = global_layers
         self._squares = {name: 0.0 for name, array in global_layers.layers.items() if is_deferrable(name, array)}
         self._weights = 0.0
         self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in one update that passed `ReferenceLayers.check`."""
+        """Add an update that `ReferenceLayers.check` validated."""
         self._sum.add(update, cosines)
         weight = update.num_examples if self._sum.weighting == "examples" else 1
-        assert weight is not None  # the sum has refused updates without it
+        assert weight is not None  # the sum requires it
         for name, distance in self._distances(update.layers).items():
             self._squares[name] += weight * distance
         self._weights += weight
 
     def finish(self) -> Layers:
-        """Return the average; ``discrepancy`` is that of the round from now on."""
+        """Return the average and set ``discrepancy``."""
         average = self._sum.finish()
-        moved = self._distances(average)
+        displacement = self._distances(average)
         self.discrepancy = {
-            name: max(square / self._weights - moved[name], 0.0)  # rounding may leave less than nothing
+            name: max(square / self._weights - displacement[name], 0.0)  # rounding may make it negative
             for name, square in self._squares.items()
         }
         return average
 
     def _distances(self, layers: Layers) -> dict[str, float]:
-        """||x - g||^2 of every layer that can wait."""
-        found = dict.fromkeys(self._squares, 0.0)
+        """Return ||x - g||^2 of every deferrable layer."""
+        distances = dict.fromkeys(self._squares, 0.0)
 
         def measure(name: str) -> None:
-            if name in found:
-                found[name] = square_distance(layers[name], self._global.layers[name])
+            if name in distances:
+                distances[name] = square_distance(layers[name], self._global.layers[name])
 
         self._global.parallel_for(measure)
-        return found
+        return distances
 
 
 def square_distance(x: np.ndarray, g: np.ndarray) -> float:
-    """||x - g||^2, subtracted first and summed in float64."""
+    """Return ||x - g||^2, subtracted first and summed in float64."""
     x, g = x.reshape(-1), g.reshape(-1)
     total = 0.0
     for start in range(0, len(x), TILE):
@@ -110,22 +113,22 @@ def square_distance(x: np.ndarray, g: np.ndarray) -> float:
 
 
 def averaging_intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, int], *, phi: int) -> dict[str, int]:
-    """Rounds between two averages of each layer.
+    """Return the number of rounds between two averages of each layer.
 
     Parameters
     ----------
     discrepancy : mapping of str to float
-        d_l of the layers that can wait: squared distance of the clients from their average, per round; not negative.
+        d_l of the deferrable layers: squared distance of the clients from their average, per round. Not negative.
     sizes : mapping of str to int
-        Numbers in each of these layers.
+        Number of parameters of each of these layers.
     phi : int
         The longer interval.
 
     Returns
     -------
     dict of str to int
-        phi for the layers whose waiting saves most for the least discrepancy, 1 for the others; 1 for all of them if no
-        client differs from the average.
+        phi for the layers that save most for the least discrepancy, 1 for the others. All are 1 if no client differs
+        from the average.
     """
     result = dict.fromkeys(discrepancy, 1)
     all_d, all_numbers = sum(discrepancy.values()), sum(sizes[name] for name in discrepancy)
@@ -136,28 +139,28 @@ def averaging_intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, in
         d += discrepancy[name]
         numbers += sizes[name]
         result[name] = phi
-        if 1 - numbers / all_numbers < d / all_d:  # as in the authors' code the layer that crosses is taken
+        if 1 - numbers / all_numbers < d / all_d:  # as in the authors' code, including the layer that crosses
             break
     return result
 
 
 class EUCServer(ServerStrategy):
-    """A server with an interval for each layer, see the module.
+    """Server with an interval for each layer, see the module docstring.
 
-    A model's memory has the ``intervals`` of layers that wait, from the first adjustment on, and the round in which
-    each layer was ``averaged`` last.
+    A model's strategy state contains the ``intervals`` of deferred layers, from the first adjustment on, and the round
+    in which each layer was last ``averaged``.
 
     Parameters
     ----------
     interval : int
-        phi, at least 1; 1: plain averaging.
+        phi, at least 1; 1 is plain averaging.
     weighting : {"examples", "uniform"}
         Weights of the average and of the discrepancy: n_k / sum n, or 1/K.
 
     Raises
     ------
     InputError
-        ``interval`` is below 1, or ``weighting`` another word.
+        ``interval`` is below 1, or ``weighting`` is unknown.
     """
 
     def __init__(self, *, interval: int, weighting: str) -> None:
@@ -172,8 +175,8 @@ class EUCServer(ServerStrategy):
         return DiscrepancySum(total) if self._is_adjustment_round(round) else total
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
-        waits = model.strategy_state.get("intervals", {})
-        due = tuple(name for name in layers if round % waits.get(name, 1) == 0)
+        intervals = model.strategy_state.get("intervals", {})
+        due = tuple(name for name in layers if round % intervals.get(name, 1) == 0)
         return None if len(due) == len(layers) else due
 
     def download_names(
@@ -181,7 +184,7 @@ class EUCServer(ServerStrategy):
     ) -> tuple[str, ...] | None:
         if last is None:
             return None
-        # An average of the round in which the client took part was made after the client had left.
+        # The average of the client's last round was computed after its upload.
         averaged = model.strategy_state.get("averaged", {})
         new = tuple(name for name in layers if averaged.get(name, math.inf) >= last)
         return None if len(new) == len(layers) else new
@@ -243,7 +246,7 @@ class EUCServer(ServerStrategy):
 
 
 class EUCClient(ClientStrategy):
-    """A client that goes on with its own weights where it receives none, and keeps those that it does not send."""
+    """Client that trains its own weights for layers that it does not download, and saves those not uploaded."""
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.local_parts]))
@@ -261,7 +264,7 @@ class EUCClient(ClientStrategy):
 
 
 class EUC(FedSSLStrategy):
-    """Averaging with an interval for each layer; ``interval`` and ``weighting`` as in `EUCServer`."""
+    """Averaging with an interval for each layer. ``interval`` and ``weighting`` as in `EUCServer`."""
 
     def __init__(self, *, interval: int = 2, weighting: str = "uniform") -> None:
         super().__init__(
@@ -270,5 +273,4 @@ class EUC(FedSSLStrategy):
 
 
 def _bytes_excluded(layers: Layers, names: Sequence[str]) -> int:
-    """Bytes of the layers that are not named."""
     return sum(array.nbytes for name, array in layers.items() if name not in names)

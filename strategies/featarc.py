@@ -1,18 +1,18 @@
-"""FeatARC: clients are grouped by what their models see (Wang et al., ICLR 2023, arXiv 2210.10947, section 5).
+"""FeatARC: clients are clustered by the representations of their models (Wang et al., ICLR 2023, arXiv 2210.10947).
 
-There are C models. A client belongs to the model whose representations are nearest to those of the client's own last
-model, by the mean of minus their cosine on the same images; it trains a copy of that model, whose representations it
-stays near to by a regulariser (`fedssl.regularizers.alignment`, with the cosine); each model becomes the mean of its
-own members. ``clusters=1`` is the paper's "align only", ``regularizer=none`` its "cluster only". C = 1 without the
-regulariser is federated averaging, and with C = K, once each client has a model, every client trains alone.
+Section 5 of the paper. There are C models. A client is assigned to the model whose representations are nearest to those
+of the client's own last model, by minus their mean cosine on the same images. It trains a copy of that model and is
+pulled to its representations by a regularizer (`fedssl.regularizers.alignment`, with the cosine). Each model becomes
+the mean of its members. ``clusters=1`` is the paper's "align only", ``regularizer=none`` its "cluster only". C = 1
+without the regularizer is federated averaging. With C = K, once each client has a model, every client trains alone.
 
-Where this differs from the authors' code: a model is averaged over its own members (theirs takes clients by their
-places in another order), whole partitions are trained on (theirs leaves out a fifth), and representations are compared
-with representations, also in the regulariser (theirs compares a projection with a representation).
+Deviations from the authors' code: a model is averaged over its own members (theirs indexes clients in another order),
+complete partitions are trained on (theirs drops a fifth), and representations are compared with representations, also
+in the regularizer (theirs compares a projection with a representation).
 
-Ours, where the paper says nothing: the models begin alike; images are compared as they are, without augmentation; a
-client stays with its model if another is only as near. With ``assign_at="server"`` the server compares on images of
-its own, so that one model travels down and not C.
+Where the paper is silent, our choices are: the models have the same initial weights; images are compared without
+augmentation; a client keeps its model if another one is equally near. With ``assign_at="server"`` the server compares
+on its own images, so that a client downloads one model instead of C.
 """
 
 from fedssl.errors import InputError
@@ -25,23 +25,24 @@ PLACES = ("client", "server")
 
 
 class FeatARC(FedSSLStrategy):
-    """Averaging within clusters of clients whose representations are alike.
+    """Averaging within clusters of clients with similar representations.
 
     Parameters
     ----------
     clusters : int
-        C, the number of models, at least 1 and at most that of clients.
+        C, the number of models, from 1 to the number of clients.
     assign_at : {"client", "server"}
-        Who compares: every client, on its own images, for which it receives all models; or the server, on its own.
+        "client": every client downloads all models and compares on its own images. "server": the server compares on its
+        images.
     num_images : int
-        On how many images models are compared, at least 2.
+        Number of images on which models are compared, at least 2.
     weighting : {"uniform", "examples"}
-        Of the members of a cluster: alike, or by their numbers of images.
+        Weights of the members of a cluster: equal, or their numbers of images.
 
     Raises
     ------
     InputError
-        One of them is not such a value.
+        A value is invalid.
     """
 
     def __init__(

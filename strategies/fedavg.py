@@ -16,16 +16,16 @@ WEIGHTINGS = ("examples", "uniform")
 
 
 def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting: str = "examples") -> Layers:
-    """Weighted mean of every layer of the clients' models.
+    """Return the weighted mean of every layer of the clients' models.
 
     Parameters
     ----------
     global_layers : Layers
-        The layers the clients started from; they give names, order, shapes and dtypes.
+        Layers from which the clients started. They define names, order, shapes and dtypes.
     updates : sequence of ClientUpdate
         One per client, in any order. NaN in an update gives NaN in the result.
     weighting : {"examples", "uniform"}
-        beta_k = n_k / sum n, or 1 / K for the K updates received.
+        beta_k = n_k / sum n, or 1 / K for the K received updates.
 
     Returns
     -------
@@ -35,7 +35,8 @@ def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting:
     Raises
     ------
     InputError
-        No updates, an unknown weighting, a layer that does not fit, or ``num_examples`` missing where it is needed.
+        No updates, an invalid option, a layer that does not fit or has non-finite values that the rule cannot use, or a
+        missing metric.
     """
     return weighted_sum(global_layers, updates, aggregator=mean(weighting)())  # Eq. 1
 
@@ -48,5 +49,5 @@ class FedAvg(FedSSLStrategy):
 
 
 def mean(weighting: str) -> Callable[[], WeightedSum]:
-    """Makes rules that average; raises `InputError` for an unknown weighting."""
+    """Return a factory of averaging aggregators. Raises `InputError` for an unknown weighting."""
     return partial(WeightedSum, weighting=check_choice("strategy.weighting", weighting, WEIGHTINGS))

@@ -1,12 +1,12 @@
-"""FedBN (Li et al., ICLR 2021): batch normalisation stays with the client, everything else is averaged.
+"""FedBN (Li et al., ICLR 2021): batch normalization stays on the client, all other layers are averaged.
 
-Batch norm is found by the type of the module, not by a "bn" in its name, which in the authors' code (and in that of
-Dec-SSL) misses the normalisations of shortcuts and stems. Scale, shift, running statistics and counter of such a module
-are the client's own from its second participation on.
+Batch norm is detected by module type, not by a "bn" in its name, which in the authors' code (and in that of Dec-SSL)
+misses the normalizations of shortcuts and stems. From its second participation on, a client uses its own scale, shift,
+running statistics and counter of such a module.
 
-They travel nevertheless: the global model needs some, because it is evaluated and exported, and because a new client
-begins with it. It holds the clients' averages (as in Dec-SSL's comparison), which clients do not load any more from
-their second participation on.
+These layers are exchanged nevertheless, because the global model is evaluated and exported with them, and because a new
+client starts from them. The global model contains the clients' averages (as in Dec-SSL's comparison). Clients do not
+load them from their second participation on.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from strategies.interfaces import ClientState, CommunicationSummary, StrategyCon
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:
-    """Names of the layers of all batch normalisations but those that a server side gives, in the order of the model."""
+    """Return the names of the layers of all batch normalizations, except broadcast parts, in model order."""
     modules = {name for name, module in method.named_modules() if isinstance(module, _BatchNorm)}
     return [
         name
@@ -34,7 +34,7 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
 
 
 class FedBNClient(ClientStrategy):
-    """A client that keeps its batch normalisation."""
+    """Client that keeps its batch normalization."""
 
     def validate(self, context: StrategyContext) -> None:
         if not batch_norm_names(context.method):
@@ -53,7 +53,7 @@ class FedBNClient(ClientStrategy):
 
 
 class FedBN(FedSSLStrategy):
-    """Federated averaging in which every client keeps its own batch normalisation; parameters as in `FedAvg`."""
+    """Federated averaging in which every client keeps its own batch normalization. Parameters as in `FedAvg`."""
 
     def __init__(self, *, weighting: str = "examples") -> None:
         super().__init__(ServerStrategy(mean(weighting)), FedBNClient())

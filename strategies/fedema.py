@@ -1,23 +1,22 @@
-"""FedEMA (Zhuang et al., ICLR 2022): a client that drifts far keeps more of its own weights.
+"""FedEMA (Zhuang et al., ICLR 2022): a client with a large divergence keeps more of its own weights.
 
-The server averages models by examples. A client measures how far its encoder moves in training, d. At its next
-participation it begins with mu w_k + (1 - mu) w, a mixture of its own weights w_k and the global ones w of online
-encoder, projector and predictor, where mu = min(lambda d, 1). The client sets lambda = tau / d by its first d, so that
-mu is tau at its second participation, and never changes it. Its target networks stay its own (those that travel,
-``method.target_init=average``, are mixed like the others), and in its first participation it takes everything from the
-global model.
+The server averages models by examples. A client measures the divergence d of its encoder during training. In its next
+participation it starts from mu w_k + (1 - mu) w, a mixture of its own weights w_k and the global ones w of online
+encoder, projector and predictor, where mu = min(lambda d, 1). The client sets lambda = tau / d with its first d, so
+that mu is tau in its second participation, and never changes it. Its target networks stay local (if they are exchanged,
+``method.target_init=average``, they are mixed like the others). In its first participation it uses the global model.
 
 As in the authors' code:
 
 - d is the mean distance of the convolution kernels after training from those before it (without convolutions: of all
-  that is trained of the encoder, see `strategies.encoder_divergence`); the paper compares the client's trained
-  weights with the global ones that it receives next;
+  trained encoder weights, see `strategies.encoder_divergence`). The paper compares the client's trained weights with
+  the global ones that it downloads next;
 - running statistics of encoder and projector come from the global model, those of the predictor from the side with the
-  larger share. Counters go with them and are never mixed.
+  larger share. Counters come from the same side and are never mixed.
 
-Here lambda stays open as long as d = 0 (no local epochs), which means mu = 0, where the authors' code divides by zero.
-Stages that are frozen at present are neither kept nor mixed: they are the server's, which may have calibrated them.
-Parts that a method does not have, such as SimCLR's predictor and target, are left out.
+lambda stays unset while d = 0 (no local epochs), which means mu = 0. The authors' code divides by zero. Frozen stages
+are neither saved nor mixed, because the server may have calibrated them. Parts that a method does not have, such as
+SimCLR's predictor and target, are ignored.
 """
 
 import math
@@ -36,24 +35,24 @@ from strategies.fedavg import mean
 from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
 from strategies.weighted_sum import check_choice
 
-LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # names in a client's state that are no layers
+LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # keys of a client's state besides layers
 
 
 def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
-    """The layers that a client begins with.
+    """Return the layers from which a client starts.
 
     Parameters
     ----------
     received, own : Layers
-        The global layers, and those that the client kept: some of these, and perhaps others (of target networks).
+        The global layers, and those of the client's state: some of these, and possibly others (of target networks).
     mu : float
-        Share of the own weights in [0, 1]; 0 takes the received ones, 1 the own ones, exactly.
+        Share of the own weights in [0, 1]; 0 is exactly ``received``, 1 exactly ``own``.
 
     Returns
     -------
     Layers
-        All layers of both. Weights that are in both are mixed in new arrays; of statistics and counters that are in
-        both, those of ``own`` are taken if mu > 0.5.
+        All layers of both. Weights in both are mixed in new arrays. Statistics and counters in both are those of
+        ``own`` if mu > 0.5.
     """
     blended = own | received
     for name in own.keys() & received.keys():
@@ -66,20 +65,19 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
 
 
 class FedEMAClient(ClientStrategy):
-    """FedEMA's client side.
+    """Client side of FedEMA.
 
     Parameters
     ----------
     tau : float
-        Share of its own weights that a client keeps at its second participation; at least 0, which always takes the
-        global ones.
+        Share of its own weights in a client's second participation, at least 0; 0 always uses the global weights.
     distance : {"mean_conv_l2", "squared_l2"}
         d, see `strategies.encoder_divergence`.
 
     Raises
     ------
     InputError
-        ``tau`` is negative, or ``distance`` another word.
+        ``tau`` is negative, or ``distance`` is unknown.
     """
 
     def __init__(self, *, tau: float, distance: str) -> None:
@@ -101,7 +99,7 @@ class FedEMAClient(ClientStrategy):
         layers = plan.layers
         if state is not None:
             mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
-            mine = {*upload_names_of(method, plan), *local_names(method)}  # not the stages frozen since
+            mine = {*upload_names_of(method, plan), *local_names(method)}  # without stages frozen since then
             own = {name: array for name, array in layers_in_state(state, method).items() if name in mine}
             layers = blend(plan.layers, own, mu=mu)
         return load_and_start_round(method, layers)
@@ -111,7 +109,7 @@ class FedEMAClient(ClientStrategy):
     ) -> ClientState:
         distance = encoder_divergence(method, start, distance=self.distance)
         if not math.isfinite(distance):
-            return {}  # training failed: the client goes on from what it kept before
+            return {}  # training failed: the client keeps its previous state
         new = {DISTANCE: torch.tensor(distance, dtype=torch.float64)}
         if state is not None and LAMBDA in state:
             new[LAMBDA] = state[LAMBDA]

@@ -1,22 +1,22 @@
-"""FedU (Zhuang et al., ICCV 2021): what a client takes from the global model is decided network by network.
+"""FedU (Zhuang et al., ICCV 2021): the client decides for each network whether to use the global one.
 
-The server averages the clients' online encoders, projectors and predictors, weighted by examples. A client takes the
-global online encoder and projector, goes on with its own target networks, and takes the global predictor only if its
-last training moved its encoder little: d < mu (DAPU, divergence-aware predictor update, Eq. 3). It measures d at the
-end of training, from the encoder it had received; the decision holds at its next participation. In its first one it
-takes everything from the global model.
+The server averages the clients' online encoders, projectors and predictors, weighted by examples. A client uses the
+global online encoder and projector, keeps its own target networks, and uses the global predictor only if the divergence
+of its encoder in its last training was small: d < mu (DAPU, divergence-aware predictor update, Eq. 3). It measures d at
+the end of training, from the encoder that it had downloaded. The decision applies to its next participation. In its
+first participation it uses the complete global model.
 
-Three options give the twelve cells of the paper's Table 4: which networks are averaged (``aggregate``), which ones the
-average overwrites (``update``), and what becomes of the predictor. "Network" means encoder and projector with all their
-layers, running statistics included. Where paper, authors' code and this differ:
+Three options give the twelve cells of the paper's Table 4: the networks that are averaged (``aggregate``), the networks
+that the average overwrites (``update``), and the use of the predictor. "Network" means encoder and projector with all
+their layers, including running statistics. Deviations from the paper or the authors' code:
 
-- d is in Eq. 3 the sum of squares over all weights (``squared_l2``), in the authors' code, from which the numbers of
-  the paper come, the mean over the convolution kernels of the root of that sum (``mean_conv_l2``, the default);
-- in a client's first round the authors' target *is* the online network, here it starts as a copy of it;
-- the authors' clients also send and receive the networks that no option asks for, here they stay at home.
+- in Eq. 3, d is the sum of squares over all weights (``squared_l2``). In the authors' code, which produced the paper's
+  numbers, it is the mean over the convolution kernels of the root of that sum (``mean_conv_l2``, the default);
+- in a client's first round the authors' target *is* the online network. Here it starts as a copy of it;
+- the authors' clients also exchange networks that no option requires. Here these stay local.
 
-Methods without a predictor (SimCLR, supervised): there DAPU decides on the projector or the classifier, the last part
-of the network in its place.
+For methods without a predictor (SimCLR, supervised) DAPU decides on the projector or the classifier, the last part of
+the network instead.
 """
 
 import math
@@ -36,25 +36,25 @@ from strategies.fedavg import mean
 from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
 from strategies.weighted_sum import check_choice
 
-USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # names in a client's state that are no layers
+USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # keys of a client's state besides layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedUOptions:
-    """What a client of FedU sends and takes.
+    """Networks that a client of FedU uploads and uses.
 
     Attributes
     ----------
     aggregate : {"online", "target"}
-        The encoder and projector that clients send, under the names of the online ones.
+        Encoder and projector that clients upload, under the names of the online ones.
     update : {"online", "target", "both"}
-        The encoders and projectors that the received ones overwrite; the others go on as this client left them.
+        Encoders and projectors that the downloaded ones overwrite. The others keep the client's values.
     predictor : {"dapu", "global", "local"}
-        "global": the received one. "local": as this client left it. "dapu": global if d < ``predictor_threshold``.
+        "global": the downloaded one. "local": the client's own. "dapu": global if d < ``predictor_threshold``.
     distance : {"mean_conv_l2", "squared_l2"}
         d, see `strategies.encoder_divergence`.
     predictor_threshold : float
-        mu of Eq. 3, in the unit of d; 0: always local.
+        mu of Eq. 3, in the unit of d; 0 is always local.
     """
 
     aggregate: str = "online"
@@ -76,7 +76,7 @@ class FedUOptions:
 
 
 class FedUClient(ClientStrategy):
-    """FedU's client side.
+    """Client side of FedU.
 
     Parameters
     ----------
@@ -96,9 +96,8 @@ class FedUClient(ClientStrategy):
             )
         if method.target_init == "average":
             raise InputError(
-                "method.target_init=average lets target networks travel beside the online ones, against "
-                "strategy.aggregate "
-                "and strategy.update, which choose one of the two; set method.target_init=persist, or strategy=fedavg"
+                "method.target_init=average exchanges target networks beside the online ones, but strategy.aggregate "
+                "and strategy.update select one of the two; set method.target_init=persist, or strategy=fedavg"
             )
         if method.target_init == "reset" and options.update != "both":
             raise InputError(
@@ -132,7 +131,7 @@ class FedUClient(ClientStrategy):
         if state is not None:
             if self.options.update != "online":
                 layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
-            mine = self._own(method, upload_names_of(method, plan), local_head=True)  # not the stages frozen since
+            mine = self._own(method, upload_names_of(method, plan), local_head=True)  # without stages frozen since then
             layers |= {name: array for name, array in layers_in_state(state, method).items() if name in mine}
         return load_and_start_round(method, layers)
 
@@ -146,7 +145,7 @@ class FedUClient(ClientStrategy):
             )
         distance = encoder_divergence(method, plan.layers, distance=options.distance)
         if not math.isfinite(distance):
-            return {}  # training failed: the client goes on from what it kept before
+            return {}  # training failed: the client keeps its previous state
         take_global = distance < options.predictor_threshold  # Eq. 3
         decision = {
             USE_GLOBAL_PREDICTOR: torch.tensor(take_global),
@@ -162,20 +161,20 @@ class FedUClient(ClientStrategy):
         return {name: taken[source] for name, source in sources.items()}
 
     def _own(self, method: SSLMethod, trained: Sequence[str], *, local_head: bool) -> list[str]:
-        """Names of the layers, of those ``trained`` and kept, that nothing received will overwrite at the next turn."""
+        """Return the names of those trained and local layers that the next download does not overwrite."""
         update, head, targets = self.options.update, _head(method), set(_targets(method).values())
         kept = [name for name in local_names(method) if update == "online" or name not in targets]
         online = [name for name in trained if (local_head if name.startswith(f"{head}.") else update == "target")]
         return online + kept
 
     def _sources(self, method: SSLMethod, names: Sequence[str]) -> dict[str, str]:
-        """For the names under which layers are sent, those under which the model has them."""
+        """Map the names under which layers are uploaded to their names in the model."""
         targets = _targets(method) if self.options.aggregate == "target" else {}
         return {name: targets.get(name, name) for name in names}
 
 
 class FedU(FedSSLStrategy):
-    """Federated averaging with FedU's client side; ``weighting`` as in `FedAvg`, other options in `FedUOptions`."""
+    """Federated averaging with FedU's client side. ``weighting`` as in `FedAvg`, other options in `FedUOptions`."""
 
     def __init__(
         self,
@@ -198,12 +197,12 @@ class FedU(FedSSLStrategy):
 
 
 def _targets(method: SSLMethod) -> dict[str, str]:
-    """Names of the layers of the target networks, by the names of their online twins."""
+    """Map the names of the online layers to those of the target networks."""
     return {name.removeprefix("target_"): name for name in local_names(method) if name.startswith("target_")}
 
 
 def _head(method: SSLMethod) -> str:
-    """The part that DAPU decides on."""
+    """Return the part on which DAPU decides."""
     parts = _parts(exchanged_names(method))
     return next((part for part in ("predictor", "projector", "classifier") if part in parts), "predictor")
 

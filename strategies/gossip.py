@@ -1,15 +1,16 @@
-"""Gossip: every client has a model of its own and mixes it with those of its neighbours; no model is everybody's.
+"""Gossip: every client has its own model and mixes it with those of its neighbors. There is no shared model.
 
-Decentralised averaging as in Dec-SSL's fully decentralised case (Wang et al., ICLR 2023, arXiv 2210.10947, section
-6.1). In a round client i trains its model to y_i, and then takes x_i = sum_j W_ij y_j over itself and its neighbours in
-a connected graph, with Metropolis-Hastings weights (`strategies.topology`). The server only relays: it holds the models
-and mixes them in the place of the clients, so that a client receives its own mixture alone.
+Decentralized averaging as in Dec-SSL's fully decentralized case (Wang et al., ICLR 2023, arXiv 2210.10947, section
+6.1). In a round client i trains its model to y_i, and then uses x_i = sum_j W_ij y_j over itself and its neighbors in
+a connected graph, with Metropolis-Hastings weights (`strategies.topology`). The server only relays: it stores the
+models and mixes them on behalf of the clients, so that a client downloads only its own mixture.
 
-Who is missing in a round (not drawn, failed, late) is as if its edges were not there: its weight goes to those that
-miss it, so that the weights of those present stay symmetric and sum to 1, and its own model stays as it is.
+The edges of a client that is missing in a round (not sampled, failed, late) are ignored. Its weight goes to its
+neighbors' own models, so that the weights of the present clients stay symmetric and sum to 1. Its own model stays
+unchanged.
 
-``topology="star"`` is a star whose hub is the server, which takes the plain mean over all: federated averaging with
-equal weights, with one model. The paper does not say which weights it takes; these are our choice.
+``topology="star"`` is a star with the server as its hub, which computes the plain mean over all: federated averaging
+with equal weights, with one model. The paper does not define its weights; these are our choice.
 """
 
 import math
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class NeighborAverage:
-    """One client's new model: the weighted sum over itself and those of its neighbours that are there.
+    """New model of one client: the weighted sum over itself and its present neighbors.
 
     Parameters
     ----------
     own : int
         The client.
     weights : mapping of int to float
-        W_ij of its neighbours. What those that are missing leave is the client's own.
+        W_ij of its neighbors. The weights of missing ones go to the client's own model.
     """
 
     required_metrics: tuple[str, ...] = ()
@@ -51,13 +52,13 @@ class NeighborAverage:
         self._sum = WeightedSum()
 
     def start(self, global_layers: ReferenceLayers) -> None:
-        """Begin a round."""
+        """Start a round."""
         self._self_weight = 1.0
         self._own_update: ClientUpdate | None = None
         self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in a neighbour; the client's own update waits for the end."""
+        """Add a neighbor's update. The client's own update is added in `finish`."""
         if update.partition_id == self._own:
             self._own_update = update
             return
@@ -66,21 +67,21 @@ class NeighborAverage:
         self._sum.add_weighted(update, weight)
 
     def finish(self) -> Layers:
-        """The mixture; the client's own update must be there."""
+        """Return the mixture. The client's own update must have been added."""
         assert self._own_update is not None
         self._sum.add_weighted(self._own_update, self._self_weight)
         return self._sum.finish()
 
 
 class GossipServer(ServerStrategy):
-    """The server side: a model for each client, and a graph that says whose go into it.
+    """Server side: a model for each client, and a graph that defines the mixing.
 
-    The graph is made by `check`, which learns how many clients there are and the seed of the run.
+    `validate` makes the graph, because it depends on the number of clients and the seed.
 
     Parameters
     ----------
     topology : str
-        This and the others as for `strategies.topology.make_graph`.
+        This and the others as in `strategies.topology.make_graph`.
     degree : int or None
     probability : float or None
     file : str or None
@@ -106,11 +107,14 @@ class GossipServer(ServerStrategy):
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         if self._star:
             return state.strategy_state, {}
-        there = outcome.bytes_up
+        bytes_up = outcome.bytes_up
         used = [
-            (one, other) for one in there for other in self._neighbor_weights(one) if one < other and other in there
+            (one, other)
+            for one in bytes_up
+            for other in self._neighbor_weights(one)
+            if one < other and other in bytes_up
         ]
-        moved = sum(there[one] + there[other] for one, other in used)  # a model each way
+        moved = sum(bytes_up[one] + bytes_up[other] for one, other in used)  # one model in each direction
         return state.strategy_state, {
             "edges": len(used),
             "bytes_over_edges": moved,
@@ -148,21 +152,21 @@ class GossipServer(ServerStrategy):
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         usual = super().describe_communication(usual)
-        return usual if self._star else replace(usual, download=f"{usual.download}, mixed with those of its neighbours")
+        return usual if self._star else replace(usual, download=f"{usual.download}, mixed with those of its neighbors")
 
     @property
     def _star(self) -> bool:
         return self._topology == "star"
 
     def _neighbor_weights(self, client: int) -> Mapping[int, float]:
-        """The client's neighbours and their weights; one that joined after the graph was made has none."""
+        """Return the client's neighbors and their weights. A client that joined later has none."""
         return {other: weight for other, weight in self._weights.get(client, {}).items() if other != client}
 
 
 def consensus_distance(models: Sequence[Layers]) -> float:
-    """How far models are from their mean: the root of the mean squared distance, in lengths of the mean.
+    """Return the root mean squared distance of models from their mean, relative to the length of the mean.
 
-    Over all weights as one vector; running statistics and counters are left out. 0 where the mean has no length.
+    Over all weights as one vector, without running statistics and counters. 0 if the mean has length 0.
     """
     squared, length = 0.0, 0.0
     for name, array in models[0].items():
@@ -174,23 +178,23 @@ def consensus_distance(models: Sequence[Layers]) -> float:
 
 
 class Gossip(FedSSLStrategy):
-    """Averaging among neighbours.
+    """Averaging among neighbors.
 
     Parameters
     ----------
     topology : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
         See `strategies.topology.make_graph`.
     degree : int, optional
-        Of random_regular: neighbours of a client.
+        Number of neighbors of a client, for random_regular.
     probability : float, optional
-        Of erdos_renyi: that two clients are neighbours.
+        Probability of an edge, for erdos_renyi.
     file : str, optional
-        Of file: a line for each edge, with the numbers of its two clients.
+        Edge list, for file.
 
     Raises
     ------
     InputError
-        There is no such topology.
+        The topology is unknown.
     """
 
     def __init__(

@@ -1,16 +1,15 @@
 """Krum and Multi-Krum: the clients that are closest to the others (Blanchard et al., NeurIPS 2017).
 
-The choice is that of Flower's MultiKrum. Unlike there:
+The selection is that of Flower's MultiKrum. Deviations from it:
 
-- distances are taken over weights alone, not over counters and statistics, which may be thousands of times larger;
-- they are computed in float64 from deviations from the global model: Flower expands ||x - y||^2 in the dtype of the
-  models, and between models that are alike but for one part in a thousand nothing is left of it;
-- the chosen clients are averaged uniformly, so that no client reports a number of images; counters are rounded to the
-  nearest integer.
+- distances are computed over weights only, not over counters and statistics, which may be thousands of times larger;
+- they are computed in float64 from deviations from the global model. Flower expands ||x - y||^2 in the dtype of the
+  models, which loses the difference of models that differ by one part in a thousand;
+- the selected clients are averaged uniformly, so that no client reports a number of images. Counters are rounded to
+  the nearest integer.
 
-All updates of a round are needed at once, i.e. the memory of as many models, and little beside it. If clients drop out,
-the rule goes on with those that are left and warns when they are too few for what it promises, as in
-`strategies.robust`.
+All updates of a round are in memory at once, with little overhead. If clients drop out, the rule continues with the
+remaining ones and logs a warning if they are too few for its guarantee, as in `strategies.robust`.
 """
 
 import logging
@@ -33,24 +32,14 @@ log = logging.getLogger("fedssl")
 
 
 def krum(global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1) -> Layers:
-    """Mean of the clients that are `closest` to the others.
+    """Return the mean of the clients that are `closest` to the others.
 
     Parameters
     ----------
     global_layers, updates
-        As in `strategies.robust.median`.
+        As in `strategies.fedavg.fedavg`.
     malicious, select : int
         As in `closest`.
-
-    Returns
-    -------
-    Layers
-        The new global layers.
-
-    Raises
-    ------
-    InputError
-        A setting is out of range, no updates, or a layer that does not fit.
     """
     chosen = closest(global_layers, updates, malicious=malicious, select=select)
     return weighted_sum(global_layers, chosen, aggregator=WeightedSum())
@@ -59,26 +48,21 @@ def krum(global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: i
 def closest(
     global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
 ) -> list[ClientUpdate]:
-    """The clients with the least sums of squared distances to their K - f - 2 nearest neighbours.
+    """Return the clients with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
 
     Parameters
     ----------
     global_layers, updates
-        As in `strategies.robust.median`.
+        As in `strategies.fedavg.fedavg`.
     malicious : int
-        f, the number of clients that may send anything; 0 or more.
+        f, the number of malicious clients, at least 0.
     select : int
-        How many clients are chosen, at most all; 1: Krum, more: Multi-Krum.
+        Number of selected clients, at most all; 1 is Krum, more is Multi-Krum.
 
     Returns
     -------
     list of ClientUpdate
-        The chosen ones in order of partition id.
-
-    Raises
-    ------
-    InputError
-        A setting is out of range, no updates, or a layer that does not fit.
+        In order of partition id.
     """
     _check_krum(malicious, select)
     updates = validated(global_layers, updates)
@@ -89,12 +73,12 @@ def closest(
 
 
 def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
-    """Sums of squared distances to the K - f - 2 nearest others, at least one; a client alone has the score 0.
+    """Return the sums of squared distances to the K - f - 2 nearest others, at least one. A single client scores 0.
 
     Parameters
     ----------
     gram : ndarray
-        (K, K), inner products of the clients' deviations from any one point.
+        (K, K), inner products of the clients' deviations from any point.
     malicious : int
         f.
 
@@ -104,19 +88,19 @@ def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
         (K,), not negative.
     """
     squares = np.diag(gram)
-    distances = np.maximum(squares[:, None] + squares - 2 * gram, 0)  # rounding may leave less than nothing
-    np.fill_diagonal(distances, np.inf)  # nobody is his own neighbour
-    neighbours = min(max(len(gram) - malicious - 2, 1), len(gram) - 1)
-    return np.asarray(np.sort(distances, axis=1)[:, :neighbours].sum(axis=1))
+    distances = np.maximum(squares[:, None] + squares - 2 * gram, 0)  # rounding may make it negative
+    np.fill_diagonal(distances, np.inf)  # a client is not its own neighbor
+    neighbors = min(max(len(gram) - malicious - 2, 1), len(gram) - 1)
+    return np.asarray(np.sort(distances, axis=1)[:, :neighbors].sum(axis=1))
 
 
 class KrumAggregator(BatchAggregator):
-    """Krum for one round; ``malicious`` and ``select`` as in `krum`.
+    """Krum for one round. ``malicious`` and ``select`` as in `krum`.
 
     Attributes
     ----------
     chosen : list of int
-        Partition ids of the clients that the last `finish` took.
+        Partition ids of the clients that the last `finish` selected.
     """
 
     def __init__(self, *, malicious: int, select: int) -> None:
@@ -127,7 +111,7 @@ class KrumAggregator(BatchAggregator):
 
     @property
     def min_safe_updates(self) -> int:
-        """How many updates make it safe."""
+        """Return the number of updates for which the guarantee holds."""
         return max(2 * self.malicious + 3, self.select + self.malicious)
 
     def _closest(self, global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
@@ -142,7 +126,7 @@ class KrumAggregator(BatchAggregator):
 
 
 class KrumServer(ServerStrategy):
-    """The server side of Krum, which records whom it chose."""
+    """Server side of Krum, which logs the selected clients."""
 
     def validate(self, context: StrategyContext) -> None:
         aggregator = self._make_aggregator()
@@ -169,7 +153,7 @@ class KrumServer(ServerStrategy):
 
 
 class Krum(FedSSLStrategy):
-    """Krum and Multi-Krum; ``malicious`` and ``select`` as in `krum`. The chosen clients are recorded."""
+    """Krum and Multi-Krum. ``malicious`` and ``select`` as in `krum`. The selected clients are logged."""
 
     def __init__(self, *, malicious: int = 1, select: int = 1) -> None:
         super().__init__(KrumServer(partial(KrumAggregator, malicious=malicious, select=select)))

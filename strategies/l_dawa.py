@@ -1,21 +1,19 @@
 """L-DAWA: each layer of a client scaled by its cosine with the global layer (Rehman et al., ICCV 2023, Eqs. 2, 4-6).
 
-A layer is one named array, as in the authors' code. Where this differs from that code, with the option that reproduces
-it:
+A layer is one named array, as in the authors' code. Deviations from that code, with the option that reproduces it:
 
-- running statistics are averaged: ``w = 1/K sum_k w_k``; the authors scale them by their own cosine like weights
-  (``buffers="scale"``), which shrinks the running variance each round and so inflates what the network computes in
-  evaluation mode until training has refreshed the statistics;
-- the rule holds from the first round, as in the paper's Algorithm 1; the authors' first 3 rounds are FedAvg weighted by
-  examples (``warmup_rounds=3``);
-- the cosine with a layer of zeros (fresh biases) is 1; the authors' code divides by zero there.
+- running statistics are averaged: ``w = 1/K sum_k w_k``. The authors scale them by their own cosine like weights
+  (``buffers="scale"``). That shrinks the running variance each round, and so inflates the activations in evaluation
+  mode until training has updated the statistics;
+- the rule applies from the first round, as in the paper's Algorithm 1. The authors' first 3 rounds are FedAvg weighted
+  by examples (``warmup_rounds=3``);
+- the cosine with a layer of zeros (fresh biases) is 1. The authors' code divides by zero.
 
-The cosine of a client needs nothing but its own and the global model, so the client itself can scale its layers before
-it sends them (``scale_at="client"``): the server then computes a plain (weighted) mean, which is all that a protocol
-for secure sums allows it to see.
+The cosine of a client depends only on its own and the global model, so the client can scale its layers before upload
+(``scale_at="client"``). The server then computes a plain (weighted) mean, which is all that secure aggregation allows.
 
 Cosines are clipped above at 1 and not below: a client that points away from the global layer has its sign flipped.
-Eqs. 5 and 6 weight by examples and by loss; for both there is no published code.
+Eqs. 5 and 6 weight by examples and by loss. There is no published code for either.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,43 +40,30 @@ def l_dawa(
     buffers: str = "average",
     normalize: bool = False,
 ) -> Layers:
-    """Weighted mean of delta_k^(l) w_k^(l) for every layer l, delta_k^(l) its cosine with the global layer.
+    """Return the weighted mean of delta_k^(l) w_k^(l) for every layer l, delta_k^(l) its cosine with the global layer.
 
     Parameters
     ----------
-    global_layers : Layers
-        The layers the clients started from, with which they are compared.
-    updates : sequence of ClientUpdate
-        One per client, in any order.
+    global_layers, updates
+        As in `strategies.fedavg.fedavg`.
     weighting : {"uniform", "examples", "loss"}
-        beta_k = 1 / K for the K updates received (Eq. 4), n_k / sum n (Eq. 5), or the softmax of minus the training
+        beta_k = 1 / K for the K received updates (Eq. 4), n_k / sum n (Eq. 5), or the softmax of minus the training
         loss (Eq. 6).
     buffers : {"average", "scale"}
         Running statistics: mean with the same beta_k, or scaled by their own cosine as in the authors' code.
     normalize : bool
-        False: divided by sum_k beta_k, as in the paper, so that a layer shrinks by the mean cosine in every round.
-        True: divided by sum_k beta_k |delta_k^(l)|, so that the cosines only weigh the clients against each other. A
-        layer whose cosines are all exactly 0 becomes 0 either way.
-
-    Returns
-    -------
-    Layers
-        The new global layers.
-
-    Raises
-    ------
-    InputError
-        No updates, an unknown option, a layer that does not fit or has values that are not finite, or a metric missing
-        that the weighting needs.
+        False divides by sum_k beta_k, as in the paper, so that a layer shrinks by the mean cosine in every round. True
+        divides by sum_k beta_k |delta_k^(l)|, so that the cosines only weight the clients against each other. A layer
+        whose cosines are all exactly 0 becomes 0 in both cases.
     """
     aggregator = WeightedSum(weighting=weighting, scale="layer", buffers=buffers, normalize=normalize)
     return weighted_sum(global_layers, updates, aggregator=aggregator)  # Eqs. 4-6
 
 
 def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "average") -> Layers:
-    """One client's layers, each times its cosine with the global one (Eq. 2), as new arrays.
+    """Return one client's layers, each multiplied by its cosine with the global layer (Eq. 2), as new arrays.
 
-    The plain mean of such layers is `l_dawa`; ``buffers`` as there.
+    Their plain mean is `l_dawa`. ``buffers`` as there.
     """
     cosines = ReferenceLayers({name: global_layers[name] for name in layers}).cosines_of(layers)
     factors = cosines.weights | (cosines.statistics if buffers == "scale" else {})
@@ -89,19 +74,19 @@ def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "avera
 
 
 class WarmupServer(ServerStrategy):
-    """A server whose first rounds are federated averaging weighted by examples.
+    """Server whose first rounds are federated averaging weighted by examples.
 
     Parameters
     ----------
     make_aggregator : callable
-        Makes the rule of the other rounds.
+        Returns the aggregator of the other rounds.
     rounds : int
-        How many come before; 0: none.
+        Number of warm-up rounds; 0 disables them.
 
     Raises
     ------
     InputError
-        ``rounds`` is negative, or the rule refuses its options.
+        ``rounds`` is negative, or the aggregator has invalid options.
     """
 
     def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int) -> None:
@@ -142,28 +127,28 @@ class LDAWAScalingClient(DelegatingClient):
 
 
 class LDAWA(FedSSLStrategy):
-    """Layer-wise divergence aware weight aggregation; see `l_dawa`.
+    """Layer-wise divergence aware weight aggregation. See `l_dawa`.
 
     Parameters
     ----------
     weighting : {"uniform", "examples", "loss"}
-        As in `l_dawa`. With "uniform" clients report nothing but their layers.
+        As in `l_dawa`. With "uniform" clients report no metrics.
     buffers : {"average", "scale"}
         As in `l_dawa`.
     normalize : bool
         As in `l_dawa`.
     warmup_rounds : int
-        First rounds that are FedAvg weighted by examples; 0: none (the paper), 3: the authors' code.
+        First rounds that are FedAvg weighted by examples; 0 disables them (the paper), 3 is the authors' code.
     scale_at : {"server", "client"}
-        Who multiplies the layers by their cosines. The global model is the same up to rounding; with "client" the
-        cosines in the log are those of the scaled layers, i.e. absolute values.
+        Side that multiplies the layers by their cosines. The global model is equal up to rounding. With "client" the
+        log contains the cosines of the scaled layers, i.e. absolute values.
     client : ClientStrategy, optional
-        None: that of federated averaging.
+        None uses that of federated averaging.
 
     Raises
     ------
     InputError
-        An unknown option, or ``normalize`` with ``scale_at="client"``: the server then has no cosines to divide by.
+        An unknown option, or ``normalize`` with ``scale_at="client"``, where the server has no cosines.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""L-DAWA_FedU (Rehman et al., ICCV 2023): L-DAWA weighted by examples (Eq. 5) on the server, FedU at the clients.
+"""L-DAWA_FedU (Rehman et al., ICCV 2023): L-DAWA weighted by examples (Eq. 5) on the server, FedU on the clients.
 
-The paper has one sentence on it and there is no published code. With SimCLR, which has no predictor, DAPU decides on
-the projector; see `strategies.fedu`.
+The paper describes it in one sentence, and there is no published code. With SimCLR, which has no predictor, DAPU
+decides on the projector. See `strategies.fedu`.
 """
 
 from strategies.fedu import FedUClient, FedUOptions
@@ -9,7 +9,7 @@ from strategies.l_dawa import LDAWA
 
 
 class LDAWAFedU(LDAWA):
-    """L-DAWA with FedU's client side; options as in `LDAWA` and `FedUOptions`."""
+    """L-DAWA with FedU's client side. Options as in `LDAWA` and `FedUOptions`."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Every client alone: nothing is combined, the natural lower bound of a federation.
+"""Every client trains alone. This is the natural lower bound of a federation.
 
-Clients train as under any other strategy, from the same initial model, as often and as long, but every client has a
-global model of its own, into which nobody else's updates go. Every client's model is evaluated by itself, and results
-are means over the clients that have taken part.
+Clients train as under any other strategy, from the same initial model, as often and as long, but every client has its
+own global model, which no other update changes. Every client's model is evaluated separately, and results are means
+over the clients that have participated.
 
-The server holds a model for every client that has taken part, and in a round the new ones of its clients as well.
+The server stores a model for every client that has participated, and in a round also those of its new clients.
 """
 
 from fedssl.errors import InputError
@@ -14,7 +14,7 @@ from strategies.weighted_sum import WeightedSum
 
 
 class LocalOnlyServer(ServerStrategy):
-    """A server with a model per client; the mean of one client's update is the update."""
+    """Server with a model per client. The mean of one client's update is the update."""
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return str(client)

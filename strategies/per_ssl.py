@@ -1,20 +1,20 @@
-"""Per-SSL: a personal model beside the global one, after SSFL (He et al., 2021, arXiv 2110.02470).
+"""Per-SSL: a personalized model beside the global one, after SSFL (He et al., 2021, arXiv 2110.02470).
 
-The name is that of Dec-SSL's Table 2, which compares with it; there is no public code. From the paper's abstract:
-clients federate self-supervised models by averaging, and have personal ones whose distance from the global one is
-regulated. The abstract speaks of a distance between representations, and names Ditto (Li et al., ICML 2021, arXiv
-2012.04221) among the algorithms that it extends. What follows is our choice, and is Ditto's:
+Dec-SSL's Table 2 compares with it under this name. There is no public code. According to the paper's abstract, clients
+federate self-supervised models by averaging, and have personalized ones whose distance from the global one is
+regularized. The abstract mentions a distance between representations, and names Ditto (Li et al., ICML 2021, arXiv
+2012.04221) among the algorithms that it extends. The following is our choice, and is Ditto's:
 
-- the distance is one of weights, ``weight / 2 ||v_k - w||^2`` over all that is trained, added to the loss of v_k
+- the distance is one of weights, ``weight / 2 ||v_k - w||^2`` over all trained weights, added to the loss of v_k
   (for one of representations there is `fedssl.regularizers.alignment`);
-- w is the global model that the client received in the round, not what it trains of it: the only one that clients have
-  in common, and the same for the whole of the training;
-- v_k begins as the received global model when the client takes part for the first time, and is trained once in each of
-  its rounds, after the global model, on the same images, views and batches and with the same regulariser.
+- w is the global model that the client downloaded in the round, not its trained copy. It is the only model that
+  clients have in common, and constant during training;
+- v_k starts as the downloaded global model in the client's first participation. It is trained once in each of its
+  rounds, after the global model, on the same images, views and batches and with the same regularizer.
 
-Everything else of v_k is its own: running statistics, targets that follow it (a copy of v_k itself in its first round,
-under ``method.target_init=reset`` in every round) and the stages that it trained before they were frozen. Global
-centroids of Orchestra are the server's. No layer of v_k leaves the client.
+All other parts of v_k are local: running statistics, targets that follow it (a copy of v_k itself in its first round,
+under ``method.target_init=reset`` in every round) and stages that were trained before they were frozen. Global
+centroids of Orchestra are the server's. No layer of v_k is uploaded.
 """
 
 import math
@@ -34,7 +34,7 @@ from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import mean
 from strategies.interfaces import ClientState, CommunicationSummary, TrainAgain
 
-PERSONAL = "personal."  # before the names of v_k's layers in a client's state: they are no layers of the method
+PERSONAL = "personal."  # prefix of v_k's layers in a client's state
 
 
 class ProximalTo(Regularizer):
@@ -43,9 +43,9 @@ class ProximalTo(Regularizer):
     Parameters
     ----------
     layers : Layers
-        w, of all that is trained.
+        w, with all trained weights.
     weight : float
-        lambda; 0 turns it off.
+        lambda; 0 disables it.
     """
 
     def __init__(self, layers: Layers, *, weight: float) -> None:
@@ -55,21 +55,23 @@ class ProximalTo(Regularizer):
     def on_train_start(self, method: SSLMethod) -> None:
         trained = {name: weights for name, weights in method.named_tensors.items() if weights.requires_grad}
         self._trained = list(trained.values())
-        self._there = [torch.empty_like(w).copy_(torch.from_numpy(self._layers[name])) for name, w in trained.items()]
+        self._reference = [
+            torch.empty_like(w).copy_(torch.from_numpy(self._layers[name])) for name, w in trained.items()
+        ]
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if self._weight == 0:
             return loss
-        return loss + proximal(self._trained, self._there, weight=self._weight)
+        return loss + proximal(self._trained, self._reference, weight=self._weight)
 
 
 class PersonalClient(ClientStrategy):
-    """A client with a model of its own.
+    """Client with a personalized model.
 
     Parameters
     ----------
     weight : float
-        lambda, at least 0: 0 trains the own model alone.
+        lambda, at least 0; 0 trains the personalized model independently.
 
     Raises
     ------
@@ -93,13 +95,13 @@ class PersonalClient(ClientStrategy):
     def train_personalized(
         self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
     ) -> ClientState:
-        found = {name: value.detach().clone() for name, value in method.named_tensors.items()}
+        trained = {name: value.detach().clone() for name, value in method.named_tensors.items()}
         self.personalized_model(method, plan, state)
         train(ProximalTo(plan.layers, weight=self.weight))
         names = [*exchanged_names(method), *local_names(method)]
         personal = {PERSONAL + name: value for name, value in clone_tensors(method, names).items()}
         with torch.no_grad():
-            for name, value in found.items():
+            for name, value in trained.items():
                 method.named_tensors[name].copy_(value)
         return personal
 
@@ -109,14 +111,14 @@ class PersonalClient(ClientStrategy):
             for name, value in (state or {}).items()
             if name.startswith(PERSONAL)
         }
-        mine = {*exchanged_names(method), *local_names(method)}  # not what an earlier stage had beside
+        mine = {*exchanged_names(method), *local_names(method)}  # without parts of earlier stages
         return load_and_start_round(
             method, plan.layers | {name: array for name, array in personal.items() if name in mine}
         )
 
 
 class PerSSL(FedSSLStrategy):
-    """Federated averaging of clients that train a personal model as well.
+    """Federated averaging of clients that also train a personalized model.
 
     Parameters
     ----------

@@ -1,13 +1,12 @@
-"""Robust averages, which a few clients cannot move wherever they like: median and trimmed mean.
+"""Robust averages, which a few malicious clients cannot control: median and trimmed mean.
 
-Yin et al., ICML 2018, by the function behind Flower's FedMedian and FedTrimmedAvg. Unlike in Flower's strategies:
+Yin et al., ICML 2018, computed by the function of Flower's FedMedian and FedTrimmedAvg. Deviations from Flower:
 
-- layers keep their dtype; counters are rounded to the nearest integer, where Flower's make them fractions;
-- running statistics go the way of the weights: in their mean a single client could still do as it likes.
+- layers keep their dtype, and counters are rounded to the nearest integer. Flower makes them fractions;
+- running statistics are aggregated like weights. A single client could control their mean.
 
-All updates of a round are needed at once, i.e. the memory of as many models. If clients drop out, the rule goes on with
-those that are left and warns when they are too few for what it promises: ending the run instead would let a single
-client end it by sending garbage.
+All updates of a round are in memory at once. If clients drop out, the rule continues with the remaining ones and logs a
+warning if they are too few for its guarantee. Aborting would let a single client end the run with invalid updates.
 """
 
 import logging
@@ -30,59 +29,37 @@ _NEARLY_HALF = 0.5 - 1e-9
 
 
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
-    """Median of every number over the clients; of an even number of clients, the mean of the middle two.
-
-    Parameters
-    ----------
-    global_layers : Layers
-        The layers the clients started from; they give names, order, shapes and dtypes.
-    updates : sequence of ClientUpdate
-        One per client, in any order.
-
-    Returns
-    -------
-    Layers
-        The new global layers.
-
-    Raises
-    ------
-    InputError
-        No updates, or a layer that does not fit.
-    """
-    # Cutting off just less than one half at each end leaves the middle one or two.
-    return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
-
-
-def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
-    """Mean of every number over the clients without the largest and the smallest ones.
+    """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two.
 
     Parameters
     ----------
     global_layers, updates
-        As in `median`.
+        As in `strategies.fedavg.fedavg`.
+    """
+    # Trimming just less than one half at each end leaves the middle one or two.
+    return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
+
+
+def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
+    """Return the elementwise mean over the clients without the largest and the smallest values.
+
+    Parameters
+    ----------
+    global_layers, updates
+        As in `strategies.fedavg.fedavg`.
     beta : float
-        In (0, 0.5): of K clients, beta K, rounded down, are cut off at each end.
-
-    Returns
-    -------
-    Layers
-        The new global layers.
-
-    Raises
-    ------
-    InputError
-        beta is out of range, no updates, or a layer that does not fit.
+        In (0, 0.5): of K clients, floor(beta K) are trimmed at each end.
     """
     return _trimmed(global_layers, updates, beta=_share(beta))
 
 
 class BatchAggregator:
-    """A rule that waits for all updates of a round.
+    """Aggregator that collects all updates of a round.
 
     Parameters
     ----------
     combine : callable
-        Makes the new global layers of the old ones and the updates.
+        Returns the new global layers for the old ones and the updates.
     """
 
     required_metrics: tuple[str, ...] = ()
@@ -91,30 +68,30 @@ class BatchAggregator:
         self._combine = combine
 
     def start(self, global_layers: ReferenceLayers) -> None:
-        """Begin a round."""
+        """Start a round."""
         self._global = global_layers
         self._updates: list[ClientUpdate] = []
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Keep an update that passed `ReferenceLayers.check`."""
+        """Store an update that `ReferenceLayers.check` validated."""
         self._updates.append(update)
 
     def finish(self) -> Layers:
-        """Combine the updates, and let go of them and of the old layers."""
+        """Combine the updates, and release them and the old layers."""
         updates, layers = self._updates, self._global.layers
         self._updates, self._global = [], ReferenceLayers({})
         return self._combine(layers, updates)
 
 
 class Median(FedSSLStrategy):
-    """Median of the clients, number by number; see `median`."""
+    """Elementwise median of the clients. See `median`."""
 
     def __init__(self) -> None:
         super().__init__(ServerStrategy(partial(BatchAggregator, median)))
 
 
 class TrimmedServer(ServerStrategy):
-    """The server side of the trimmed mean; ``beta`` as in `trimmed_mean`."""
+    """Server side of the trimmed mean. ``beta`` as in `trimmed_mean`."""
 
     def __init__(self, *, beta: float) -> None:
         self.beta = _share(beta)
@@ -134,7 +111,7 @@ class TrimmedServer(ServerStrategy):
 
 
 class TrimmedMean(FedSSLStrategy):
-    """Mean without the extremes, number by number; ``beta`` as in `trimmed_mean`."""
+    """Elementwise mean without the extremes. ``beta`` as in `trimmed_mean`."""
 
     def __init__(self, *, beta: float = 0.2) -> None:
         super().__init__(TrimmedServer(beta=beta))
@@ -147,7 +124,7 @@ def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: fl
     def trim(name: str) -> None:
         new = result[name].reshape(-1)
         clients = [update.layers[name].reshape(-1) for update in updates]
-        step = max(TILE // len(clients), 1)  # of all clients together as many numbers as fit into the cache
+        step = max(TILE // len(clients), 1)  # of all clients together as many elements as fit into the cache
         for start in range(0, len(new), step):
             tile = slice(start, start + step)
             mean = trim_mean(np.stack([values[tile] for values in clients]), beta)
@@ -158,7 +135,7 @@ def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: fl
 
 
 def validated(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
-    """The updates in order of partition id, if they fit the global layers."""
+    """Return the updates in order of partition id if they fit the global layers, else raise `InputError`."""
     if not updates:
         raise InputError("no client sent an update; at least one is needed")
     check_updates(ReferenceLayers(global_layers), updates)

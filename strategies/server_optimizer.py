@@ -1,9 +1,9 @@
-"""Server optimisers: what the server makes of the aggregated layers, whatever rule made them.
+"""Server optimizers: steps on the aggregated layers of any rule.
 
-The step from the old global weights to the aggregated ones is taken for a negative gradient (Reddi et al., "Adaptive
-Federated Optimization", arXiv 2003.00295). FedAvgM, FedAdam and FedYogi are computed as by Flower's strategies of these
-names, but on weights alone: Flower's also move running statistics, whose variance may so become negative, and turn
-counters into fractions. Here these are what the rule made them.
+The difference between the old and the aggregated global weights is the gradient (Reddi et al., "Adaptive Federated
+Optimization", arXiv 2003.00295). FedAvgM, FedAdam and FedYogi compute the same as Flower's strategies of these names,
+but on weights only. Flower's also update running statistics, whose variance can become negative, and make counters
+fractions. Here these are the aggregated values.
 """
 
 from typing import Protocol
@@ -13,27 +13,27 @@ import numpy as np
 from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
 
-Moments = dict[str, Layers]  # what an optimiser remembers: by the name of the moment, an array for each layer
+Moments = dict[str, Layers]  # by the name of the moment, an array for each layer
 
 
 class ServerOptimizer(Protocol):
-    """A step on the global layers, which may depend on what the steps before it left to remember.
+    """Step on the global layers, which may depend on moments of previous steps.
 
     Attributes
     ----------
     is_active : bool
-        Whether it does anything with the aggregated layers.
+        Whether it changes the aggregated layers.
     """
 
     is_active: bool
 
     def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
-        """What is to be remembered, and the new layers, with names, order, shapes and dtypes of ``aggregated``."""
+        """Return the new moments and the new layers, with names, order, shapes and dtypes of ``aggregated``."""
         ...
 
 
 class NoServerOptimizer:
-    """The aggregated layers as they are."""
+    """Return the aggregated layers unchanged."""
 
     is_active = False
 
@@ -42,7 +42,7 @@ class NoServerOptimizer:
 
 
 class _MomentOptimizer:
-    """What the optimisers share: moments by layer that begin at zero, and the settings of the step."""
+    """Base class of the optimizers: moments by layer, initially zero, and the settings of the step."""
 
     names: tuple[str, ...]
     is_active = True
@@ -53,20 +53,20 @@ class _MomentOptimizer:
         self.lr = lr
 
     def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
-        remembered = {moment: dict(moments.get(moment, {})) for moment in self.names}
+        new_moments = {moment: dict(moments.get(moment, {})) for moment in self.names}
         layers = dict(aggregated)
         for name, array in aggregated.items():
             if is_weight(name, array):
-                before = [remembered[moment].get(name, np.zeros_like(array)) for moment in self.names]
+                before = [new_moments[moment].get(name, np.zeros_like(array)) for moment in self.names]
                 after, layers[name] = self._step_array(step, old[name], array, before)
                 for moment, value in zip(self.names, after, strict=True):
-                    remembered[moment][name] = np.asarray(value)  # NumPy makes plain numbers of arrays without axes
-        return remembered, layers
+                    new_moments[moment][name] = np.asarray(value)  # NumPy returns scalars for arrays without axes
+        return new_moments, layers
 
     def _step_array(
         self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """The new moments, in the order of ``names``, and the new weights."""
+        """Return the new moments, in the order of ``names``, and the new weights."""
         raise NotImplementedError
 
 
@@ -76,7 +76,7 @@ class FedAvgM(_MomentOptimizer):
     Parameters
     ----------
     lr : float
-        Positive; 1 together with ``momentum=0`` assigns the aggregated weights.
+        Positive; 1 with ``momentum=0`` assigns the aggregated weights.
     momentum : float
         In [0, 1).
     """
@@ -104,7 +104,7 @@ class FedAdam(_MomentOptimizer):
     Parameters
     ----------
     lr : float
-        Positive; about the step of a weight in a round.
+        Positive; approximate step of a weight in a round.
     beta_1, beta_2 : float
         In [0, 1).
     tau : float
@@ -131,7 +131,7 @@ class FedAdam(_MomentOptimizer):
         return [m, v], np.asarray(old + kind(self._rate(step)) * m / (np.sqrt(v) + kind(self.tau)))
 
     def _second_moment(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
-        """The new v."""
+        """Return the new v."""
         return np.asarray(v + v.dtype.type(1 - self.beta_2) * (square - v))
 
     def _rate(self, step: int) -> float:

@@ -1,12 +1,11 @@
-"""Who talks to whom without a server in the middle: graphs over the clients, and how neighbours mix their models.
+"""Topologies of decentralized learning: graphs over the clients, and mixing weights of neighbors.
 
-Graphs are networkx's, on the nodes 0 to n - 1, which are the clients. A star is the exception: its hub is `SERVER`, a
-node of its own without images, because a star over the server is federated averaging (`mixing_weights`).
+Graphs are networkx graphs on the nodes 0 to n - 1, the clients. A star is the exception: its hub is `SERVER`, a node
+without images, because a star over the server is federated averaging (`mixing_weights`).
 
 Weights are Metropolis-Hastings' (Xiao, Boyd and Lall, *Distributed average consensus with time-varying Metropolis
-weights*, 2006): a client needs to know its own and its neighbours' numbers of neighbours only, and the matrix is
-symmetric and doubly stochastic, so that mixing changes no mean. What is between the clients shrinks by the second
-eigenvalue at every step, in the long run.
+weights*, 2006). A client needs only its own degree and those of its neighbors, and the matrix is symmetric and doubly
+stochastic, so that mixing preserves the mean. Asymptotically every step shrinks differences by the second eigenvalue.
 """
 
 import math
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 TOPOLOGIES = ("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file")
-SERVER = "server"  # the hub of a star
-MAX_DRAWS = 100  # of a random graph, until one is connected
+SERVER = "server"  # hub of a star
+MAX_DRAWS = 100  # random graphs until a connected one
 _MAX_LISTED = 8  # clients in an error message
 
 Weights = dict[int, dict[int, float]]
@@ -40,14 +39,14 @@ def make_graph(
     probability: float | None = None,
     file: str | Path | None = None,
 ) -> "nx.Graph":
-    """A connected graph over the clients; ``graph.graph["topology"]`` is its kind.
+    """Return a connected graph over the clients. ``graph.graph["topology"]`` is its kind.
 
     Parameters
     ----------
     topology : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
-        grid: as square as possible, row by row, without edges around; the last row may be shorter. star: every client
-        and `SERVER`. random_regular: every client has ``degree`` neighbours. erdos_renyi: every pair is joined with
-        ``probability``. Random ones are drawn anew, up to `MAX_DRAWS` times, until they are connected.
+        grid: as square as possible, row by row, without wraparound; the last row may be shorter. star: every client and
+        `SERVER`. random_regular: every client has ``degree`` neighbors. erdos_renyi: every pair is joined with
+        ``probability``. Random graphs are resampled, up to `MAX_DRAWS` times, until they are connected.
     num_clients : int
         At least 1.
     seed : int
@@ -57,14 +56,14 @@ def make_graph(
     probability : float, optional
         In (0, 1], for erdos_renyi.
     file : str or Path, optional
-        For file: a text file with an edge "i j" per line; what follows a ``#`` is a comment.
+        For file: a text file with an edge "i j" per line; ``#`` starts a comment.
 
     Raises
     ------
     InputError
-        There is no such graph, it is not connected, or the file does not hold one.
+        There is no such graph, it is not connected, or the file is invalid.
     """
-    import networkx as nx  # here: it takes a third of a second, and few strategies have a topology
+    import networkx as nx  # here: the import is slow, and few strategies need it
 
     for setting, value, owner in (
         ("degree", degree, "random_regular"),
@@ -99,7 +98,7 @@ def make_graph(
 
 
 def metropolis_weights(graph: "nx.Graph") -> Weights:
-    """How every node weighs itself and its neighbours: ``W_ij = 1 / (1 + max(d_i, d_j))``, ``W_ii = 1 - sum_j W_ij``.
+    """Return the mixing weights ``W_ij = 1 / (1 + max(d_i, d_j))``, ``W_ii = 1 - sum_j W_ij``.
 
     Parameters
     ----------
@@ -109,17 +108,18 @@ def metropolis_weights(graph: "nx.Graph") -> Weights:
     Returns
     -------
     dict of int to dict of int to float
-        For each node, the weights of itself and its neighbours, ascending; they are positive and sum to 1.
+        For each node, the weights of itself and its neighbors, in ascending order of nodes. They are positive and sum
+        to 1.
     """
     weights: Weights = {}
     for node in sorted(graph):
-        beside = {other: 1 / (1 + max(graph.degree[node], graph.degree[other])) for other in graph[node]}
-        weights[node] = dict(sorted({**beside, node: 1 - math.fsum(beside.values())}.items()))
+        neighbors = {other: 1 / (1 + max(graph.degree[node], graph.degree[other])) for other in graph[node]}
+        weights[node] = dict(sorted({**neighbors, node: 1 - math.fsum(neighbors.values())}.items()))
     return weights
 
 
 def mixing_weights(graph: "nx.Graph") -> Weights:
-    """`metropolis_weights`; of a star the plain mean over all clients, which its server makes: federated averaging."""
+    """Return `metropolis_weights`; for a star the plain mean over all clients, which is federated averaging."""
     if SERVER not in graph:
         return metropolis_weights(graph)
     clients = range(len(graph) - 1)
@@ -127,7 +127,7 @@ def mixing_weights(graph: "nx.Graph") -> Weights:
 
 
 def weight_matrix(weights: Mapping[int, Mapping[int, float]]) -> np.ndarray:
-    """The weights as a matrix, float64, ``(n, n)``; row i has those of client i."""
+    """Return the weights as a matrix, float64, ``(n, n)``. Row i contains those of client i."""
     matrix = np.zeros((len(weights), len(weights)))
     for node, row in weights.items():
         for other, weight in row.items():
@@ -136,7 +136,7 @@ def weight_matrix(weights: Mapping[int, Mapping[int, float]]) -> np.ndarray:
 
 
 def second_eigenvalue(matrix: np.ndarray) -> float:
-    """The largest absolute eigenvalue beside 1: by which differences shrink at every mixing, in the long run.
+    """Return the second largest absolute eigenvalue: the asymptotic factor of differences per mixing step.
 
     Parameters
     ----------
@@ -146,19 +146,19 @@ def second_eigenvalue(matrix: np.ndarray) -> float:
     Returns
     -------
     float
-        In [0, 1]; 0: all are equal after one mixing. 1: not all influence each other.
+        In [0, 1]. 0: all models are equal after one step. 1: the graph is not connected.
     """
     ascending = np.linalg.eigvalsh(matrix)
     return float(np.abs(ascending[:-1]).max(initial=0.0))
 
 
 def grid_columns(num_clients: int) -> int:
-    """Columns of the grid: as many as there are rows, or a few more."""
+    """Return the number of columns of the grid, equal to that of rows or slightly more."""
     return -(-num_clients // math.isqrt(num_clients))
 
 
 def _edges(topology: str, num_clients: int, *, file: str | Path | None) -> Iterator[tuple[int, int | str]]:
-    """The edges of a graph that is not random."""
+    """Yield the edges of a deterministic graph."""
     last = num_clients - 1
     if topology == "ring":
         yield from ((client, client + 1) for client in range(last))
@@ -180,20 +180,22 @@ def _edges(topology: str, num_clients: int, *, file: str | Path | None) -> Itera
         )
 
 
-def _connected(draw: Callable[[int], "nx.Graph"], said: str) -> "nx.Graph":
-    """The first of `MAX_DRAWS` graphs that is connected."""
+def _connected(draw: Callable[[int], "nx.Graph"], setting: str) -> "nx.Graph":
+    """Return the first connected graph of `MAX_DRAWS` random ones."""
     import networkx as nx
 
     for number in range(MAX_DRAWS):
         graph = draw(number)
         if nx.is_connected(graph):
             return graph
-    raise InputError(f"none of {MAX_DRAWS} random graphs is connected with {said}; set a larger one, or another seed")
+    raise InputError(
+        f"none of {MAX_DRAWS} random graphs is connected with {setting}; set a larger one, or another seed"
+    )
 
 
 def _check_degree(degree: int | None, num_clients: int) -> None:
     if degree is None:
-        raise InputError("strategy.topology=random_regular needs strategy.degree, the neighbours of a client; set it")
+        raise InputError("strategy.topology=random_regular needs strategy.degree, the neighbors of a client; set it")
     if type(degree) is not int or not 1 <= degree < num_clients:
         raise InputError(
             f"strategy.degree={degree} but it must be a whole number from 1 to {num_clients - 1}, one less than "
@@ -214,20 +216,21 @@ def _check_probability(probability: float | None) -> None:
 
 
 def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int]]:
-    """The edges of a file, which join the clients 0 to ``num_clients - 1``.
+    """Return the edges of a file over the clients 0 to ``num_clients - 1``.
+
+    A line contains an edge "i j". ``#`` starts a comment.
 
     Raises
     ------
     InputError
-        There is no file, a line is no edge, names a client that is not there, joins one to itself or says an edge
-        again, or there is no way from one client to another.
+        The file is missing, a line is not a valid or a new edge, or the graph is not connected.
     """
     if file is None:
         raise InputError("strategy.topology=file needs strategy.file, a text file with an edge per line; name it")
     text = read_text(Path(file))
     if text is None:
         raise InputError(f"strategy.file={file} is not there; name a text file with an edge per line, such as 0 1")
-    edges: dict[tuple[int, int], int] = {}  # with the line of each
+    edges: dict[tuple[int, int], int] = {}  # to line numbers
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -244,7 +247,7 @@ def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int
 
 
 def _edge(words: list[str], num_clients: int) -> tuple[int, int]:
-    """An edge, the smaller number first."""
+    """Return an edge, the smaller number first."""
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
         found = sanitize(" ".join(words))[:50]
         raise InputError(f"{found!r} is no edge; write the numbers of two clients, such as 0 1")
@@ -256,23 +259,22 @@ def _edge(words: list[str], num_clients: int) -> tuple[int, int]:
     return one, other
 
 
-def _check_connected(edges: list[tuple[int, int]], num_clients: int, said: str) -> None:
+def _check_connected(edges: list[tuple[int, int]], num_clients: int, setting: str) -> None:
     import networkx as nx
 
     graph = nx.Graph(edges)
     alone = [client for client in range(num_clients) if client not in graph]
     if alone and num_clients > 1:
-        raise InputError(f"{said} has no edge for {_named(alone)}; every client needs a neighbour")
+        raise InputError(f"{setting} has no edge for {_named(alone)}; every client needs a neighbor")
     pieces: list[list[int]] = sorted(sorted(piece) for piece in nx.connected_components(graph))
     if len(pieces) > 1:
         smallest = _named(min(pieces, key=len))
         raise InputError(
-            f"{said} has {len(pieces)} pieces with no edge between them, one of {smallest}; add edges that join them"
+            f"{setting} has {len(pieces)} pieces with no edge between them, one of {smallest}; add edges that join them"
         )
 
 
 def _named(clients: list[int]) -> str:
-    """Some clients in words."""
     listed = ", ".join(map(str, clients[:_MAX_LISTED]))
     more = f" and {len(clients) - _MAX_LISTED} more" if len(clients) > _MAX_LISTED else ""
     return f"client{'s' if len(clients) > 1 else ''} {listed}{more}"

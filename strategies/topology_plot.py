@@ -1,4 +1,4 @@
-"""The figure of a topology."""
+"""Plot of a topology."""
 
 import math
 from pathlib import Path
@@ -10,40 +10,43 @@ from strategies.topology import SERVER, grid_columns, mixing_weights, second_eig
 if TYPE_CHECKING:
     import networkx as nx
 
-# Two colours of Okabe and Ito, which everybody can tell apart; the server has another form as well.
+# Two colors of Okabe and Ito, safe for color blindness. The server also has another shape.
 _CLIENT, _SERVER, _EDGE = "#0072B2", "#E69F00", "0.6"
-_LABELLED = 100  # clients; the numbers of more would not be legible
+_MAX_LABELED = 100  # clients; more labels would not be legible
 
 Point = tuple[float, float]
 
 
 def plot_topology(graph: "nx.Graph", file: Path) -> None:
-    """Draw the graph of `strategies.topology.make_graph` into a PNG file; raises `InputError` if it cannot be written.
+    """Draw the graph of `strategies.topology.make_graph` into a PNG file. Raises `InputError` if it cannot be written.
 
-    Nodes have the numbers of the clients. The title names kind, numbers of nodes and edges, and the second eigenvalue.
+    Nodes are labeled with partition ids. The title contains the kind, the numbers of nodes and edges, and the second
+    eigenvalue.
     """
     from matplotlib.collections import LineCollection
 
-    place = node_positions(graph)
+    positions = node_positions(graph)
     clients = [node for node in graph if node != SERVER]
     size = min(max(3.0 + 0.04 * len(clients), 5.0), 10.0)
     figure = new_figure(width=size, height=size)
     axes = figure.add_subplot()
     axes.set_title(describe(graph), fontsize=9)
-    edges = [(place[one], place[other]) for one, other in graph.edges]
+    edges = [(positions[one], positions[other]) for one, other in graph.edges]
     axes.add_collection(
         LineCollection(edges, colors=_EDGE, linewidths=0.8, alpha=max(0.1, min(1.0, 400 / (len(edges) + 1))))
     )
-    labelled = len(clients) <= _LABELLED
-    dot = 160 if len(clients) <= 30 else 80 if labelled else 12
-    across, up = zip(*(place[client] for client in clients), strict=True)
+    labeled = len(clients) <= _MAX_LABELED
+    dot = 160 if len(clients) <= 30 else 80 if labeled else 12
+    across, up = zip(*(positions[client] for client in clients), strict=True)
     axes.scatter(across, up, s=dot, color=_CLIENT, zorder=2)
     if SERVER in graph:
-        axes.scatter(place[SERVER][0], place[SERVER][1], s=2 * dot, color=_SERVER, marker="s", zorder=2)
-        axes.annotate(SERVER, place[SERVER], xytext=(0, 15), textcoords="offset points", ha="center", fontsize=8)
-    if labelled:
+        axes.scatter(positions[SERVER][0], positions[SERVER][1], s=2 * dot, color=_SERVER, marker="s", zorder=2)
+        axes.annotate(SERVER, positions[SERVER], xytext=(0, 15), textcoords="offset points", ha="center", fontsize=8)
+    if labeled:
         for node in clients:
-            axes.text(*place[node], str(node), color="white", ha="center", va="center", fontsize=7 if dot > 100 else 5)
+            axes.text(
+                *positions[node], str(node), color="white", ha="center", va="center", fontsize=7 if dot > 100 else 5
+            )
     axes.margins(0.08)
     axes.set_aspect("equal")
     axes.set_axis_off()
@@ -51,7 +54,7 @@ def plot_topology(graph: "nx.Graph", file: Path) -> None:
 
 
 def describe(graph: "nx.Graph") -> str:
-    """A line about the graph: its kind, its nodes and edges, and how fast it mixes."""
+    """Return the graph's kind, numbers of nodes and edges, and second eigenvalue in one line."""
     eigenvalue = second_eigenvalue(weight_matrix(mixing_weights(graph)))
     hub = SERVER in graph
     nodes = f"{len(graph) - hub} clients{' and the server' if hub else ''}"
@@ -59,7 +62,7 @@ def describe(graph: "nx.Graph") -> str:
 
 
 def node_positions(graph: "nx.Graph") -> dict[int | str, Point]:
-    """Where the nodes are: rows of a grid, a circle around a hub, or near their neighbours; always the same."""
+    """Return deterministic positions: rows of a grid, a circle around a hub, or a spring layout."""
     import networkx as nx
 
     topology, clients = graph.graph["topology"], [node for node in graph if node != SERVER]

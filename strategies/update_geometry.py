@@ -20,11 +20,11 @@ _BLOCK = 16  # rows of the Gram matrix in one product, so that little more than 
 
 
 def deviation_gram(weights: ReferenceLayers, models: Sequence[Layers], *, exact: bool = False) -> np.ndarray:
-    """Inner products of theta - theta_k, each taken over all layers of ``weights`` as one vector.
+    """Return the inner products of theta - theta_k, each over all layers of ``weights`` as one vector.
 
-    The global model is subtracted before anything is multiplied (deviations are small: with expanded products they
-    would drown in rounding), tile by tile, so that the deviations never exist as a whole. One thread works on a layer,
-    so that results do not depend on the number of threads.
+    The global model is subtracted before multiplication, tile by tile, because deviations are small: expanded products
+    would lose them to rounding. The deviations are never in memory as a whole. One thread processes a layer, so that
+    the results do not depend on the number of threads.
 
     Parameters
     ----------
@@ -33,8 +33,8 @@ def deviation_gram(weights: ReferenceLayers, models: Sequence[Layers], *, exact:
     models : sequence of Layers
         theta_k; each has at least these layers.
     exact : bool
-        Whether products are taken in float64, with errors of about 1e-15 of the product of the lengths. In float32,
-        twice as fast, they are below 1e-6 of it, and about 1e-8 in models of millions of weights.
+        Compute products in float64, with errors of about 1e-15 of the product of the lengths. In float32, twice as
+        fast, they are below 1e-6 of it, and about 1e-8 for models with millions of weights.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def deviation_gram(weights: ReferenceLayers, models: Sequence[Layers], *, exact:
 
 
 def _lower_triangle(g: np.ndarray, clients: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    """(K, K) products of w - g; what is above the diagonal has no meaning."""
+    """Return the (K, K) products of w - g. Entries above the diagonal are undefined."""
     number = len(clients)
     origin, arrays = torch.from_numpy(g), [torch.from_numpy(w) for w in clients]
     total, part = np.zeros((number, number)), np.zeros((number, number), dtype)
@@ -63,10 +63,10 @@ def _lower_triangle(g: np.ndarray, clients: Sequence[np.ndarray], dtype: np.dtyp
         tile = slice(start, start + _TILE)
         y = origin[tile].to(buffer.dtype)
         x = buffer[: number * len(y)].view(number, len(y))
-        # Few long calls: threads that hand the interpreter over for each array would wait for each other.
+        # Few long calls: threads that release the interpreter lock for each array would wait for each other.
         torch.stack([w[tile].to(x.dtype) for w in arrays], out=x)
         x -= y
-        # torch's products stay on one thread here; those of NumPy's OpenBLAS have other bits on another number of them.
+        # torch uses one thread here. Results of NumPy's OpenBLAS depend on the number of threads.
         for first in range(0, number, _BLOCK):
             end = first + _BLOCK
             torch.mm(x[first:end], x[:end].T, out=products[first:end, :end])

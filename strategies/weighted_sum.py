@@ -1,13 +1,13 @@
-"""The streaming sum behind FedAvg, L-DAWA and M-DAWA.
+"""Streaming weighted sum of FedAvg, loss-weighted averaging, L-DAWA and M-DAWA.
 
 All of them compute ``sum_k beta_k s_k w_k / sum_k beta_k`` for every layer. The weights beta are 1, the numbers of
-examples (Eq. 1 of L-DAWA, Rehman et al., ICCV 2023) or exp(-loss) (its Eq. 6); the scale s is 1 (FedAvg), the cosine of
+examples (Eq. 1 of L-DAWA, Rehman et al., ICCV 2023) or exp(-loss) (its Eq. 6). The scale s is 1 (FedAvg), the cosine of
 the client's layer (Eqs. 4-6) or that of its whole model (Eqs. 2-3) with the global one. With ``normalize`` the divisor
-is ``sum_k beta_k |s_k|``: scales then weigh the clients against each other and no layer shrinks. Updates are folded in
-one by one, so a round needs the memory of one model beside the global one, whatever the number of clients.
+is ``sum_k beta_k |s_k|``, so that scales weight the clients against each other and no layer shrinks. Updates are added
+one by one, so a round needs the memory of one model beside the global one for any number of clients.
 
-Kinds of layers: running statistics are averaged with s = 1 (``buffers="average"``), or scaled like weights as in the
-authors' code (``buffers="scale"``); counters are averaged with s = 1 and rounded to the nearest integer.
+Running statistics are averaged with s = 1 (``buffers="average"``), or scaled like weights as in the authors' code
+(``buffers="scale"``). Counters are averaged with s = 1 and rounded to the nearest integer.
 """
 
 import math
@@ -22,7 +22,7 @@ from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 
-# Layers that came through shared memory are read-only; they are only read here.
+# Layers in shared memory are read-only, and are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
@@ -33,7 +33,7 @@ NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
 
 
 def check_choice(setting: str, value: str, allowed: Sequence[str]) -> str:
-    """``value`` if it is allowed, else an InputError."""
+    """Return ``value`` if it is allowed, else raise `InputError`."""
     if value not in allowed:
         raise InputError(f"{setting}={value} is not a choice; allowed are {', '.join(allowed)}")
     return value
@@ -41,7 +41,7 @@ def check_choice(setting: str, value: str, allowed: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Term:
-    """One client's term: the sum is multiplied by ``rescale``, then ``weight * s * layers`` is added."""
+    """One client's part of the sum: multiply the sum by ``rescale``, then add ``weight * s * layers``."""
 
     layers: Layers
     cosines: Cosines
@@ -50,10 +50,10 @@ class _Term:
 
 
 class WeightedSum:
-    """A weighted average of client models, optionally scaled by their cosines with the global model.
+    """Weighted average of client models, optionally scaled by their cosines with the global model.
 
-    Call `start`, then `add` for each client in order of partition id (or `add_all`, faster, with the same bits), then
-    `finish`; `start` begins a new round.
+    Call `start`, then `add` for each client in order of partition id (or `add_all`, faster and bit-identical), then
+    `finish`. `start` starts a new round.
 
     Parameters
     ----------
@@ -62,14 +62,14 @@ class WeightedSum:
     scale : {"none", "layer", "model"}
         s: 1, the cosine of each layer, or one cosine over all weights.
     buffers : {"average", "scale"}
-        Whether running statistics are averaged or scaled as weights are.
+        Average running statistics, or scale them like weights.
     normalize : bool
-        Whether the sum is divided by that of beta |s| instead of that of beta.
+        Divide the sum by that of beta |s| instead of that of beta.
 
     Raises
     ------
     InputError
-        An option is none of these.
+        An option is unknown.
     """
 
     def __init__(
@@ -82,41 +82,40 @@ class WeightedSum:
 
     @property
     def required_metrics(self) -> tuple[str, ...]:
-        """Metrics that every client must report."""
+        """Return the names of the metrics that every client must report."""
         return REQUIRED_METRICS[self.weighting]
 
     def start(self, global_layers: ReferenceLayers) -> None:
-        """Begin a round."""
+        """Start a round."""
         self._global = global_layers
         self._sums = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in global_layers.layers.items()}
         self._total = 0.0
         self._scaled_totals = dict.fromkeys(global_layers.layers, 0.0)
         self._empty = True
-        self._least_loss = math.inf
+        self._min_loss = math.inf
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Fold in one update that passed `ReferenceLayers.check`.
+        """Add an update that `ReferenceLayers.check` validated.
 
         Raises
         ------
         InputError
-            The update lacks the metric that ``weighting`` needs; the sum is unchanged.
+            The update lacks the metric of ``weighting``. The sum is unchanged.
         """
         self._fold([self._term(update, cosines)])
 
     def add_weighted(self, update: ClientUpdate, weight: float) -> None:
-        """Fold in one update with a weight of its own, unscaled, whatever the options say."""
+        """Add an update with an explicit weight and without scaling. The options do not apply."""
         self._total += weight
         self._fold([_Term(update.layers, NO_COSINES, 1.0, weight)])
 
     def add_all(self, updates: Sequence[ClientUpdate]) -> None:
-        """Check, compare and fold in several updates, reading each in pieces that stay in the cache.
+        """Validate, compare and add several updates, each read in tiles that stay in the cache.
 
         Raises
         ------
         InputError
-            An update does not fit the global layers, lacks a metric, or (if cosines are used) has a value that is not
-            finite.
+            An update does not fit the global layers, lacks a metric, or (if cosines are used) has a non-finite value.
         """
         check_updates(self._global, updates)
         if self.scale == "none":
@@ -131,13 +130,7 @@ class WeightedSum:
         self._fold([self._term(update, cosines) for update, cosines in zip(updates, all_cosines, strict=True)])
 
     def finish(self) -> Layers:
-        """The new global layers, with names, order, shapes and dtypes of the old ones.
-
-        Raises
-        ------
-        InputError
-            No update was added.
-        """
+        """Return the new global layers. Raises `InputError` without any update."""
         if self._empty:
             raise InputError("no client sent an update; at least one is needed")
         result = dict(self._sums)
@@ -162,11 +155,11 @@ class WeightedSum:
                 raise InputError(f"client {update.partition_id}: {NUM_EXAMPLES}={weight:g} is not positive")
         elif self.weighting == "loss":
             loss = _metric(update, TRAIN_LOSS, update.train_loss)
-            # Weights are relative to the least loss so far: exp(-1000) would be 0 for every client.
-            if loss < self._least_loss:
-                rescale = math.exp(loss - self._least_loss)
-                self._least_loss = loss
-            weight = math.exp(self._least_loss - loss)  # Eq. 6
+            # Weights are relative to the smallest loss so far: exp(-1000) would be 0 for every client.
+            if loss < self._min_loss:
+                rescale = math.exp(loss - self._min_loss)
+                self._min_loss = loss
+            weight = math.exp(self._min_loss - loss)  # Eq. 6
         self._total = rescale * self._total + weight
         return _Term(update.layers, cosines, rescale, weight)
 
@@ -197,7 +190,7 @@ class WeightedSum:
                 sums.add_(addend, alpha=coefficient)
 
     def _coefficients(self, name: str, terms: Sequence[_Term]) -> list[float]:
-        """beta_k s_k of every client for a layer."""
+        """Return beta_k s_k of every client for a layer."""
         array = self._global.layers[name]
         weight = is_weight(name, array)
         if self.scale == "none" or array.dtype.kind != "f" or not (weight or self.buffers == "scale"):
@@ -210,12 +203,12 @@ class WeightedSum:
 
 
 def is_uniform_sum(aggregator: object) -> bool:
-    """Whether a rule adds clients up, each with the same weight."""
+    """Return whether an aggregator adds clients with equal weights."""
     return isinstance(aggregator, WeightedSum) and (aggregator.weighting, aggregator.scale) == ("uniform", "none")
 
 
 def check_updates(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> None:
-    """`ReferenceLayers.check` for every update; the InputError names the client."""
+    """Call `ReferenceLayers.check` for every update. The `InputError` names the client."""
     for update in updates:
         try:
             global_layers.check(update.layers)
@@ -224,14 +217,14 @@ def check_updates(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate
 
 
 def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum) -> Layers:
-    """Apply the rule to updates that are all at hand, in order of partition id."""
+    """Aggregate a list of updates in order of partition id."""
     aggregator.start(ReferenceLayers(global_layers))
     aggregator.add_all(sorted(updates, key=lambda update: update.partition_id))
     return aggregator.finish()
 
 
 def _sum_dtype(array: np.ndarray) -> np.dtype:
-    # float32 holds the sum of float16; counters need every digit of an integer.
+    # float16 is summed in float32. Counters need all digits of an integer.
     return np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float64)
 
 

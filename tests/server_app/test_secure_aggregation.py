@@ -204,9 +204,7 @@ def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path
 
     monkeypatch.setattr(client_side, "delta_of", far)
     federation.run(1)
-    assert (
-        "1 numbers of the update went further than secure_aggregation.clipping_range=8 and are cut to it" in caplog.text
-    )
+    assert "1 values of the update exceed secure_aggregation.clipping_range=8 and are clipped to it" in caplog.text
     monkeypatch.setattr(client_side, "delta_of", lambda *layers: original(*layers) * np.nan)
     with pytest.raises(RunError, match="training diverged: the update has values that are not finite"):
         federation.run(1)

@@ -214,7 +214,7 @@ def test_what_gives_no_graph_is_refused(kind, num_clients, options, sentence):
         ("0 1e0\n", "no edge"),
         ("0 " + 5000 * "9", "no edge"),
         ("0 \x1b[2J\n", r"line 1: '0  \[2J' is no edge"),
-        ("0 1\n1 2\n", "has no edge for client 3; every client needs a neighbour"),
+        ("0 1\n1 2\n", "has no edge for client 3; every client needs a neighbor"),
         ("", "has no edge for clients 0, 1, 2, 3; every"),
         ("0 1\n2 3\n", "has 2 pieces with no edge between them, one of clients 0, 1; add edges that join them"),
     ],
