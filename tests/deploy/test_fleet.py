@@ -86,7 +86,7 @@ def test_what_devices_reach_is_the_fleet_api_alone(tmp_path):
         check_the_public_port(one)
         one.start_node("stranger", data_path=tmp_path)
         words = [*one.engine, *SMALL, "resume=/not/here"]
-        with pytest.raises(InputError, match="resume=/not/here is not a run folder: it has no config.yaml"):
+        with pytest.raises(InputError, match="resume=/not/here is not a run folder: config.yaml"):
             simulate(words)  # the ServerApp said so
         words[1] = f"engine.address=127.0.0.1:{one.public}"
         with pytest.raises(

@@ -211,7 +211,7 @@ def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     settings = compose([f"strategy={strategy}", "method=byol", "method.target_init=average"])
     context = StrategyContext(method=build_method(settings.model), num_clients=10, clients_per_round=2)
     with pytest.raises(
-        InputError, match="method.target_init=average lets .* set method.target_init=persist, or"
+        InputError, match="method.target_init=average exchanges .* set method.target_init=persist, or"
     ) as caught:
         settings.algorithm.strategy.instantiate().validate(context)
     assert "\n" not in str(caught.value)
