@@ -1,25 +1,22 @@
-"""Aggregation of ResNet-18 models (11 M weights, 122 layers): time, and memory, against what memory bandwidth allows.
+"""Time and memory of the aggregation of ResNet-18 models (11 M weights, 122 layers), relative to memory bandwidth.
 
-    uv run python benchmarks/aggregation.py            # 10 and 100 clients; the latter take 5 GB and a minute
+    uv run python benchmarks/aggregation.py            # 10 and 100 clients; 100 clients need 5 GB and a minute
     uv run python benchmarks/aggregation.py 10
 
-Prints, for each number of clients K:
-1. all updates at hand: times as multiples of one pass over memory (K clients and the global model read once, the
-   result written once, at the copy bandwidth measured in between), and how often they fit into the time of the form in
-   which L-DAWA's authors compute it. Targets: FedAvg and Loss at most 1.3 passes, L-DAWA and M-DAWA at most 4, and at
-   least 3.5 times into the authors' form with 10 clients;
-2. updates that arrive as messages, one by one: time from the last one to the new model (target: at most 10 ms), and
-   the memory beyond the global model and the message at hand (target: two models);
-3. EUA, which needs all updates at once: its parts and its memory beside them, and for up to 10 clients the form in
-   which its authors compute the direction. Targets: 3 s for 100 clients on two cores, at least 25 times into the
-   authors' form.
+For each number of clients K:
+1. All updates in memory. Times are multiples of one memory pass (read K clients and the global model, write the result,
+   at the measured copy bandwidth) and are compared with the form of L-DAWA's authors. Targets: FedAvg and Loss at most
+   1.3 passes, L-DAWA and M-DAWA at most 4 and, with 10 clients, 3.5 times faster than the authors' form.
+2. Updates that arrive as messages. Time from the last message to the new model (target: at most 10 ms), and memory
+   besides the global model and the current message (target: two models).
+3. EUA, which needs all updates at once: time of its parts, memory besides the updates, and for up to 10 clients the
+   form of its authors. Targets: 3 s for 100 clients on two cores, 25 times faster than the authors' form.
 
-Repetitions of all candidates are interleaved; numbers are medians, with the least in brackets: on a machine that does
-other work as well, the least comes nearest to what the code takes.
+Repetitions are interleaved. Numbers are medians, with minima in parentheses: on a busy machine the minimum is closest
+to the cost of the code.
 """
 
 import statistics
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -29,6 +26,7 @@ from functools import reduce
 import numpy as np
 import torch
 
+from benchmarks.common import make_parser, time_in_turn
 from fedssl.arrays import Layers, ReferenceLayers, is_weight
 from fedssl.machine.threads import default_threads, tune_allocator
 from fedssl.wire.messages import ClientUpdate
@@ -50,7 +48,7 @@ RULES = {
 
 
 def resnet18() -> Layers:
-    """The layers of a ResNet-18 for small images with 128 outputs."""
+    """Return the layers of a ResNet-18 for small images with 128 outputs."""
     from torchvision.models import resnet18
 
     model = resnet18(num_classes=128)
@@ -58,8 +56,8 @@ def resnet18() -> Layers:
     return {name: value.numpy().copy() for name, value in model.state_dict().items()}
 
 
-def trained(layers: Layers, client: int) -> ClientUpdate:
-    """An update that differs from the global layers by noise of a tenth of their size."""
+def make_update(layers: Layers, client: int) -> ClientUpdate:
+    """Return an update that differs from the global layers by noise of a tenth of their standard deviation."""
     random = np.random.default_rng(client + 1)
 
     def noisy(array: np.ndarray) -> np.ndarray:
@@ -77,8 +75,8 @@ def trained(layers: Layers, client: int) -> ClientUpdate:
     )
 
 
-def authors(global_layers: list[np.ndarray], models: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """L-DAWA as its authors compute it: array by array three norms, a product and a scaled copy, then their mean."""
+def l_dawa_of_authors(global_layers: list[np.ndarray], models: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Compute L-DAWA in the authors' form: per array two norms, a product and a scaled copy, then the mean."""
 
     def scaled(w: np.ndarray, g: np.ndarray) -> np.ndarray:
         if w.ndim == 0 or np.linalg.norm(w) == 0:
@@ -91,7 +89,7 @@ def authors(global_layers: list[np.ndarray], models: list[list[np.ndarray]]) -> 
 
 @dataclass
 class Seconds:
-    """Median and least of the repetitions."""
+    """Median and minimum of the repetitions."""
 
     median: float
     minimum: float
@@ -101,18 +99,12 @@ class Seconds:
 
 
 def measure(candidates: dict[str, Callable[[], object]], repetitions: int) -> dict[str, Seconds]:
-    """Time each candidate; a first round is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(repetitions + 1):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: Seconds(statistics.median(values[1:]), min(values[1:])) for name, values in seconds.items()}
+    seconds = time_in_turn(candidates, turns=repetitions)
+    return {name: Seconds(statistics.median(values), min(values)) for name, values in seconds.items()}
 
 
-def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
-    """Print times with all updates in memory."""
+def report_in_memory(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
+    """Print part 1."""
     reference = ReferenceLayers(layers)
     spare = {name: np.empty_like(array) for name, array in layers.items()}
     flat = np.concatenate([array.reshape(-1) for array in layers.values() if array.dtype.kind == "f"])
@@ -127,7 +119,7 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
             "Loss": lambda: loss_weighted(layers, updates),
             "L-DAWA": lambda: l_dawa(layers, updates),
             "M-DAWA": lambda: m_dawa(layers, updates),
-            "L-DAWA, authors' form": lambda: authors(arrays, models),
+            "L-DAWA, authors' form": lambda: l_dawa_of_authors(arrays, models),
         },
         repetitions,
     )
@@ -136,7 +128,7 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
         passes * min(seconds["copy"].median, seconds["copy, threads"].median),
         passes * min(seconds["copy"].minimum, seconds["copy, threads"].minimum),
     )
-    print(f"\nK={len(updates)}, all at hand{'':18}ms {'passes':>18} {'authors/this':>18}")
+    print(f"\nK={len(updates)}, in memory{'':20}ms {'passes':>18} {'authors/ours':>18}")
     print(f"{'one pass':24}{floor}")
     slowest = seconds["L-DAWA, authors' form"]
     for name in ("FedAvg", "Loss", "L-DAWA", "M-DAWA", "L-DAWA, authors' form"):
@@ -149,7 +141,7 @@ def at_hand(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> No
 
 
 def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate]) -> float:
-    """Fold the updates in one by one, as a strategy does; seconds from the last one to the new layers."""
+    """Aggregate the updates one by one, as a strategy does; return seconds from the last one to the new layers."""
     reference = ReferenceLayers(global_layers)
     rule.start(reference)
     for update in updates:
@@ -160,8 +152,8 @@ def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpd
     return time.perf_counter() - start
 
 
-def from_messages(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
-    """Print the time after the last message and the memory of the whole round."""
+def report_streaming(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
+    """Print part 2."""
     records = [arrays_to_record(update.layers) for update in updates]
     model = sum(array.nbytes for array in layers.values())
 
@@ -182,8 +174,8 @@ def from_messages(layers: Layers, updates: list[ClientUpdate], repetitions: int)
         print(f"{name:24}{Seconds(statistics.median(after[name]), min(after[name]))} {peak / model:26.2f}")
 
 
-def authors_eua(global_layers: Layers, models: list[Layers]) -> torch.Tensor:
-    """The direction of EUA as its authors compute it: unit deviations as columns, products by pairs, steps on p."""
+def eua_of_authors(global_layers: Layers, models: list[Layers]) -> torch.Tensor:
+    """Compute EUA's direction in the authors' form: unit deviations as columns, pairwise products, steps on p."""
     names = [name for name, array in global_layers.items() if is_weight(name, array)]
 
     def flat(layers: Layers) -> torch.Tensor:
@@ -207,15 +199,15 @@ def authors_eua(global_layers: Layers, models: list[Layers]) -> torch.Tensor:
     return columns @ p
 
 
-def with_all_updates(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
-    """Print EUA's times and memory."""
+def report_eua(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
+    """Print part 3."""
     models = [update.layers for update in updates]
     weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, models)
     reference = ReferenceLayers(layers)
     all_cosines = reference.cosines_of_all(models)
 
-    def whole() -> None:
+    def eua() -> None:
         rule = EUAAggregator()
         rule.start(reference)
         for update, cosines in zip(updates, all_cosines, strict=True):
@@ -225,33 +217,35 @@ def with_all_updates(layers: Layers, updates: list[ClientUpdate], repetitions: i
     candidates = {
         "Gram matrix": lambda: deviation_gram(weights, models),
         "weights p": lambda: solve(gram),
-        "EUA": whole,
+        "EUA": eua,
     }
     if len(updates) <= 10:
-        candidates["EUA, authors' form"] = lambda: authors_eua(layers, models)
+        candidates["EUA, authors' form"] = lambda: eua_of_authors(layers, models)
     seconds = measure(candidates, repetitions)
     tracemalloc.start()
-    whole()
+    eua()
     peak = tracemalloc.get_traced_memory()[1] / sum(array.nbytes for array in layers.values())
     tracemalloc.stop()
     print(f"\nK={len(updates)}, all at once{'':18}ms {'times EUA':>18}")
     for name, own in seconds.items():
         print(f"{name:24}{own} {own.median / seconds['EUA'].median:18.2f}")
-    print(f"{'EUA, memory in models':24}{peak:8.2f} beside the updates, with the new model")
+    print(f"{'EUA, memory in models':24}{peak:8.2f} besides the updates, with the new model")
 
 
 def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("clients", nargs="*", type=int, default=[10, 100], help="numbers of clients")
+    numbers = parser.parse_args().clients
     tune_allocator()
     torch.set_num_threads(default_threads(32))
-    layers = trained(resnet18(), -1).layers  # fresh biases are zero, by which the authors' form divides
-    numbers = [int(word) for word in sys.argv[1:]] or [10, 100]
-    updates = [trained(layers, client) for client in range(max(numbers))]
+    layers = make_update(resnet18(), -1).layers  # noise, because the authors' form divides by zero biases
+    updates = [make_update(layers, client) for client in range(max(numbers))]
     print(f"{torch.get_num_threads()} threads")
     for number in numbers:
         repetitions = max(3, 200 // number)
-        at_hand(layers, updates[:number], repetitions)
-        from_messages(layers, updates[:number], repetitions)
-        with_all_updates(layers, updates[:number], max(3, repetitions // 4))
+        report_in_memory(layers, updates[:number], repetitions)
+        report_streaming(layers, updates[:number], repetitions)
+        report_eua(layers, updates[:number], max(3, repetitions // 4))
 
 
 if __name__ == "__main__":

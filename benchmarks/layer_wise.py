@@ -75,7 +75,7 @@ class Cost:
 class Same:
     """A calibration that leaves the layers as they are: bytes do not depend on what is in them."""
 
-    at = "end"
+    when = "end"
 
     def __call__(self, round: int, layers: Layers) -> Layers:
         return layers

@@ -1,14 +1,14 @@
-"""The local engine beside training: overhead of a client, a whole round against a bare loop, 100 clients in memory.
+"""The local engine relative to training: overhead of a client, a round against a bare loop, memory of 100 clients.
 
     uv run python benchmarks/local_engine.py
 
-Prints, for ResNet-18 (11 M weights), overhead being the time of a round without training:
-1. overhead per client (target: at most 10 ms);
-2. a whole round against a bare PyTorch loop that does the same optimiser steps on the same images, without messages,
-   aggregation or client bookkeeping (target: at most 1.05x);
-3. overhead per client that keeps a target network (BYOL: 46 MB): in memory with files written behind, in files alone,
-   as on Ray, and in the files that earlier versions wrote, by ``torch.save``;
-4. a round of 100 clients without training, and the peak memory of the process (target: under 3 s and 1 GB).
+ResNet-18 (11 M weights). Overhead is the time of a round without training.
+1. overhead: per client (target: at most 10 ms).
+2. round: a complete round against a bare PyTorch loop with the same optimizer steps on the same images, without
+   messages, aggregation or client state (target: at most 1.05x).
+3. state: overhead per client that keeps a target network (BYOL: 46 MB): in memory with files written in the background,
+   in files only, as on Ray, and in files written by ``torch.save``, as in earlier versions.
+4. memory: a round of 100 clients without training, and the peak memory of the process (target: under 3 s and 1 GB).
 """
 
 import os
@@ -28,6 +28,7 @@ os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the c
 
 import torch
 
+from benchmarks.common import make_parser
 from client_app.app import app as client_app
 from client_app.state_store import FILE_STORE, StateStore, WriteBehind
 from client_app.worker import worker_for
@@ -44,17 +45,17 @@ COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
 
 
 class Federation:
-    """Rounds of one federation on the local engine, one at a time."""
+    """Rounds of a federation on the local engine."""
 
     def __init__(self, *overrides: str, store: Any = None) -> None:
         quiet = ["collapse_images=0", "measure_resources=false", f"output_dir={tempfile.mkdtemp()}"]
         self.settings = compose([*COMMON, *quiet, *overrides])
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients, store=store)
-        self.federation = build_run(self.grid, self.settings).context  # sets threads and allocator as well
+        self.federation = build_run(self.grid, self.settings).context  # also configures threads and allocator
         self.state = ServerState()
 
     def __call__(self) -> float:
-        """Run a round; its seconds."""
+        """Run a round, and return its seconds."""
         start = time.perf_counter()
         exchange = MessageExchange(self.grid)
         self.state, _ = run_round(exchange, lambda: self.federation, self.state, keep_from=self.state.round)
@@ -62,7 +63,7 @@ class Federation:
         return time.perf_counter() - start
 
     def bare(self) -> float:
-        """The same optimiser steps in a bare loop on the resident model; its seconds."""
+        """Run the same optimizer steps in a bare loop on the same model, and return the seconds."""
         client = worker_for(parse_client_config(self.settings.client_yaml))
         generator = torch.Generator().manual_seed(0)
         client.method.train()
@@ -86,18 +87,18 @@ def overhead(repeats: int = 15) -> None:
     print(f"overhead, {weights / 1e6:.1f} M weights, 10 clients: {1e3 * statistics.median(times):.1f} ms per client")
 
 
-def whole_round(repeats: int = 5) -> None:
+def complete_round(repeats: int = 5) -> None:
     """Part 2."""
     federation = Federation("local_epochs=1", "num_clients=4", "batch_size=64")
     federation(), federation.bare()
     pairs = [(federation(), federation.bare()) for _ in range(repeats)]
     ratio = statistics.median(ours / bare for ours, bare in pairs)
     ours, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"whole round, 4 clients: {ours:.2f} s, bare loop {bare:.2f} s, ratio {ratio:.3f}x")
+    print(f"round, 4 clients: {ours:.2f} s, bare loop {bare:.2f} s, ratio {ratio:.3f}x")
 
 
-class Pickled:
-    """A client's state as earlier versions wrote it."""
+class PickledStore:
+    """Client state in files of earlier versions."""
 
     def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
         rounds = [round for round in saved_rounds(folder) if round < before]
@@ -110,8 +111,8 @@ class Pickled:
             round_file(folder, version).unlink()
 
 
-class Chosen:
-    """One store of several: all clients of a federation in turn use the one that is chosen."""
+class SelectedStore:
+    """The store that is selected at the moment, so that one federation can use several in turn."""
 
     store: StateStore = FILE_STORE
 
@@ -126,44 +127,52 @@ class Chosen:
             self.store.flush()
 
 
-def kept(repeats: int = 9) -> None:
+def client_state(repeats: int = 9) -> None:
     """Part 3."""
-    chosen = Chosen()
-    federation = Federation("local_epochs=0", "method=byol", "num_clients=4", store=chosen)
+    selected = SelectedStore()
+    federation = Federation("local_epochs=0", "method=byol", "num_clients=4", store=selected)
     with WriteBehind() as behind:
-        stores: dict[str, StateStore] = {"written behind": behind, "files": FILE_STORE, "torch.save": Pickled()}
+        stores: dict[str, StateStore] = {"background": behind, "files": FILE_STORE, "torch.save": PickledStore()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in stores}
         for _ in range(repeats + 2):
-            for name, chosen.store in stores.items():
-                federation()  # what the round before it left behind is another store's
+            for name, selected.store in stores.items():
+                federation()  # the previous round saved into another store
                 cpu, wall = time.process_time(), federation()
                 times[name].append((1e3 * wall / 4, 1e3 * (time.process_time() - cpu) / 4))
     medians = {
-        name: [statistics.median(column) for column in zip(*found[2:], strict=True)] for name, found in times.items()
+        name: [statistics.median(column) for column in zip(*pairs[2:], strict=True)] for name, pairs in times.items()
     }
     shown = ", ".join(f"{name} {wall:.1f} ms ({cpu:.1f} of CPU)" for name, (wall, cpu) in medians.items())
     print(f"overhead with a target network, per client: {shown}")
 
 
-def hundred(repeats: int = 3) -> None:
-    """Part 4, in a process of its own, so that the peak memory is its own."""
+def hundred_clients(repeats: int = 3) -> None:
+    """Part 4, in a new process, whose peak memory contains nothing else."""
     federation = Federation("local_epochs=0", "num_clients=100")
     federation()
     seconds = statistics.median(federation() for _ in range(repeats))
-    # getrusage would also count what the parent used before it started this process.
+    # getrusage would include the memory of the parent process before the fork.
     status = Path("/proc/self/status").read_text()
     peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**20
     print(f"100 clients: {seconds:.2f} s per round, peak memory {peak:.2f} GB", flush=True)
 
 
+PARTS = {"overhead": overhead, "round": complete_round, "state": client_state, "memory": hundred_clients}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
+    part = parser.parse_args().part
+    if part:
+        PARTS[part]()
+        return
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    overhead()
+    complete_round()
+    client_state()
+    subprocess.run([sys.executable, __file__, "--part", "memory"], check=True)
+
+
 if __name__ == "__main__":
-    if "hundred" in sys.argv:
-        hundred()
-    elif "kept" in sys.argv:
-        kept()
-    else:
-        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-        overhead()
-        whole_round()
-        kept()
-        subprocess.run([sys.executable, __file__, "hundred"], check=True)
+    main()

@@ -1,0 +1,27 @@
+"""Every script in benchmarks/ describes itself."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+import benchmarks.fedssl_bench
+
+SCRIPTS = sorted(
+    script
+    for script in Path(benchmarks.fedssl_bench.__file__).parents[1].glob("*.py")
+    if '__name__ == "__main__"' in script.read_text()
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_help(script, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.syspath_prepend(script.parent)
+    with patch.dict(os.environ), pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 0
+    assert "--help" in capsys.readouterr().out
