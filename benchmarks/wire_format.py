@@ -21,13 +21,13 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from benchmarks.common import make_parser, time_in_turn
 from fedssl.arrays import Layers
+from fedssl.compat import set_task_identity
 from fedssl.config.load import compose
 from fedssl.machine.threads import tune_allocator
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.records import arrays_to_record, encode_arrays
 from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
-from simulation.grid import set_task_identity
 
 
 def models() -> tuple[Layers, Layers]:

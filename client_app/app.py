@@ -9,15 +9,15 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.limits import check_message, check_plan
 from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import SimulatedClient, is_simulated
 from client_app.worker import worker_for
+from fedssl.compat import error_reply
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
@@ -110,7 +110,7 @@ def _failure_reply(message: Message, context: Context, error: Exception) -> Mess
     else:
         log.error("%s", reason, exc_info=None if isinstance(error, RequestRefused) else error)
         reason = safe_error_message(error)
-    return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+    return error_reply(message, reason)
 
 
 def _no_deadline() -> None:

@@ -34,9 +34,7 @@ def secagg_reply(
     RequestRefused
         The server's parameters would reveal more than a sum.
     """
-    from flwr.client.mod import secaggplus_mod  # here: the import is slow, and few runs need it
-    from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-    from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+    from client_app.compat import delta_reply, secaggplus_mod  # slow import
 
     configs = message.content.config_records[SECAGG_CONFIG_KEY]
     _check(configs)
@@ -48,8 +46,7 @@ def secagg_reply(
         delta = delta_of(update.layers, plan.layers)
         # Flower does not type a record's values. Its setup stage wrote this one as a number.
         _check_delta(delta, max_abs=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
-        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([delta]), num_examples=1, metrics={})
-        return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
+        return delta_reply(message, delta)
 
     return secaggplus_mod(message, context, call)
 

@@ -11,7 +11,6 @@ from fedssl import untrusted
 log = logging.getLogger("fedssl")
 
 LOG_INTERVAL = 30.0  # seconds between two lines
-RUN_FOLDER_MARKER = "; output in "  # precedes the run folder in the log
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Flower's run config contains the overrides of the command line, see `overrides_o
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 
 from flwr.app import Context
@@ -21,8 +21,8 @@ from fedssl.evaluation.scores import mean_over_models
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers, load_layers
 from fedssl.report.accuracy_table import format_table
+from fedssl.run_report import RunReport
 from fedssl.schedule.stages import set_active_stages
-from fedssl.waiting import RUN_FOLDER_MARKER
 from fedssl.wire.records import encode_arrays, record_bytes
 from fedssl.wire.wire_format import describe_wire_format
 from server_app.build import RunComponents, build_run
@@ -79,6 +79,20 @@ RUN_CONFIG_KEYS = {
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Compose the settings and run all rounds. The reason for an early end is in ``summary.json``."""
+    try:
+        _main(grid, context)
+    except InputError as error:
+        _print_report(context, RunReport(error=str(error)))
+        raise
+
+
+def _print_report(context: Context, report: RunReport) -> None:
+    """Print a report for the command that follows the log. The engines of this machine need none."""
+    if INTERACTIVE_KEY not in context.node_config:
+        print(report.line(), flush=True)
+
+
+def _main(grid: Grid, context: Context) -> None:
     overrides = overrides_of(context.run_config)
     settings = load_settings(overrides)
     if not SETS_NUM_CLIENTS & {word.key_or_group for word in parse(overrides)}:
@@ -96,7 +110,13 @@ def main(grid: Grid, context: Context) -> None:
     with disk_errors_as_run_error(recorder.folder), recorder.locked(), log_to(recorder.folder, screen), closing(screen):
         screen.open(settings.rounds)
         try:
-            results, models, no_evaluation_reason = run(grid, settings, recorder, client_cores=client_cores)
+            results, models, no_evaluation_reason = run(
+                grid,
+                settings,
+                recorder,
+                client_cores=client_cores,
+                on_start=lambda: _print_report(context, RunReport(run_folder=str(recorder.folder))),
+            )
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
@@ -113,7 +133,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def run(
-    grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None
+    grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None, on_start: Callable[[], None]
 ) -> tuple[ResultsByModel, ResultsByModel, str | None]:
     """Run all rounds after the last checkpoint. Return the results of `finish`, and why nothing is evaluated."""
     components = build_run(grid, settings, known_client_ids=recorder.devices())
@@ -141,10 +161,11 @@ def run(
     components.context.strategy.server.plot(recorder.folder / "figures")
     images = f"{len(components.client_data.image_data.images)} images" if components.client_data else "their own images"
     log.info(
-        f"%d clients, %s, %d rounds; %d bytes of layers per model and direction{RUN_FOLDER_MARKER}%s",
+        "%d clients, %s, %d rounds; %d bytes of layers per model and direction; output in %s",
         *(settings.num_clients, images, settings.rounds),
         *(record_bytes(encode_arrays(exchanged_layers(components.method), settings.wire_dtype)), recorder.folder),
     )
+    on_start()
     log.info("strategy %s: %s", settings.recording.choices["strategy"], describe_exchange(components))
     problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
     if problem:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
@@ -61,14 +61,11 @@ def secure_mean_delta(
     TooFewParticipants
         Too few clients took part in all stages.
     """
-    from flwr.common import parameters_to_ndarrays
-    from flwr.server.workflow import SecAggPlusWorkflow
-    from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
-    from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
+    from server_app import compat  # slow import
 
     if len(contents) < MIN_CLIENTS:
         raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
-    workflow = SecAggPlusWorkflow(
+    workflow = compat.SecAggPlusWorkflow(
         1.0,
         settings.threshold,
         max_weight=SECAGG_PARAMETERS["max_weight"],
@@ -78,12 +75,10 @@ def secure_mean_delta(
         timeout=timeout,
     )
     stages, part = _GridAdapter(exchange, timeout=timeout, deadline=deadline), _StrategyStub(list(contents))
-    records = RecordDict()
-    records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round})
-    records[MAIN_PARAMS_RECORD] = ArrayRecord()
+    records = compat.workflow_records(round)
     context: Any = SimpleNamespace(state=records, strategy=part, client_manager=part, history=None)
     grid: Any = stages
-    state = WorkflowState()
+    state = compat.WorkflowState()
     with _quiet("flwr"):
         try:
             ok = workflow.setup_stage(grid, context, state)
@@ -101,7 +96,7 @@ def secure_mean_delta(
     if not ok:
         reasons = "; ".join(stages.reasons) or "no reply in time"
         raise TooFewParticipants(f"too few clients completed secure aggregation ({reasons})")
-    (delta,) = parameters_to_ndarrays(part.found)
+    (delta,) = compat.parameters_to_ndarrays(part.found)
     return SecureMean(delta, nodes, stages.bytes_down, stages.bytes_up)
 
 
@@ -132,9 +127,9 @@ class _StrategyStub:
     found: Any = None
 
     def configure_fit(self, *_: object) -> list[tuple[SimpleNamespace, Any]]:
-        from flwr.common import FitIns, Parameters
+        from server_app.compat import empty_instructions
 
-        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self.nodes]
+        return [(SimpleNamespace(node_id=node), empty_instructions()) for node in self.nodes]
 
     def aggregate_fit(self, round: int, results: list[tuple[Any, Any]], failures: object) -> tuple[None, None]:
         self.found = results[0][1].parameters  # every client has the same, the mean

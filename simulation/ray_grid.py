@@ -1,9 +1,8 @@
-"""Engine ``ray``: a Flower ``Grid`` over Ray actors, in which the unchanged ClientApp runs on all CPUs and GPUs.
+"""Engine ``ray``: Flower's ``Grid`` over Ray actors, which run the unchanged ClientApp on all CPUs and GPUs.
 
-The ServerApp runs in the process that was started. Contents that clients share go into Ray's object store once, where
-all actors of a host read them without a copy; replies come back through it and are freed when the server has folded
-them in. An actor is waited for as long as it lives; one that has died is started again, its client counts as failed,
-and the round goes on.
+The ServerApp runs in this process. Contents that several clients receive are put into Ray's object store once, and the
+actors of a host read them there without a copy. Replies are freed after the server has aggregated them. If an actor
+dies, it is replaced, its client has failed, and the round continues.
 """
 
 import copy
@@ -21,60 +20,59 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
+from fedssl.compat import assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import EngineSettings, MachineSettings
 from fedssl.errors import RunError
 from simulation.grid import (
+    RUN_ID,
+    SERVER_NODE,
     SimulatedGrid,
-    assign_message_id,
-    error_reply,
     load_client_app,
     make_context,
     run_client_app,
     run_server_app,
-    set_task_identity,
 )
 from simulation.ray_session import check_hosts, ray_session
 from simulation.resources import ClientResources, plan_client_resources
 
 log = logging.getLogger("fedssl")
 
-POLL_SECONDS = 0.1  # seconds that a look at the actors takes if none of them is done
-LOG_INTERVAL = 30.0  # seconds between two lines that say that nobody works yet
-OUT_OF_MEMORY = "OutOfMemoryError"  # what torch raises if a GPU is full
+POLL_SECONDS = 0.1
+LOG_INTERVAL = 30.0  # seconds between two warnings that no actor is ready
+OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, if a GPU is full
 OUT_OF_MEMORY_HINT = "a smaller batch_size or a larger engine.client_gpus may help"
 
 
 class ClientActor:
-    """A process in which clients train one after the other."""
+    """A process that runs one client at a time."""
 
     def __init__(self, client_app: ClientApp | None = None) -> None:
-        set_task_identity()
+        set_task_identity(run_id=RUN_ID, node_id=SERVER_NODE)
         self._client_app = client_app or load_client_app()
 
     def ready(self) -> None:
-        """Return when the process can train, i.e. as soon as it can answer at all."""
+        """Return when the process is ready."""
 
     def run_client_app(self, content: RecordDict, message: Message, context: Context) -> tuple[Message, Context]:
-        """The client's reply to a message that comes without its content, and what its node is like after it."""
+        """Return the reply to a message, whose content is a separate argument, and the new context of the node."""
         message.content = content
         return run_client_app(self._client_app, message, context), context
 
 
 class RayGrid(SimulatedGrid):
-    """Nodes whose clients run side by side in Ray actors.
+    """Nodes whose clients run in parallel in Ray actors.
 
-    Queries, which only ask what a node is, are answered in this process. A client that finds too little memory on its
-    GPU runs once more when nobody else does.
+    Queries are answered in this process. A client that runs out of GPU memory is retried without other clients.
 
     Parameters
     ----------
     num_clients : int
     actors : int
-        How many clients run at a time.
-    client : Share
-        What an actor occupies.
+        Number of clients that run at once.
+    client : ClientResources
+        Resources of an actor.
     client_app : ClientApp, optional
-        None: that of this project, imported by each actor.
+        Default: the one of this project, imported by each actor.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class RayGrid(SimulatedGrid):
         super().__init__(num_clients=num_clients)
         self._client_app = client_app
         self._contexts = {node: make_context(node, num_clients=num_clients) for node in self.get_node_ids()}
-        # A task that was cut off must not run again by itself: the client may have kept its state already.
+        # An interrupted task must not be repeated automatically: the client may have saved its state.
         actor = ray.remote(num_cpus=client.cpus, num_gpus=client.gpus, max_restarts=0, max_task_retries=0)(ClientActor)
         self._new_actor: Callable[[], Any] = lambda: actor.options(scheduling_strategy="SPREAD").remote(client_app)
         self._replies: deque[Message] = deque()
@@ -97,9 +95,9 @@ class RayGrid(SimulatedGrid):
             self._start_actor()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Hand messages to the actors that are free and queue the others."""
+        """Send messages to idle actors, and queue the rest."""
         self._cancel_stale()
-        # The contents themselves too: while they live nothing else has their id.
+        # Also holds the contents, so that their ids stay unique.
         put: dict[int, tuple[RecordDict, Any]] = {}
         ids = []
         for message in messages:
@@ -117,7 +115,7 @@ class RayGrid(SimulatedGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The next reply to one of these messages, if one comes within a tenth of a second.
+        """Return the next replies to these messages, after at most `POLL_SECONDS`.
 
         Raises
         ------
@@ -125,9 +123,8 @@ class RayGrid(SimulatedGrid):
             An actor cannot be started.
         """
         wanted = set(message_ids)
-        replies = []
-        while self._replies:
-            replies.append(self._replies.popleft())
+        replies = list(self._replies)
+        self._replies.clear()
         for task in self._done() if not replies else ():
             actor, call = self._running.pop(task)
             reply = self._reply(task, actor, call)
@@ -135,8 +132,6 @@ class RayGrid(SimulatedGrid):
                 replies.append(reply)
         self._dispatch()
         return [reply for reply in replies if reply.metadata.reply_to_message_id in wanted]
-
-    # --- actors ---
 
     def _start_actor(self) -> None:
         actor = self._new_actor()
@@ -148,7 +143,7 @@ class RayGrid(SimulatedGrid):
         self._start_actor()
 
     def _done(self) -> list[Any]:
-        """The task of a client that has ended, if one has within `POLL_SECONDS`; actors that are ready become idle."""
+        """Wait for `POLL_SECONDS` at most. Return tasks of clients that have ended, and mark started actors as idle."""
         tasks = [*self._starting, *self._running]
         done, _ = ray.wait(tasks, timeout=POLL_SECONDS) if tasks else ([], [])
         for task in [task for task in done if task in self._starting]:
@@ -171,7 +166,7 @@ class RayGrid(SimulatedGrid):
             self._run(self._pending.popleft(), self._idle.pop())
         if self._retry_alone and self._idle and not self._running and not self._pending:
             actor = self._idle.pop()
-            for other in self._idle:  # idle processes too keep memory of their GPU
+            for other in self._idle:  # idle processes also occupy GPU memory
                 self._replace(other)
             self._idle.clear()
             self._run(self._retry_alone.popleft(), actor)
@@ -181,12 +176,12 @@ class RayGrid(SimulatedGrid):
         self._running[actor.run_client_app.remote(call.content, call.message, context)] = actor, call
 
     def _reply(self, task: Any, actor: Any, call: "_PendingCall") -> Message | None:
-        """The reply of a task that has ended, None if it is to run again; its actor is free again, or replaced."""
+        """Return the reply of a finished task, None if it is retried. Its actor becomes idle or is replaced."""
         try:
             reply: Message
             reply, self._contexts[call.message.metadata.dst_node_id] = ray.get(task)
         except (RayActorError, ObjectLostError) as error:
-            log.warning("a process for clients has died and is started again: %s", _reason(error))
+            log.warning("a process for clients has died and is restarted: %s", _reason(error))
             self._replace(actor)
             return error_reply(call.message, f"its process died: {_reason(error)}")
         except RayError as error:  # e.g. a reply that cannot be sent
@@ -194,15 +189,15 @@ class RayGrid(SimulatedGrid):
         if not (reply.has_error() and OUT_OF_MEMORY in (reply.error.reason or "")):
             self._idle.append(actor)
             return reply
-        self._replace(actor)  # it would keep what it has of the GPU's memory
+        self._replace(actor)  # it would keep its GPU memory
         if call.is_retry:
             return error_reply(call.message, f"{reply.error.reason}; {OUT_OF_MEMORY_HINT}")
-        log.warning("a client found too little memory on its GPU and runs once more, alone")
+        log.warning("a client ran out of GPU memory and is retried alone")
         self._retry_alone.append(replace(call, is_retry=True))
         return None
 
     def _cancel_stale(self) -> None:
-        """Nobody waits any more for what was asked before: drop it, and replace the actors that are still at it."""
+        """Drop messages that were sent before, and replace the actors that still run one."""
         self._replies.clear()
         self._pending.clear()
         for task, (actor, call) in list(self._running.items()):
@@ -217,7 +212,7 @@ class RayGrid(SimulatedGrid):
 
 @dataclass(frozen=True)
 class _PendingCall:
-    """A message without its content, the content's place in the object store, and whether it runs a second time."""
+    """A message without its content, the reference to its content in the object store, and whether it is a retry."""
 
     message: Message
     content: Any
@@ -233,27 +228,26 @@ def run_ray(
     engine: EngineSettings,
     machine: MachineSettings,
 ) -> None:
-    """Run the app to its end, the server in this process, the clients in Ray's; what it raises is raised.
+    """Run the app, with the server in this process and the clients in Ray's.
 
     Parameters
     ----------
     overrides : sequence of str
-        The words of the command line; paths in them must be absolute, because actors have another working directory.
+        Of the command line. Paths must be absolute, because actors have another working directory.
     num_clients : int
-        Of the federation.
     concurrency : int
-        How many are of use: those that train in a round.
+        Maximum number of clients at once, the clients of a round.
     folder : Path
         Of the run.
     engine : EngineSettings
-        What a client is to have.
+        Resources of a client.
     machine : MachineSettings
         Device and threads of a client.
 
     Raises
     ------
     InputError
-        The machine has not what is asked for, or there is no such cluster; no client has run.
+        The machine lacks the requested resources, or the cluster does not exist.
     RunError
         Ray's processes cannot be started.
     """
@@ -263,10 +257,10 @@ def run_ray(
             check_hosts(folder)
         client, actors = plan_client_resources(hosts, engine=engine, machine=machine, max_clients=concurrency)
         grid = RayGrid(num_clients=num_clients, actors=actors, client=client)
-        run_server_app(grid, overrides, client_cores=actors * client.cpus)  # as if all were on this host
+        run_server_app(grid, overrides, client_cores=actors * client.cpus)  # assumes that all are on this host
 
 
 def _reason(error: RayError) -> str:
-    """The last line of what Ray says, which names the cause."""
+    """Return the last line of Ray's message, which has the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,6 +1,7 @@
-"""Ray for one run: a private session on this machine, which leaves neither processes nor files, or a cluster.
+"""A Ray session for one run: private on this machine, or on a cluster.
 
-The hosts of a cluster must run the same code and see the run folder, in which clients keep their state.
+A private session leaves no processes and no files. The hosts of a cluster must run the same code and share the run
+folder, which contains client state.
 """
 
 import logging
@@ -35,30 +36,30 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a client without a share of a GPU sees none
-    "RAY_worker_niceness": "0",  # Ray's 15 leaves a client 3% of a core beside one process that never rests
-    "RAY_free_objects_period_milliseconds": "20",  # Ray waits for a second, in which dozens of models arrive
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a client without a GPU share sees no GPU
+    "RAY_worker_niceness": "0",  # with Ray's 15, a client gets 3% of a core next to a busy process
+    "RAY_free_objects_period_milliseconds": "20",  # by default 1 s, in which dozens of models arrive
     **OPENMP_ENV,
 }
-COMPARED_VERSIONS = ("python", "torch", "flwr")  # that must be the same
+COMPARED_VERSIONS = ("python", "torch", "flwr")
 
 
 @contextmanager
 def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[list[Host]]:
-    """Ray and its hosts, for the time of the block.
+    """Yield the hosts of Ray.
 
     Parameters
     ----------
     gpus : int or None
-        How many GPUs of this machine clients may have; None, which a cluster needs: all there are.
+        Number of GPUs of this machine for clients. None means all, and is required for a cluster.
     address : str or None
-        Of the cluster to join, "auto" for the one that this machine belongs to. None: a private Ray on this machine,
-        which ends with the block or with this process and leaves nothing behind.
+        Of a cluster, or "auto" for the cluster of this machine. None starts a private Ray on this machine, which ends
+        with the block or with this process.
 
     Raises
     ------
     InputError
-        There is no cluster at the address; or on Windows, where processes cannot be found again.
+        There is no cluster at the address, or the system is Windows, which cannot find Ray's processes again.
     RunError
         Ray does not start.
     """
@@ -66,7 +67,7 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
         raise InputError("engine=ray needs Linux or macOS; use engine=local")
     import ray
 
-    warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # a tip about GPUs in every run
+    warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # about GPUs, in every run
     with process_sandbox() as sandbox:
         with _environment(sandbox.work, {**ENVIRONMENT, "FLWR_HOME": str(sandbox.home)}):
             if address is None:
@@ -81,7 +82,7 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
 
 
 def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None) -> None:
-    os.environ.pop("RAY_ADDRESS", None)  # a Ray cluster that happens to run is not ours to use
+    os.environ.pop("RAY_ADDRESS", None)  # do not use a cluster that is already running
     try:
         ray.init(
             num_cpus=available_cores(),
@@ -90,31 +91,31 @@ def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None) -> Non
             logging_level=logging.WARNING,
             _temp_dir=str(sandbox.path / "ray"),
         )
-    except Exception as error:  # Ray has no class of its own for what may go wrong here
-        raise RunError(f"Ray could not be started: {error}; engine=local does without it") from error
+    except Exception as error:  # Ray has no common class for these errors
+        raise RunError(f"Ray could not be started: {error}; use engine=local") from error
 
 
 def _join(ray: ModuleType, address: str) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and not (host and port.isdigit()):
-        raise InputError(f"engine.address={address} is no address of a Ray cluster; set it to HOST:PORT or to auto")
+        raise InputError(f"engine.address={address} is not the address of a Ray cluster; set it to HOST:PORT or auto")
     try:
-        if address != "auto":  # Ray itself would try for minutes
+        if address != "auto":  # Ray would retry for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
         ray.init(address=address, runtime_env={"env_vars": ENVIRONMENT}, logging_level=logging.WARNING)
     except Exception as error:  # as above
         raise InputError(
-            f"engine.address={address} leads to no Ray cluster that this machine belongs to ({error}); start one with "
-            "`ray start --head`, or leave engine.address out"
+            f"there is no Ray cluster of this machine at engine.address={address} ({error}); start one with "
+            "`ray start --head`, or remove engine.address"
         ) from error
 
 
 @contextmanager
 def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """A working directory and environment for what is started in the block.
+    """Set the working directory and environment of processes that start in the block.
 
-    Ray's processes inherit both, and import from the working directory before anything else: an empty one keeps them
-    from code that happens to lie where the run was started. They find what this process finds.
+    Ray's processes inherit both and import from the working directory first. An empty one prevents imports of unrelated
+    code in the user's directory. They use the import path of this process.
     """
     before, folder = dict(os.environ), Path.cwd()
     terminate = signal.getsignal(signal.SIGTERM)
@@ -128,12 +129,12 @@ def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[No
         os.environ.clear()
         os.environ.update(before)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, terminate)  # Ray sets its own
+            signal.signal(signal.SIGTERM, terminate)  # Ray replaces it
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What must be the same on all hosts of a run.
+    """Properties that all hosts of a run must share.
 
     Attributes
     ----------
@@ -142,7 +143,7 @@ class HostInfo:
     python, torch, flwr : str
         Versions.
     folder : bool
-        Whether the run folder can be seen.
+        Whether the host can access the run folder.
     """
 
     code: str
@@ -153,16 +154,15 @@ class HostInfo:
 
 
 def host_info(probe_file: Path) -> HostInfo:
-    """Those of the host on which this is called; ``probe_file`` is a file that only the run's file system has."""
+    """Return the properties of this host. ``probe_file`` exists only in the file system of the run."""
     versions = {package: version(package) for package in ("torch", "flwr")}
     return HostInfo(code=code_fingerprint(), python=platform.python_version(), folder=probe_file.exists(), **versions)
 
 
 def check_hosts(folder: Path) -> None:
-    """Ask every host of the cluster that this process has joined.
+    """Check all hosts of the cluster that this process has joined.
 
-    A client may train on another host in each round. What it keeps from round to round, such as a target network or
-    frozen layers, lies in the run folder, so all hosts must see the same one.
+    A client may train on another host in each round, and its state is in the run folder.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ def check_hosts(folder: Path) -> None:
     Raises
     ------
     InputError
-        A host runs other code or other versions, or does not see the folder; it is named.
+        A host has other code or versions, or cannot access the folder.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -182,10 +182,12 @@ def check_hosts(folder: Path) -> None:
     probe_file.touch()
     try:
         expected = host_info(probe_file)
-        ask = ray.remote(num_cpus=0, max_retries=0)(host_info)
+        remote_info = ray.remote(num_cpus=0, max_retries=0)(host_info)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         replies = {
-            host: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe_file)
+            host: remote_info.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                probe_file
+            )
             for node, host in hosts.items()
         }
         with log_while_waiting("hosts of the cluster do not answer yet"):
@@ -209,7 +211,7 @@ def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
 
 
 def check_host(host: str, info: HostInfo, expected: HostInfo, folder: Path) -> None:
-    """Refuse a host that differs from this one in what a run needs to be the same; raises `InputError`."""
+    """Raise `InputError` if a host differs from this one."""
     theirs, ours = asdict(info), asdict(expected)
     for name, what in (("code", "code of fedssl"), *((name, f"version of {name}") for name in COMPARED_VERSIONS)):
         if theirs[name] != ours[name]:
@@ -219,6 +221,6 @@ def check_host(host: str, info: HostInfo, expected: HostInfo, folder: Path) -> N
             )
     if not info.folder:
         raise InputError(
-            f"host {host} does not see {folder.parent}, where the run folder is to be: what clients keep from round to "
-            "round lies there; set output_dir to a folder that all hosts share"
+            f"host {host} cannot access {folder.parent}, the parent of the run folder, which has client state; set "
+            "output_dir to a folder that all hosts share"
         )

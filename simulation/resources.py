@@ -1,7 +1,6 @@
-"""Choose the engine of ``engine=auto``, the resources of a client on Ray, and how many clients run at once.
+"""The engine that ``engine=auto`` selects, and the resources and number of concurrent clients on Ray.
 
-The numbers of a run do not depend on either. Imports of torch and of training are in the functions: reading settings
-needs neither.
+Neither changes the results of a run. torch and training are imported in functions, because importing them is slow.
 """
 
 import logging
@@ -17,15 +16,15 @@ from fedssl.machine.threads import available_cores
 
 log = logging.getLogger("fedssl")
 
-RAY_OVERHEAD_SECONDS = 10.0  # seconds that starting and ending it take, with an actor for each of two cores
-MIN_STEPS_TO_MEASURE = 20  # steps, which are over before it is worth while to measure one
-LONG_STEP_SECONDS = 1.0  # seconds after which a step has been measured well enough
+RAY_OVERHEAD_SECONDS = 10.0  # to start and stop Ray with an actor for each of two cores
+MIN_STEPS_TO_MEASURE = 20  # a run of fewer steps takes less time than a measurement
+LONG_STEP_SECONDS = 1.0  # a step of this duration needs no repetition
 MAX_CLIENTS_PER_GPU = 4  # more processes on one GPU wait for each other
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """An engine, how many clients are to run at a time on it, and why."""
+    """An engine, the number of concurrent clients, and the reason."""
 
     engine: str
     concurrency: int
@@ -33,12 +32,12 @@ class EngineChoice:
 
 
 def auto_engine(settings: Settings) -> EngineChoice:
-    """The engine for a run.
+    """Select the engine of a run.
 
-    On GPUs it is Ray if there are several, and clients for them. On CPUs as many clients run at a time as the cores
-    have place for, with their threads each, as take part in a round, and as have place in memory, where each needs as
-    much as this process once it has trained a step; if these are two or more, Ray is taken if it saves more time, by
-    how long that step took, than it needs to start. A run of a few steps is local, and nothing is measured.
+    On GPUs: Ray if there are several GPUs and several clients per round. On CPUs: the concurrency is limited by the
+    cores (``threads`` per client), by the clients of a round, and by memory, where a client needs the peak of this
+    process after a training step. Ray is selected if, by the time of that step, it saves more than its start costs.
+    A run of a few steps uses ``local`` without a measurement.
 
     Raises
     ------
@@ -56,23 +55,23 @@ def auto_engine(settings: Settings) -> EngineChoice:
         return EngineChoice(engine, settings.clients_per_round, reason)
     concurrency = min(available_cores() // settings.machine.threads, settings.clients_per_round)
     if concurrency < 2:
-        return EngineChoice("local", 1, "no two clients have place at a time")
+        return EngineChoice("local", 1, "fewer than two clients fit on this machine at once")
     steps = number_of_steps(settings)
     if steps < MIN_STEPS_TO_MEASURE:
         return EngineChoice("local", concurrency, f"{steps} training steps")
-    settings.algorithm.strategy.instantiate()  # what it refuses is refused before anything is measured
+    settings.algorithm.strategy.instantiate()  # invalid settings are rejected before the measurement
     training = steps * seconds_per_step(settings)
     free, each = available_memory(), peak_memory()
     fit = concurrency if free is None else max(min(free // each, concurrency), 1)
-    reason = f"about {training:.0f} s of training, clients at a time: {fit}"
+    reason = f"about {training:.0f} s of training, clients at once: {fit}"
     if fit < concurrency:
-        reason += f", since each takes {gigabytes(each)} of memory"
+        reason += f", because each needs {gigabytes(each)} of memory"
     saved = training * (1 - 1 / fit)
     return EngineChoice("ray" if saved > RAY_OVERHEAD_SECONDS else "local", fit, reason)
 
 
 def number_of_steps(settings: Settings) -> int:
-    """Training steps of all clients in all rounds, if they had equally many images."""
+    """Return the training steps of all clients in all rounds, for clients with equal numbers of images."""
     from fedssl.datasets.base import load_federated
     from fedssl.training import number_of_batches
 
@@ -82,7 +81,7 @@ def number_of_steps(settings: Settings) -> int:
 
 
 def seconds_per_step(settings: Settings) -> float:
-    """How long a client's training step takes on a CPU of this machine: one after a warm-up, if that is short."""
+    """Measure a client's training step on a CPU of this machine, after a warm-up unless that is slow."""
     import torch
 
     from fedssl.datasets.base import load_federated
@@ -93,14 +92,14 @@ def seconds_per_step(settings: Settings) -> float:
 
     configure_process(settings.machine)
     method, image_data = build_method(settings.model), load_federated(settings.data)
-    own = torch.arange(min(settings.training.batch_size, len(image_data.images) // settings.num_clients))
-    if len(own) < method.min_batch_size:  # the run will be refused, or the client dropped
+    indices = torch.arange(min(settings.training.batch_size, len(image_data.images) // settings.num_clients))
+    if len(indices) < method.min_batch_size:  # the run will be rejected, or the client dropped
         return 0.0
     training = replace(LocalTrainer.build(settings.training, method), epochs=1)
     seconds = 0.0
     for number in range(3):
         start, generator = time.perf_counter(), torch_generator(settings.seed, "choice", number)
-        train(method, image_data.images, own, training=training, generator=generator, labels=image_data.labels)
+        train(method, image_data.images, indices, training=training, generator=generator, labels=image_data.labels)
         seconds = time.perf_counter() - start
         if seconds > LONG_STEP_SECONDS:
             break
@@ -109,12 +108,7 @@ def seconds_per_step(settings: Settings) -> float:
 
 @dataclass(frozen=True)
 class Host:
-    """What clients can have of a machine.
-
-    Attributes
-    ----------
-    cpus, gpus : int
-    """
+    """Resources of a machine for clients."""
 
     cpus: int
     gpus: int
@@ -122,13 +116,7 @@ class Host:
 
 @dataclass(frozen=True)
 class ClientResources:
-    """What one client occupies.
-
-    Attributes
-    ----------
-    cpus : int
-    gpus : float
-    """
+    """Resources of one client."""
 
     cpus: int
     gpus: float
@@ -137,55 +125,55 @@ class ClientResources:
 def fit_clients(
     hosts: Sequence[Host], *, client_cpus: int | None, client_gpus: float | None, threads: int, max_clients: int
 ) -> tuple[ClientResources, int]:
-    """What a client occupies, and how many clients run at a time.
+    """Return the resources of a client, and the number of clients that run at once.
 
     Parameters
     ----------
     hosts : sequence of Host
-        With 0 GPUs if clients are to train on CPUs. A client is on one of them.
+        With 0 GPUs if clients train on CPUs. A client runs on one host.
     client_cpus : int or None
-        None: one for each of its threads, and a single one beside a GPU.
+        None: one per thread, or 1 if the client uses a GPU.
     client_gpus : float or None
-        None: such a share that every GPU has clients, the same number on each, and at most 4.
+        None: an equal share, so that every GPU runs the same number of clients, at most 4.
     threads : int
         Of a client.
     max_clients : int
-        How many clients are of use at a time.
+        Maximum number of clients at once.
 
     Raises
     ------
     InputError
-        No host has what is asked for.
+        No host has the requested resources.
     """
     cores, gpus = max(host.cpus for host in hosts), max(host.gpus for host in hosts)
     if client_gpus is not None and (client_gpus < 0 or (client_gpus > 1 and client_gpus != int(client_gpus))):
         raise InputError(f"engine.client_gpus={client_gpus} must be a share from 0 to 1 or a whole number of GPUs")
     if client_gpus is not None and client_gpus > gpus:
-        raise InputError(f"engine.client_gpus={client_gpus} but clients can have {gpus} GPUs; set engine.client_gpus=0")
+        raise InputError(f"engine.client_gpus={client_gpus} but clients can use {gpus} GPUs; set engine.client_gpus=0")
     on_gpus = gpus > 0 and client_gpus != 0
     cpus = client_cpus if client_cpus is not None else 1 if on_gpus else min(threads, cores)
     if cpus != int(cpus) or not 1 <= cpus <= cores:
-        raise InputError(f"engine.client_cpus={cpus} must be a whole number from 1 to the {cores} CPUs there are")
+        raise InputError(f"engine.client_cpus={cpus} must be a whole number from 1 to {cores}, the number of CPUs")
     if not on_gpus:
         return ClientResources(cpus, 0.0), min(sum(host.cpus // cpus for host in hosts), max_clients)
     if client_gpus is None:
         with_gpus = [host for host in hosts if host.gpus]
         clients = min(sum(host.cpus // cpus for host in with_gpus), max_clients)
         per_gpu = min(max(1, clients // sum(host.gpus for host in with_gpus)), MAX_CLIENTS_PER_GPU)
-        client_gpus = 1.0 if per_gpu == 1 else int(10_000 / per_gpu) / 10_000  # the digits that Ray counts
+        client_gpus = 1.0 if per_gpu == 1 else int(10_000 / per_gpu) / 10_000  # Ray's precision
     fit = sum(min(host.cpus // cpus, _fit(host.gpus, client_gpus)) for host in hosts)
     return ClientResources(cpus, client_gpus), min(fit, max_clients)
 
 
 def _fit(gpus: int, share: float) -> int:
-    """How many clients have place on so many GPUs; a share of one lies on one."""
+    """Return the number of clients that fit on the GPUs; a share below 1 is on one GPU."""
     return gpus * int(1 / share + 1e-6) if share <= 1 else int(gpus / share)
 
 
 def plan_client_resources(
     hosts: Sequence[Host], *, engine: EngineSettings, machine: MachineSettings, max_clients: int
 ) -> tuple[ClientResources, int]:
-    """What `fit_clients` gives for the settings of a run, and a line that says so; raises `InputError` as it does."""
+    """Apply `fit_clients` to the settings of a run, and print the result."""
     import torch
 
     gpus = sum(host.gpus for host in hosts)
@@ -199,7 +187,7 @@ def plan_client_resources(
     of_gpus = f" and {client.gpus:g} of {gpus} GPUs" if client.gpus else ""
     of_hosts = f" of {len(hosts)} hosts" if len(hosts) > 1 else ""
     cpus = sum(host.cpus for host in hosts)
-    print(f"{clients} clients at a time, each on {client.cpus} of {cpus} CPUs{of_gpus}{of_hosts}", flush=True)
+    print(f"{clients} clients at once, each on {client.cpus} of {cpus} CPUs{of_gpus}{of_hosts}", flush=True)
     if not client.gpus and machine.device != "cpu" and (gpus or torch.cuda.is_available()):
-        log.warning("clients train on CPUs though there are GPUs; engine.client_gpus says what of them one gets")
+        log.warning("clients train on CPUs although there are GPUs; set engine.client_gpus to the share of a client")
     return client, clients

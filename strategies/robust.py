@@ -1,6 +1,6 @@
 """Robust averages, which a few malicious clients cannot control: median and trimmed mean.
 
-Yin et al., ICML 2018, computed by the function of Flower's FedMedian and FedTrimmedAvg. Deviations from Flower:
+Yin et al., ICML 2018. Deviations from Flower's FedMedian and FedTrimmedAvg:
 
 - layers keep their dtype, and counters are rounded to the nearest integer. Flower makes them fractions;
 - running statistics are aggregated like weights. A single client could control their mean.
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 
 from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers
 from fedssl.errors import InputError
@@ -127,11 +126,18 @@ def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: fl
         step = max(TILE // len(clients), 1)  # of all clients together as many elements as fit into the cache
         for start in range(0, len(new), step):
             tile = slice(start, start + step)
-            mean = trim_mean(np.stack([values[tile] for values in clients]), beta)
+            mean = _mean_without_extremes(np.stack([values[tile] for values in clients]), int(beta * len(clients)))
             new[tile] = mean if new.dtype.kind == "f" else np.rint(mean)
 
     ReferenceLayers(global_layers).parallel_for(trim)
     return result
+
+
+def _mean_without_extremes(values: np.ndarray, cut: int) -> np.ndarray:
+    """Average over the first axis without the ``cut`` smallest and largest values."""
+    last = len(values) - cut
+    mean: np.ndarray = np.partition(values, (cut, last - 1), axis=0)[cut:last].mean(axis=0)
+    return mean
 
 
 def validated(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:

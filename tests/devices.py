@@ -7,7 +7,8 @@ from flwr.app import Context, Message, RecordDict
 from PIL import Image
 
 from client_app.app import app as client_app
-from simulation.grid import RUN_ID, LocalGrid, set_task_identity
+from fedssl.compat import set_task_identity
+from simulation.grid import RUN_ID, LocalGrid
 
 
 def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> Path:

@@ -11,13 +11,12 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl  # setting values is no public function of Hydra 1.3
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fedssl.config.compat import ChoiceSweep, Override, apply_overrides
 from fedssl.config.overrides import CONF, check_choices, config_groups, did_you_mean, parse
 from fedssl.config.renamed import check_renamed
 from fedssl.config.settings import WIRE_DTYPES
@@ -233,7 +232,7 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     try:
         cached, choices = _composed.__wrapped__(lines) if changeable else _composed(lines)
         config = copy.deepcopy(cached)
-        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        apply_overrides(values, config)
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split())) from error

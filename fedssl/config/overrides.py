@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 
+from fedssl.config.compat import ChoiceSweep, Glob, Override, parse_overrides
 from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 
@@ -21,7 +20,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar; raise `InputError` if they are invalid."""
     try:
-        return OverridesParser.create().parse_overrides(list(overrides))
+        return parse_overrides(overrides)
     except HydraException as error:
         reason = " ".join(str(error).split())
         bare = [override for override in overrides if "=" not in override and not override.startswith("~")]

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fedssl.config.compat import Override
 from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, update_choices
 from fedssl.errors import InputError

@@ -61,7 +61,7 @@ def post(port, path, keys):
 @pytest.mark.heavy
 def test_a_fleet_with_tls_and_keys_has_the_bits_of_the_simulation(places, tmp_path):
     words = [*SMALL, "strategy=fedu", "method=byol", "rounds=2"]
-    own = [f"dataset.path={tmp_path / 'write_images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
+    own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*words, *own, f"output_dir={tmp_path / 'simulation'}"])
     numbers = partitions(tmp_path / "simulation")
     with fleet(*places) as one:
@@ -185,7 +185,7 @@ def test_a_run_outlives_what_its_devices_do(places, tmp_path):
 def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places, tmp_path):
     run, simulation = tmp_path / "run", tmp_path / "simulation"
     words = [*SMALL, "strategy=fedu", "method=byol", "rounds=5"]
-    own = [f"dataset.path={tmp_path / 'write_images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
+    own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*words, *own, f"output_dir={simulation}"])
     numbers = partitions(simulation)
     with fleet(*places) as one:
@@ -199,7 +199,7 @@ def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places,
         one.start_superlink()
         said = fedssl.communicate()[0]
         assert fedssl.returncode == 1, said
-        assert f"; go on with fedssl {' '.join(one.engine)} resume={run}\n" in said
+        assert f"; continue with fedssl {' '.join(one.engine)} resume={run}\n" in said
         one.wait_for_nodes(3)
         before = len(rows(run))
         assert before < 5

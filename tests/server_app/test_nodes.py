@@ -6,10 +6,11 @@ import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
 
 from fedssl import waiting
+from fedssl.compat import assign_message_id
 from fedssl.errors import InputError
 from server_app import nodes
 from server_app.nodes import discover_clients, federation_size
-from simulation.grid import SimulatedGrid, assign_message_id
+from simulation.grid import SimulatedGrid
 
 
 class SlowGrid(SimulatedGrid):

@@ -9,6 +9,7 @@ import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Error, Message
 
+from fedssl.compat import assign_message_id, set_task_identity
 from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
@@ -17,7 +18,7 @@ from server_app.nodes import ClientDirectory, ClientManager
 from server_app.round import TooFewUpdatesError
 from server_app.training_loop import run_round
 from server_app.updates import apply_stale_update
-from simulation.grid import SimulatedGrid, assign_message_id, set_task_identity
+from simulation.grid import SimulatedGrid
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg
 from strategies.interfaces import GLOBAL, ServerState

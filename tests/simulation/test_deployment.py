@@ -24,10 +24,13 @@ def test_the_engine_brings_what_devices_need_and_words_win():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["engine.address=here"], "engine.address=here is no address of a SuperLink; set it to HOST:PORT"),
-        (["engine.address=fed.example.org:443"], "is another machine, and without TLS anybody between could run code"),
+        (["engine.address=here"], "engine.address=here is not the address of a SuperLink; set it to HOST:PORT"),
+        (
+            ["engine.address=fed.example.org:443"],
+            "without TLS anybody in between could run code",
+        ),
         (["engine.root_certificates=/not/here"], r"engine.root_certificates=/not/here cannot be used \(.*No such file"),
-        (["engine.root_certificates={file}"], "cannot be used .*; name the file ca.crt of deploy/keys.py"),
+        (["engine.root_certificates={file}"], "cannot be used .*; set it to the file ca.crt of deploy/keys.py"),
         (["method=nothing"], "method=nothing does not exist"),
     ],
 )

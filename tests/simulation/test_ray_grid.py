@@ -175,7 +175,7 @@ def test_a_client_that_fails_or_kills_its_process_costs_nobody_else_anything(mak
     assert reasons.keys() == {1, 3}
     assert reasons[1] == "ValueError: no camera"
     assert "process died" in reasons[3]
-    assert "is started again" in caplog.text
+    assert "is restarted" in caplog.text
     second = ask(grid)  # by the new process too
     assert sorted(second) == list(grid.get_node_ids())
     assert not any(reply.has_error() for reply in second.values())
@@ -226,7 +226,7 @@ def test_a_client_that_finds_a_full_gpu_runs_once_more_alone(make_grid, caplog, 
     replies = ask(grid)
     assert len(replies) == 5
     assert not any(reply.has_error() for reply in replies.values())
-    assert "runs once more, alone" in caplog.text
+    assert "is retried alone" in caplog.text
     assert len(grid._idle) + len(grid._starting) == 2
 
 

@@ -69,7 +69,7 @@ def test_a_run_joins_the_cluster_and_leaves_it_as_it_was(cluster, tmp_path):
     command = [sys.executable, "-c", "from simulation.cli import main; main()", *overrides, "output_dir=run"]
     outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert outcome.returncode == 0, outcome.stderr
-    assert "2 clients at a time, each on 1 of 4 CPUs and 1 of 4 GPUs of 2 hosts" in outcome.stdout
+    assert "2 clients at once, each on 1 of 4 CPUs and 1 of 4 GPUs of 2 hosts" in outcome.stdout
     clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
@@ -123,7 +123,7 @@ HERE = HostInfo(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folde
     [
         ({"code": "bb"}, r"host there has another code of fedssl \(bb\) than this one \(aa\)"),
         ({"torch": "2.12.0"}, r"host there has another version of torch \(2.12.0\) than this one \(2.11.0\)"),
-        ({"folder": False}, "host there does not see /shared, .* set output_dir to a folder that all hosts share"),
+        ({"folder": False}, "host there cannot access /shared, .* set output_dir to a folder that all hosts share"),
     ],
 )
 def test_a_host_that_cannot_take_part_is_named(change, message):
@@ -135,8 +135,11 @@ def test_a_host_that_cannot_take_part_is_named(change, message):
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("somewhere", "engine.address=somewhere is no address of a Ray cluster; set it to HOST:PORT or to auto"),
-        ("127.0.0.1:1", "engine.address=127.0.0.1:1 leads to no Ray cluster .*refused.* `ray start --head`"),
+        ("somewhere", "engine.address=somewhere is not the address of a Ray cluster; set it to HOST:PORT or auto"),
+        (
+            "127.0.0.1:1",
+            "no Ray cluster of this machine at engine.address=127.0.0.1:1 .*refused.* `ray start --head`",
+        ),
     ],
 )
 def test_no_cluster_there(address, message):

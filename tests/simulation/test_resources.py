@@ -36,11 +36,11 @@ def test_steps_by_hand():
     ("cores", "threads", "step", "expected"),
     [
         # 60 steps of 1 s; a client more at a time saves 60 (1 - 1/n) s.
-        (2, 1, 1.0, EngineChoice("ray", 2, "about 60 s of training, clients at a time: 2")),
-        (2, 1, 0.3, EngineChoice("local", 2, "about 18 s of training, clients at a time: 2")),  # saves 9 s
-        (16, 1, 0.3, EngineChoice("ray", 3, "about 18 s of training, clients at a time: 3")),  # saves 12 s
-        (2, 2, 100.0, EngineChoice("local", 1, "no two clients have place at a time")),
-        (1, 1, 100.0, EngineChoice("local", 1, "no two clients have place at a time")),
+        (2, 1, 1.0, EngineChoice("ray", 2, "about 60 s of training, clients at once: 2")),
+        (2, 1, 0.3, EngineChoice("local", 2, "about 18 s of training, clients at once: 2")),  # saves 9 s
+        (16, 1, 0.3, EngineChoice("ray", 3, "about 18 s of training, clients at once: 3")),  # saves 12 s
+        (2, 2, 100.0, EngineChoice("local", 1, "fewer than two clients fit on this machine at once")),
+        (1, 1, 100.0, EngineChoice("local", 1, "fewer than two clients fit on this machine at once")),
     ],
 )
 def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, step, expected):
@@ -54,13 +54,13 @@ def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, ste
     [
         (
             2_500_000_000,
-            EngineChoice("ray", 2, "about 60 s of training, clients at a time: 2, since each takes 1.0 GB of memory"),
+            EngineChoice("ray", 2, "about 60 s of training, clients at once: 2, because each needs 1.0 GB of memory"),
         ),
         (
             500_000_000,
-            EngineChoice("local", 1, "about 60 s of training, clients at a time: 1, since each takes 1.0 GB of memory"),
+            EngineChoice("local", 1, "about 60 s of training, clients at once: 1, because each needs 1.0 GB of memory"),
         ),
-        (None, EngineChoice("ray", 3, "about 60 s of training, clients at a time: 3")),
+        (None, EngineChoice("ray", 3, "about 60 s of training, clients at once: 3")),
     ],
 )
 def test_no_more_at_a_time_than_memory_has_place_for(monkeypatch, free, expected):
@@ -160,12 +160,12 @@ def test_what_a_client_gets(hosts, wishes, expected):
 @pytest.mark.parametrize(
     ("wishes", "sentence"),
     [
-        ({"client_cpus": 5}, "engine.client_cpus=5 .* from 1 to the 4 CPUs"),
+        ({"client_cpus": 5}, "engine.client_cpus=5 .* from 1 to 4, the number of CPUs"),
         ({"client_cpus": 0}, "engine.client_cpus=0 .* from 1"),
         ({"client_cpus": 1.5}, "engine.client_cpus=1.5 .* whole number"),
         ({"client_gpus": -0.5}, "engine.client_gpus=-0.5"),
         ({"client_gpus": 1.5}, "engine.client_gpus=1.5 .* whole number"),
-        ({"client_gpus": 3}, "engine.client_gpus=3 but clients can have 2 GPUs; set engine.client_gpus=0"),
+        ({"client_gpus": 3}, "engine.client_gpus=3 but clients can use 2 GPUs; set engine.client_gpus=0"),
     ],
 )
 def test_what_a_machine_has_not_is_refused(wishes, sentence):
@@ -186,12 +186,12 @@ def settings(*, device="auto", threads=1, client_gpus=None):
 @pytest.mark.parametrize(
     ("wishes", "said", "warned"),
     [
-        ({}, "4 clients at a time, each on 1 of 4 CPUs and 0.5 of 2 GPUs", False),
-        ({"client_gpus": 0}, "4 clients at a time, each on 1 of 4 CPUs", True),
-        ({"device": "cpu", "threads": 2}, "2 clients at a time, each on 2 of 4 CPUs", False),
+        ({}, "4 clients at once, each on 1 of 4 CPUs and 0.5 of 2 GPUs", False),
+        ({"client_gpus": 0}, "4 clients at once, each on 1 of 4 CPUs", True),
+        ({"device": "cpu", "threads": 2}, "2 clients at once, each on 2 of 4 CPUs", False),
     ],
 )
 def test_gpus_that_clients_do_not_get_are_said(wishes, said, warned, capsys, caplog):
     plan_client_resources([Host(4, 2)], **settings(**wishes))
     assert capsys.readouterr().out == said + "\n"
-    assert ("though there are GPUs" in caplog.text) == warned
+    assert ("although there are GPUs" in caplog.text) == warned

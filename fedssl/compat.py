@@ -1,0 +1,29 @@
+"""Names of Flower that its documentation does not have, for simulations and error replies. They are those of flwr<1.42.
+
+`client_app.compat`, `server_app.compat` and `simulation.compat` have those whose import is slow.
+"""
+
+import uuid
+
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = ["Run", "assign_message_id", "error_reply", "set_task_identity"]
+
+
+def error_reply(message: Message, reason: str) -> Message:
+    """Return the reply of a client that failed."""
+    return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+
+def set_task_identity(*, run_id: int = 1, node_id: int = 1) -> None:
+    """Set the run and the node of this process, which Flower's messages contain."""
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, run_id, node_id
+
+
+def assign_message_id(message: Message) -> str:
+    """Assign a unique id to a message, and return it."""
+    message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+    return message.metadata.message_id

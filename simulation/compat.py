@@ -1,0 +1,75 @@
+"""Names of Flower that its documentation does not have: its Control API. They are those of flwr<1.42.
+
+They do the work of ``flwr run``, ``flwr log``, ``flwr list`` and ``flwr stop``. ``flwr run`` itself exits with 0 if a
+run fails.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.cli_client_interceptor import CliClientHttpInterceptor
+from flwr.common.serde import fab_to_proto, user_config_to_proto
+from flwr.proto.control_pb2 import (
+    ListRunsRequest,
+    StartRunRequest,
+    StopRunRequest,
+    StreamLogsRequest,
+    StreamLogsResponse,
+)
+from flwr.proto.run_pb2 import RunStatus
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.error import FlowerError
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+__all__ = ["ControlHttpClient", "RunStatus"]
+
+
+def connect(address: str, *, root_certificates: bytes | None) -> ControlHttpClient:
+    """Return a client of the Control API; without certificates it does not use TLS.
+
+    Raises
+    ------
+    OSError, ValueError
+        The certificates are invalid.
+    """
+    return ControlHttpClient.from_server_address(
+        server_address=address,
+        insecure=root_certificates is None,
+        root_certificates=root_certificates,
+        interceptors=[CliClientHttpInterceptor(), RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+    )
+
+
+def start_run(control: ControlHttpClient, app: Path, *, overrides: str) -> int:
+    """Submit the app with ``overrides`` in its run config, and return the id of the run."""
+    fab = build_fab_from_disk(app)
+    request = StartRunRequest(
+        fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
+        override_config=user_config_to_proto({"overrides": overrides}),
+    )
+    return int(control.StartRun(request).run_id)
+
+
+def run_status(control: ControlHttpClient, run_id: int) -> RunStatus:
+    """Return the status of a run."""
+    status: RunStatus = control.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
+    return status
+
+
+def stop_run(control: ControlHttpClient, run_id: int) -> None:
+    """Request the end of a run."""
+    control.StopRun(StopRunRequest(run_id=run_id))
+
+
+def stream_logs(control: ControlHttpClient, run_id: int, *, after: float) -> Iterator[StreamLogsResponse]:
+    """Yield the log after a timestamp, with the timestamp of every part."""
+    return control.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=after))
+
+
+def error_message(response: str) -> str | None:
+    """Return the message in an error response of Flower; None if it contains none."""
+    error = FlowerError.from_json(response)
+    return error.message if error else None

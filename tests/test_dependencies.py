@@ -1,0 +1,44 @@
+"""Names that a dependency does not document are imported in modules named ``compat`` only."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation", "examples", "deploy")
+# Flower documents these; it may change all other modules in any release.
+DOCUMENTED = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
+
+
+def imports(source: str) -> Iterator[tuple[str, list[str]]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or "", [name.name for name in node.names]
+        elif isinstance(node, ast.Import):
+            yield from ((name.name, []) for name in node.names)
+
+
+def private(source: str) -> list[str]:
+    found = []
+    for module, names in imports(source):
+        library = module.split(".")[0]
+        if (library == "flwr" and module not in DOCUMENTED) or (
+            library in ("ray", "hydra", "omegaconf")
+            and (any(part.startswith("_") for part in [*module.split("."), *names]) or "override_parser" in module)
+        ):
+            found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_private_names_are_in_compat_modules(package):
+    files = [file for file in (ROOT / package).rglob("*.py") if file.name != "compat.py"]
+    assert {str(file): names for file in files if (names := private(file.read_text()))} == {}
+
+
+def test_private_names_are_found():
+    source = "import ray._private\ndef f():\n    from flwr.common import serde\n    from hydra import _internal"
+    assert private(source) == ["ray._private", "flwr.common", "hydra"]
+    assert private("from flwr.app import Message\nfrom hydra import compose\nimport ray") == []
