@@ -1,15 +1,20 @@
-"""Names that a dependency does not document are imported in modules named ``compat`` only."""
+"""Packages import each other in one direction, and undocumented names of dependencies in modules named ``compat``."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation", "examples", "deploy")
 # Flower documents these; it may change all other modules in any release.
 DOCUMENTED = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy"}
+
+
+def test_import_contracts():
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
 
 
 def imports(source: str) -> Iterator[tuple[str, list[str]]]:
